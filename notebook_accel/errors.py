@@ -1,0 +1,82 @@
+"""Every error that notebook_accel raises on purpose.
+
+NotebookAccelError(RuntimeError)
+├── LaunchError          the run could not start
+├── WorkerError          a rank failed
+├── RunStopped           the run was stopped before it had a result
+└── ConfigError(ValueError)   a setting that makes no sense, alone or with another
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from notebook_accel.launch.run import Run
+
+__all__ = ["ConfigError", "LaunchError", "NotebookAccelError", "RunStopped", "WorkerError"]
+
+
+class NotebookAccelError(RuntimeError):
+    """The root of the errors that this package raises.
+
+    ``run`` is the handle of the run that the error belongs to, where there is one: its logs,
+    metrics and the results of the ranks that ended are still there.
+    """
+
+    run: Run | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A handle holds threads and sockets: it stays in the process that made it.
+        return {name: value for name, value in self.__dict__.items() if name != "run"}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.args), self.__getstate__())
+
+
+def _rebuild(kind: type[NotebookAccelError], args: tuple[Any, ...]) -> NotebookAccelError:
+    return kind.__new__(kind, *args)
+
+
+class LaunchError(NotebookAccelError):
+    """The run could not start; the message says which check failed and what to do."""
+
+
+class ConfigError(NotebookAccelError, ValueError):
+    """A setting that makes no sense, alone or together with another."""
+
+
+class RunStopped(NotebookAccelError):
+    """The run was stopped before it had a result."""
+
+
+class WorkerError(NotebookAccelError):
+    """A rank failed.
+
+    Attributes:
+        rank: the rank whose failure is the cause; None where the agent itself died.
+        ranks: all ranks that failed, those aside that only lost their connection to a peer.
+        traceback: the failing rank's traceback as text ("" where it died without one).
+        exitcode: exit code of the rank's process, None where a signal ended it.
+        signal: name of the signal that ended it ("SIGKILL"), None where none did.
+        run: the handle of the run.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        ranks: Sequence[int] = (),
+        traceback: str = "",
+        exitcode: int | None = None,
+        signal: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.ranks = list(ranks)
+        self.traceback = traceback
+        self.exitcode = exitcode
+        self.signal = signal

@@ -1,0 +1,223 @@
+"""Who this rank is, how it reports, and how it learns of a stop: the door for ``training``.
+
+Code that trains asks :func:`current` and never cares who started the process. Under our
+launcher the answer is a :class:`LaunchedContext`; anywhere else (plain Python, torchrun, a
+notebook's kernel) it is a :class:`RankContext`, which knows what the environment says and drops
+every report.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.errors import RunStopped
+from notebook_accel.launch import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from notebook_accel.launch.scoreboard import Scoreboard
+
+__all__ = ["LaunchedContext", "RankContext", "current", "enter"]
+
+# How long a rank waits for the others to say at which step they learned of a stop.
+_AGREE_SECONDS = 1.0
+_MEMORY_SECONDS = 1.0
+
+
+class RankContext:
+    """A rank that nobody listens to: single process, or started by torchrun.
+
+    Attributes:
+        rank, local_rank: of this rank; world_size, local_world_size: number of ranks, of all
+            machines and of this one.
+        shared: what the state classes of ``training`` keep for this rank; they are views of it.
+        launched: whether notebook_accel started this rank.
+    """
+
+    launched = False
+
+    def __init__(
+        self, *, rank: int, local_rank: int, world_size: int, local_world_size: int
+    ) -> None:
+        self.rank = rank
+        self.local_rank = local_rank
+        self.world_size = world_size
+        self.local_world_size = local_world_size
+        self.shared: dict[Any, Any] = {}
+
+    @classmethod
+    def from_environment(cls) -> RankContext:
+        """What RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE say."""
+        rank = int(os.environ.get("RANK", "0"))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        return cls(
+            rank=rank,
+            local_rank=int(os.environ.get("LOCAL_RANK", str(rank))),
+            world_size=world_size,
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
+        )
+
+    def metric(self, values: Mapping[str, float], step: int | None = None) -> None:
+        """Report values, shown live and kept in ``run.metrics``."""
+
+    def bar(
+        self,
+        bar: int,
+        *,
+        name: str,
+        n: float,
+        total: float | None = None,
+        rate: float | None = None,
+        elapsed: float = 0.0,
+        unit: str = "it",
+        closed: bool = False,
+    ) -> None:
+        """Report the state of a progress bar."""
+
+    def notice(self, text: str) -> None:
+        """Show one line to the person; equal lines of several ranks are shown once."""
+
+    def count_batch(self, total: int | None = None) -> None:
+        """A prepared loader is about to give its next batch (``total`` an epoch).
+
+        Raises:
+            RunStopped: a stop was asked for, the function never reads ``should_stop``, and this
+                is the step at which all ranks leave.
+        """
+
+    def count_step(self, device_memory: Callable[[], int | None] | None = None) -> None:
+        """A prepared optimizer made a step; ``device_memory`` gives bytes, when it is asked."""
+
+    def should_stop(self) -> bool:
+        """True, on all ranks at the same read, once a stop was asked for."""
+        return False
+
+
+class LaunchedContext(RankContext):
+    """A rank that notebook_accel started."""
+
+    launched = True
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        local_rank: int,
+        world_size: int,
+        local_world_size: int,
+        run: str,
+        send: Callable[[wire.Message], None],
+        board: Scoreboard,
+    ) -> None:
+        super().__init__(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=world_size,
+            local_world_size=local_world_size,
+        )
+        self.run = run
+        self.drew_bar = False
+        self._send = send
+        self._board = board
+        self._row = board.row(local_rank)
+        self._pid = os.getpid()
+        self._sequence = itertools.count()
+        self._next_memory = 0.0
+        self._told_total: int | None = None
+
+    def tell(self, kind: type[wire.Message], **fields: Any) -> None:
+        """Send a message of this rank, unless this is a child process of it."""
+        if os.getpid() == self._pid:
+            self._send(
+                kind(run=self.run, rank=self.rank, sequence=next(self._sequence), **fields)
+            )
+
+    def metric(self, values: Mapping[str, float], step: int | None = None) -> None:
+        self.tell(wire.Metric, values=dict(values), step=step)
+
+    def bar(
+        self,
+        bar: int,
+        *,
+        name: str,
+        n: float,
+        total: float | None = None,
+        rate: float | None = None,
+        elapsed: float = 0.0,
+        unit: str = "it",
+        closed: bool = False,
+    ) -> None:
+        self.drew_bar = True
+        self.tell(
+            wire.Bar,
+            bar=bar,
+            name=name,
+            n=n,
+            total=total,
+            rate=rate,
+            elapsed=elapsed,
+            unit=unit,
+            closed=closed,
+        )
+
+    def notice(self, text: str) -> None:
+        self.tell(wire.Notice, text=text)
+
+    def count_batch(self, total: int | None = None) -> None:
+        row = self._row
+        row.batches += 1
+        if total != self._told_total:
+            row.total_batches = self._told_total = total or 0
+        if self._board.stop_asked and not row.reads and self._leaves("batches"):
+            raise RunStopped("the run was stopped")
+
+    def count_step(self, device_memory: Callable[[], int | None] | None = None) -> None:
+        self._row.steps += 1
+        if device_memory is None:
+            return
+        now = time.monotonic()
+        if now >= self._next_memory:
+            self._next_memory = now + _MEMORY_SECONDS
+            self._row.device_memory = device_memory() or 0
+
+    def should_stop(self) -> bool:
+        self._row.reads += 1
+        return self._board.stop_asked and self._leaves("reads")
+
+    def _leaves(self, counter: str) -> bool:
+        """Whether the count of this rank reached the highest at which any rank saw the stop."""
+        return self._board.agree(self.local_rank, counter, timeout=_AGREE_SECONDS)
+
+
+_context: ContextVar[RankContext | None] = ContextVar("notebook_accel_rank", default=None)
+_process_context: RankContext | None = None
+_lock = threading.Lock()
+
+
+def current() -> RankContext:
+    """The context of this rank.
+
+    A thread that the user's code started has no ContextVar of its rank: it gets the process's.
+    """
+    global _process_context
+    context = _context.get()
+    if context is not None:
+        return context
+    with _lock:
+        if _process_context is None:
+            _process_context = RankContext.from_environment()
+        return _process_context
+
+
+def enter(context: RankContext, *, whole_process: bool = True) -> None:
+    """Make ``context`` that of this rank (of the whole process, unless ranks are threads)."""
+    global _process_context
+    _context.set(context)
+    if whole_process:
+        _process_context = context
