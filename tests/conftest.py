@@ -1,0 +1,60 @@
+"""What all tests share: where runs are kept, which machine parts are there, and who is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def find_chromium() -> str | None:
+    """The browser named by ``CHROMIUM``, else the first of the usual names on the path."""
+    named = os.environ.get("CHROMIUM")
+    if named:
+        return named
+    return next((path for path in map(shutil.which, _BROWSERS) if path), None)
+
+
+def count_gpus() -> int:
+    """How many GPUs torch sees, without initialising one."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, visibly, what this machine cannot run."""
+    browser = [item for item in items if item.get_closest_marker("browser")]
+    if browser and find_chromium() is None:
+        _skip(browser, "no Chromium found: install it (Debian: apt-get install chromium)")
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu and count_gpus() == 0:
+        _skip(gpu, "no GPU found")
+
+
+def _skip(items: list[pytest.Item], reason: str) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the runs of the tests out of the state folder of the person who tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path_factory.mktemp("runs")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """Path of the browser; tests that take it carry ``@pytest.mark.browser``."""
+    path = find_chromium()
+    assert path, "a test that takes `chromium` carries @pytest.mark.browser"
+    return path
