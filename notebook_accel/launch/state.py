@@ -56,6 +56,7 @@ class RankState:
         memory, device_memory: bytes; None where unknown.
         metrics: last value of each name, with its step.
         tail: its last lines of output; ``open_line`` says whether the last one goes on.
+        num_lines: lines of output that were ended so far, skipped ones included.
         skipped_lines: lines that only the file has.
         failure: how its function ended, where it raised.
         exitcode, signal: how its process ended.
@@ -73,6 +74,7 @@ class RankState:
     metrics: dict[str, tuple[int | None, float]] = field(default_factory=dict)
     tail: tuple[str, ...] = ()
     open_line: bool = False
+    num_lines: int = 0
     skipped_lines: int = 0
     returned: bool = False
     made_group: bool | None = None
@@ -207,6 +209,7 @@ def _(message: wire.Output, state: RunState) -> RunState:
             rank,
             tail=tail,
             open_line=open_line,
+            num_lines=rank.num_lines + message.skipped + message.text.count("\n"),
             skipped_lines=rank.skipped_lines + message.skipped,
         )
 
