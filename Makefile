@@ -1,0 +1,79 @@
+# Everything runs in one virtual environment, made from constraints.txt on first use.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest
+
+# The kernels that tests and examples start are those of the environment, not of the person.
+export JUPYTER_PREFER_ENV_PATH := 1
+
+.PHONY: help test check coverage test-chaos bench demo lab env browser clean
+
+help:
+	@echo 'make demo        train in a notebook, headless; writes build/demo/'
+	@echo 'make lab         open the same notebook in JupyterLab'
+	@echo 'make test        ruff, mypy and all tests'
+	@echo 'make check       ruff and mypy'
+	@echo 'make coverage    the tests, with the lines that they miss'
+	@echo 'make test-chaos  kill kernels, agents, templates and ranks at random'
+	@echo 'make bench       the figures of the README, peers beside us'
+
+test: check browser
+	$(PYTEST) $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+coverage: $(READY)
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+test-chaos: $(READY)
+	$(BIN)/python -m tests.chaos $(ARGS)
+
+bench: $(READY)
+	@for script in launch step loader closure flood faults; do \
+	  echo; echo "== benchmarks/$$script.py $(ARGS)"; \
+	  $(BIN)/python benchmarks/$$script.py $(ARGS) || exit 1; \
+	done
+
+demo: $(READY)
+	$(BIN)/python notebooks/execute.py notebooks/01_quickstart.ipynb --out build/demo
+
+lab: $(READY)
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/01_quickstart.ipynb
+
+env: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo 'Python 3.10 or newer is needed; name one with: make PYTHON=python3.x'; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || \
+	  { echo 'python3 cannot make a virtual environment (Debian: apt-get install python3-venv)'; exit 1; }
+	@echo 'Installing into $(VENV); the first time takes some minutes.'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# The browser tests need a Chromium, which only a system's package manager brings.
+browser:
+	@for name in "$$CHROMIUM" chromium chromium-browser google-chrome google-chrome-stable; do \
+	  if [ -n "$$name" ] && command -v "$$name" >/dev/null; then exit 0; fi; \
+	done; \
+	if [ "$$(id -u)" = 0 ] && [ -e /etc/debian_version ]; then \
+	  echo 'Installing Chromium for the browser tests.'; \
+	  { apt-get update -qq && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes chromium >/dev/null; } || \
+	  echo 'Chromium could not be installed: the browser tests are skipped.'; \
+	else \
+	  echo 'No Chromium found: the browser tests are skipped (Debian: apt-get install chromium).'; \
+	fi
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .coverage .coverage.*
