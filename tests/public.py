@@ -1,0 +1,35 @@
+"""The one list of public names, read from the stub that also feeds the package itself."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+from pathlib import Path
+
+import notebook_accel
+
+__all__ = ["DOORS", "PACKAGE", "public_names"]
+
+PACKAGE = Path(notebook_accel.__file__).parent
+
+
+def public_names() -> dict[str, str]:
+    """Each public name and the module that it comes from."""
+    tree = ast.parse((PACKAGE / "__init__.pyi").read_text())
+    return {
+        alias.asname or alias.name: f"notebook_accel.{node.module}"
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def _doors() -> list[str]:
+    """Modules of ``compat/``, by the path under which user code imports them."""
+    return [
+        info.name
+        for info in pkgutil.walk_packages([str(PACKAGE / "compat")], "notebook_accel.")
+    ]
+
+
+DOORS = _doors()

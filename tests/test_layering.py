@@ -1,0 +1,273 @@
+"""The walls of the house: who may import whom, and that importing does nothing.
+
+Imports are read from the source, those inside functions and under TYPE_CHECKING included.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.public import PACKAGE, public_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+ROOT = "notebook_accel"
+
+# What each layer may import of ours, itself aside. The root package only lists names.
+MAY_IMPORT = {
+    "": set(),
+    "errors": set(),
+    "config": {"errors"},
+    "launch": {"errors", "config"},
+    "training": {"errors", "config", "launch.rank", "launch.wire"},
+    "notebook": {"errors", "config", "launch"},
+    "cli": {"errors", "config", "launch"},
+    "compat": {"errors", "config", "launch", "training", "notebook"},
+}
+# An error carries the run that it is about, and says so to a type checker alone.
+FOR_TYPES = {("errors", "launch.run")}
+# One file alone knows device types; the template asks it, in a child process that then ends.
+LATER = {("launch.template", "training.devices")}
+ONLY_IN_NOTEBOOK = {"IPython", "ipywidgets", "ipykernel", "jupyter_client", "comm"}
+CARRIERS = ("ray", "torch_xla", "torch_tpu", "deepspeed", "torch.distributed.elastic")
+VAGUE = {"utils", "helpers", "common", "misc", "util", "helper"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """One imported module, and where in the file it stands."""
+
+    module: str
+    line: int
+    at_import: bool
+    for_types: bool
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path) for path in FILES}
+
+
+def layer_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+@cache
+def imports_of(path: Path) -> tuple[Import, ...]:
+    return tuple(_walk(ast.parse(path.read_text()), path, at_import=True, for_types=False))
+
+
+def _walk(node: ast.AST, path: Path, *, at_import: bool, for_types: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        for module in _modules(child, path):
+            line = getattr(child, "lineno", 0)
+            yield Import(module=module, line=line, at_import=at_import, for_types=for_types)
+        typing = for_types or _is_for_types(child)
+        now = at_import and not typing and not isinstance(child, _FUNCTIONS)
+        yield from _walk(child, path, at_import=now, for_types=typing)
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def _modules(node: ast.AST, path: Path) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = _base(node, path)
+    return [_whole(base, alias.name) for alias in node.names]
+
+
+def _base(node: ast.ImportFrom, path: Path) -> str:
+    if not node.level:
+        return node.module or ""
+    package = list(path.relative_to(PACKAGE.parent).parent.parts)
+    package = package[: len(package) - node.level + 1]
+    return ".".join([*package, *([node.module] if node.module else [])])
+
+
+def _whole(base: str, name: str) -> str:
+    """The module that ``from base import name`` reaches, public names followed to theirs."""
+    if f"{base}.{name}" in MODULES:
+        return f"{base}.{name}"
+    return public_names().get(name, base) if base == ROOT else base
+
+
+def ours(path: Path) -> list[Import]:
+    return [i for i in imports_of(path) if i.module == ROOT or i.module.startswith(f"{ROOT}.")]
+
+
+def _within(module: str, parents: Iterable[str]) -> bool:
+    return any(module == parent or module.startswith(f"{parent}.") for parent in parents)
+
+
+def allowed(importer: str, imported: Import) -> bool:
+    layer, target = layer_of(importer), imported.module.removeprefix(f"{ROOT}.")
+    if imported.module == ROOT or layer_of(imported.module) == layer:
+        return True
+    known = imported.for_types and (layer, target) in FOR_TYPES
+    name = importer.removeprefix(f"{ROOT}.")
+    known = known or (not imported.at_import and (name, target) in LATER)
+    return known or _within(target, MAY_IMPORT[layer])
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_a_layer_imports_only_downwards(path: Path) -> None:
+    name = module_name(path)
+    upwards = [f"line {i.line}: {i.module}" for i in ours(path) if not allowed(name, i)]
+    assert upwards == [], f"{name} may import {sorted(MAY_IMPORT[layer_of(name)])}"
+
+
+def test_every_layer_is_known() -> None:
+    assert {layer_of(module) for module in MODULES} <= set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_only_notebook_knows_of_notebooks(path: Path) -> None:
+    if layer_of(module_name(path)) == "notebook":
+        return
+    found = {i.module.split(".")[0] for i in imports_of(path)} & ONLY_IN_NOTEBOOK
+    assert found == set()
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_what_carries_an_engine_is_imported_inside_its_functions(path: Path) -> None:
+    early = [i.module for i in imports_of(path) if i.at_import]
+    assert [module for module in early if _within(module, CARRIERS)] == []
+
+
+def test_nothing_imports_a_door() -> None:
+    inside = [path for path in FILES if layer_of(module_name(path)) != "compat"]
+    users = {module_name(p) for p in inside for i in ours(p) if layer_of(i.module) == "compat"}
+    assert users == set()
+
+
+def test_no_module_has_a_vague_name() -> None:
+    named = {module for module in MODULES if layer_of(module) != "compat"}
+    assert {module for module in named if VAGUE & set(module.split("."))} == set()
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    graph = {
+        module_name(path): {i.module for i in ours(path) if i.at_import} - {ROOT}
+        for path in FILES
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_a_module_says_what_it_exports_and_stays_readable(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert not tree.body or ast.get_docstring(tree), "the first line says what it is for"
+    defines = any(isinstance(n, ast.ClassDef | ast.FunctionDef) for n in tree.body)
+    assert not defines or "__all__" in text
+    assert text.count("\n") <= 550, "a file is under about 500 lines"
+
+
+def test_the_dependencies_are_what_is_imported() -> None:
+    """Third-party modules in the source, against ``dependencies`` in pyproject.toml."""
+    declared = _declared()
+    imported = {i.module.split(".")[0] for p in FILES for i in imports_of(p)} - {ROOT, ""}
+    imported -= set(sys.stdlib_module_names) | {"__main__", "__future__"}
+    core = {_MODULE_OF.get(name, name.replace("-", "_")) for name in declared["core"]}
+    extra = {_MODULE_OF.get(name, name.replace("-", "_")) for name in declared["extra"]}
+    undeclared = imported - core - extra
+    assert undeclared == set(), f"declare {undeclared} in pyproject.toml"
+    assert core - imported == _UNIMPORTED, "a core dependency that nothing imports"
+
+
+_MODULE_OF = {"ipython": "IPython", "pyyaml": "yaml", "torch-xla": "torch_xla"}
+_UNIMPORTED: set[str] = set()
+
+
+def _declared() -> dict[str, set[str]]:
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+
+    found: dict[str, set[str]] = {"core": set(), "extra": set()}
+    for requirement in map(Requirement, requires("notebook-accel") or []):
+        marker = str(requirement.marker or "")
+        if "dev" not in marker:
+            name = requirement.name.lower().replace("_", "-")
+            found["extra" if "extra" in marker else "core"].add(name)
+    return found
+
+
+# ---------------------------------------------------------------- importing has no effect
+
+_PROBE = """
+import json, os, signal, sys, threading
+def seen():
+    tasks = os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else []
+    children = []
+    for task in tasks:
+        with open(f"/proc/self/task/{task}/children") as file:
+            children += file.read().split()
+    return {
+        "threads": len(tasks),
+        "children": len(children),
+        "files": len(os.listdir("/proc/self/fd")) if tasks else 0,
+        "environment": dict(os.environ),
+        "signals": {str(s): str(signal.getsignal(s)) for s in signal.valid_signals()},
+        "python threads": threading.active_count(),
+        "directory": os.getcwd(),
+    }
+for name in %(before)r:
+    __import__(name)
+before = seen()
+for name in %(modules)r:
+    __import__(name)
+after = seen()
+print(json.dumps({"before": before, "after": after, "modules": sorted(sys.modules)}))
+"""
+
+
+def probe(modules: list[str], before: tuple[str, ...] = ()) -> dict[str, object]:
+    """What a fresh interpreter looks like before and after it imports ``modules``."""
+    script = _PROBE % {"modules": modules, "before": list(before)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, object] = json.loads(done.stdout)
+    return result
+
+
+def test_importing_the_package_changes_nothing_and_loads_no_torch() -> None:
+    seen = probe([ROOT])
+    assert seen["after"] == seen["before"]
+    loaded = {str(name).split(".")[0] for name in seen["modules"]}  # type: ignore[attr-defined]
+    assert loaded & {"torch", "numpy", "IPython", "ipywidgets", "msgspec"} == set()
+
+
+def test_importing_every_module_starts_nothing() -> None:
+    modules = sorted(name for name in MODULES if layer_of(name) != "compat")
+    heavy = ("torch", "numpy", "IPython", "ipywidgets", "safetensors.torch", "tqdm.auto")
+    seen = probe(modules, before=heavy)
+    assert seen["after"] == seen["before"]

@@ -1,0 +1,70 @@
+"""What users import: the names of the stub and the doors in ``compat/``, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+import notebook_accel
+from tests.public import DOORS, PACKAGE, public_names
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAMES = public_names()
+MISSING = "no_such_name"
+DOOR_FILES = sorted((PACKAGE / "compat").rglob("*.py"))
+
+
+def test_the_package_offers_exactly_the_listed_names() -> None:
+    assert sorted(vars(notebook_accel)["__all__"]) == sorted(NAMES)
+    assert set(NAMES) <= set(dir(notebook_accel))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_is_what_its_module_exports(name: str) -> None:
+    module = importlib.import_module(NAMES[name])
+    assert getattr(notebook_accel, name) is getattr(module, name)
+    assert name in module.__all__
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_class_or_function_says_what_it_does(name: str) -> None:
+    value = getattr(notebook_accel, name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        assert inspect.getdoc(value)
+
+
+def test_the_stub_is_one_plain_reexport_a_line() -> None:
+    lines = (PACKAGE / "__init__.pyi").read_text().splitlines()
+    code = [line for line in lines if line.strip() and not line.startswith("#")]
+    pattern = re.compile(r"from \.[\w.]+ import (\w+) as \1")
+    assert [line for line in code if not pattern.fullmatch(line)] == []
+    assert len(code) == len(NAMES), "a name is listed twice"
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_door_opens(door: str) -> None:
+    module = importlib.import_module(door)
+    missing = [name for name in module.__all__ if not hasattr(module, name)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("path", DOOR_FILES, ids=lambda path: path.stem)
+def test_a_door_holds_nothing_but_reexports(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Expr)
+    assert [type(node).__name__ for node in tree.body if not isinstance(node, allowed)] == []
+    values = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    literal = (ast.List, ast.Tuple, ast.Name, ast.Attribute, ast.BinOp)
+    assert all(isinstance(value, literal) for value in values)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=MISSING):
+        getattr(notebook_accel, MISSING)
