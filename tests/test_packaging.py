@@ -1,0 +1,168 @@
+"""The package as users get it: the wheel, in an environment that knows nothing of this tree.
+
+The environment is new and holds the wheel alone; what the wheel depends on is lent to it from
+the one that runs the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+from textwrap import dedent
+from typing import TYPE_CHECKING
+
+import pytest
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import KernelManager
+
+from tests.public import DOORS, PACKAGE, public_names
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TREE = PACKAGE.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], TREE)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a clean environment that has the wheel."""
+    home = tmp_path_factory.mktemp("clean")
+    run([sys.executable, "-m", "venv", "--without-pip", str(home)], home)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    run([*pip, "--no-deps", "--no-index", "--target", str(site), str(wheel)], home)
+    # A plain line lends the packages, and not the .pth files beside them: the tree's own
+    # editable install stays out.
+    (site / "lent.pth").write_text(sysconfig.get_path("purelib"))
+    return home / "bin" / "python"
+
+
+def run(command: Sequence[str], folder: Path, *, timeout: float = 110) -> str:
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_wheel_holds_the_package_alone_and_all_of_it(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    inside = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
+    sources = {
+        p.relative_to(TREE).as_posix() for p in PACKAGE.rglob("*.py*") if p.suffix != ".pyc"
+    }
+    assert inside == sources | {"notebook_accel/py.typed"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_every_name_and_door_imports_from_the_wheel(python: Path, tmp_path: Path) -> None:
+    script = f"""
+        import importlib, json, notebook_accel
+        for name in {list(public_names())}:
+            getattr(notebook_accel, name)
+        for door in {DOORS}:
+            importlib.import_module(door)
+        print(json.dumps([notebook_accel.__file__]))
+    """
+    (file,) = json.loads(run([str(python), "-c", dedent(script)], tmp_path))
+    assert Path(file).is_relative_to(python.parent.parent)
+
+
+CELL = """
+import notebook_accel
+from notebook_accel import Accelerator, notebook_launcher
+
+offset = 10
+def train():
+    accelerator = Accelerator()
+    who = accelerator.process_index + offset
+    return who, accelerator.num_processes, notebook_accel.__file__
+
+run = notebook_launcher(train, num_processes=2)
+print("RESULT", list(run))
+"""
+
+
+def test_a_kernel_of_that_environment_launches(python: Path, tmp_path: Path) -> None:
+    text = execute(python, CELL, tmp_path)
+    assert "RESULT" in text, text
+    (line,) = [line for line in text.splitlines() if line.startswith("RESULT")]
+    home = str(python.parent.parent)
+    assert "(10, 2, " in line
+    assert "(11, 2, " in line
+    assert line.count(home) == 2
+
+
+def execute(python: Path, code: str, folder: Path) -> str:
+    """What a cell prints in a fresh kernel of the environment."""
+    spec = folder / "kernels" / "clean"
+    spec.mkdir(parents=True)
+    argv = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "clean"}))
+    specs = KernelSpecManager(kernel_dirs=[str(spec.parent)])
+    manager = KernelManager(kernel_name="clean", kernel_spec_manager=specs)
+    manager.start_kernel(cwd=str(folder))
+    client = manager.blocking_client()
+    parts: list[str] = []
+    try:
+        client.start_channels()
+        client.wait_for_ready(timeout=60)
+        client.execute_interactive(
+            code, timeout=90, output_hook=lambda m: parts.append(text_of(m))
+        )
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    return "".join(parts)
+
+
+def text_of(message: dict[str, dict[str, object]]) -> str:
+    content = message["content"]
+    return str(content.get("text") or content.get("traceback") or "")
+
+
+USER_FILE = """
+from notebook_accel import Accelerator, WorkerError, notebook_launcher, set_seed
+
+def train(rate: float) -> float:
+    set_seed(0)
+    accelerator = Accelerator(mixed_precision="bf16")
+    return rate * accelerator.num_processes
+
+try:
+    run = notebook_launcher(train, args=(3e-4,), num_processes=2)
+    print(run[0], run.metrics, run.logs(rank=0), run.status)
+except WorkerError as error:
+    print(error.rank, error.traceback)
+"""
+
+
+def test_a_type_checker_knows_the_names(python: Path, tmp_path: Path) -> None:
+    """Right use passes under --strict; a misspelt argument is found."""
+    (tmp_path / "right.py").write_text(USER_FILE)
+    (tmp_path / "wrong.py").write_text(USER_FILE.replace("num_processes=2", "num_process=2"))
+    names = ", ".join(public_names())
+    (tmp_path / "names.py").write_text(f"from notebook_accel import {names}\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python)]
+    command += ["--cache-dir", str(TREE / ".cache" / "mypy-users")]
+    command += ["right.py", "wrong.py", "names.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+    )
+    found = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert len(found) == 1, done.stdout + done.stderr
+    assert found[0].startswith("wrong.py")
+    assert "num_process" in found[0]
