@@ -1,0 +1,40 @@
+"""The examples run, train, and are stored as they ran."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import nbformat
+import pytest
+
+from notebooks.execute import execute, export, last_text
+from tests.public import PACKAGE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EXAMPLES = sorted((PACKAGE.parent / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.timeout(240)
+def test_the_quickstart_trains_and_its_page_shows_the_run(tmp_path: Path) -> None:
+    notebook = execute(PACKAGE.parent / "notebooks" / "01_quickstart.ipynb")
+    found = re.search(r"saw: ([\d.]+)%", last_text(notebook))
+    assert found, last_text(notebook)
+    assert float(found[1]) > 95
+    _, page = export(notebook, tmp_path, "quickstart")
+    text = page.read_text()
+    assert "process 1 gets" in text
+    assert "<svg" in text or "data:image/svg" in text, "the page has no plot of the metrics"
+    assert not re.search(r'(src|href)="https?://', text), (
+        "the page loads something from elsewhere"
+    )
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_stored_as_it_ran(path: Path) -> None:
+    cells = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert [o for cell in cells for o in cell.outputs if o.output_type == "error"] == []
+    assert cells[-1].outputs
