@@ -27,9 +27,7 @@ def test_the_quickstart_trains_and_its_page_shows_the_run(tmp_path: Path) -> Non
     text = page.read_text()
     assert "process 1 gets" in text
     assert "<svg" in text or "data:image/svg" in text, "the page has no plot of the metrics"
-    assert not re.search(r'(src|href)="https?://', text), (
-        "the page loads something from elsewhere"
-    )
+    assert not re.search(r'(src|href)="https?://', text), "the page loads from elsewhere"
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
