@@ -1,0 +1,1 @@
+"""What the person sees: the one place where IPython and ipywidgets are imported."""

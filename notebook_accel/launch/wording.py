@@ -1,0 +1,68 @@
+"""Numbers and ranks as a person reads them."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["clock", "count", "memory", "number", "rank_list", "rate", "span"]
+
+
+def clock(seconds: float) -> str:
+    """A running time: ``0:42``, ``1:02:33``."""
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def span(seconds: float) -> str:
+    """How long something took: ``3.2 s``, ``1:02`` from a minute on."""
+    return f"{max(0.0, seconds):.1f} s" if seconds < 60 else clock(seconds)
+
+
+def count(value: float) -> str:
+    """A count with separators: ``1,240``; a fraction keeps its digits."""
+    return f"{int(value):,}" if value == int(value) else f"{value:,.2f}"
+
+
+def number(value: float) -> str:
+    """A measured value with four digits, without noise."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e6:
+        return f"{int(value):,}"
+    return f"{value:.4g}"
+
+
+def memory(num_bytes: int) -> str:
+    """Bytes in MB below a GB, in GB above."""
+    megabytes = num_bytes / 1e6
+    return f"{megabytes:.0f} MB" if megabytes < 1000 else f"{megabytes / 1000:.1f} GB"
+
+
+def rate(per_second: float, unit: str) -> str:
+    """``12.3 it/s``, or ``2.5 s/it`` where one takes longer than a second."""
+    if per_second <= 0 or not math.isfinite(per_second):
+        return ""
+    if per_second < 1:
+        return f"{_three_digits(1 / per_second)} s/{unit}"
+    return f"{_three_digits(per_second)} {unit}/s"
+
+
+def _three_digits(value: float) -> str:
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """``rank 2``, ``ranks 0-3, 6``."""
+    ordered = sorted(set(ranks))
+    starts = [r for i, r in enumerate(ordered) if i == 0 or ordered[i - 1] != r - 1]
+    ends = [a for a, b in pairwise(ordered) if b != a + 1] + ordered[-1:]
+    parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
+    return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(parts)}"

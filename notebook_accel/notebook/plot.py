@@ -1,0 +1,183 @@
+"""Curves as SVG, without a plotting library: pure functions of numbers.
+
+:func:`sparkline` is for the live panel, where inline SVG and the theme's colours work.
+:func:`chart` gives an image for saved notebooks: their sanitisers drop inline SVG and variables
+but keep an ``<img>`` with a data URI, so its colours are mid tones that read on light and dark.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import TYPE_CHECKING
+
+from notebook_accel.launch import wording
+from notebook_accel.notebook.markup import Html, element, escape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["COLOURS", "Point", "chart", "sparkline", "thin_out"]
+
+Point = tuple[float, float]
+
+# Mid tones: at least 3:1 against white and against #1e1e1e alike.
+COLOURS = (
+    "#2f86d6",
+    "#d9752b",
+    "#3a9a55",
+    "#a86bd1",
+    "#cf4f57",
+    "#8a7a3a",
+    "#3d9aa6",
+    "#808080",
+)
+_GREY = "#808080"
+_MAX_POINTS = 160
+
+
+def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
+    """At most ``limit`` points, the lowest and highest of each stretch, so that peaks stay."""
+    if len(points) <= limit:
+        return list(points)
+    size = math.ceil(len(points) / (limit // 2))
+    kept: list[Point] = []
+    for start in range(0, len(points), size):
+        stretch = points[start : start + size]
+        low = min(stretch, key=lambda point: point[1])
+        high = max(stretch, key=lambda point: point[1])
+        kept.extend(sorted({low, high}))
+    return kept
+
+
+def sparkline(values: Sequence[float], *, width: int = 72, height: int = 18) -> Html:
+    """A small curve in the colour of the text around it; nothing below two values."""
+    points = _finite(enumerate(values))
+    if len(points) < 2:
+        return Html("")
+    line = element(
+        "polyline",
+        points=_scaled(points, _Box(1, 2, width - 2, height - 4), _bounds([points])),
+        fill="none",
+        stroke="currentColor",
+        stroke_width="1.5",
+    )
+    return element("svg", line, width=width, height=height, aria_hidden="true")
+
+
+def chart(curves: Mapping[str, Sequence[Point]], *, alt: str, width: int = 250) -> Html:
+    """Curves over their steps as an ``<img>``, with labelled axes.
+
+    Args:
+        curves: points (x, y) of each label, in the order of x.
+        alt: what the image shows, for those who cannot see it.
+        width: in pixels; the height follows.
+    """
+    height = width * 9 // 20
+    image = _image({label: _finite(points) for label, points in curves.items()}, width, height)
+    data = base64.b64encode(image.encode()).decode()
+    return element(
+        "img", alt=alt, width=width, height=height, src=f"data:image/svg+xml;base64,{data}"
+    )
+
+
+class _Box:
+    """Where curves are drawn, in pixels."""
+
+    def __init__(self, left: float, top: float, width: float, height: float) -> None:
+        self.left, self.top, self.width, self.height = left, top, width, height
+
+
+def _image(curves: Mapping[str, Sequence[Point]], width: int, height: int) -> Html:
+    filled = {label: thin_out(points) for label, points in curves.items() if points}
+    box = _Box(46, 8, width - 58, height - 28)
+    bounds = _bounds(list(filled.values()) or [[(0.0, 0.0)]])
+    lines = [
+        _line(points, box, bounds, COLOURS[index % len(COLOURS)])
+        for index, points in enumerate(filled.values())
+    ]
+    return element(
+        "svg",
+        *_axes(box, bounds),
+        *lines,
+        xmlns="http://www.w3.org/2000/svg",
+        width=width,
+        height=height,
+        viewBox=f"0 0 {width} {height}",
+        font_family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif",
+        font_size="11",
+        fill=_GREY,
+    )
+
+
+def _line(points: Sequence[Point], box: _Box, bounds: tuple[Point, Point], colour: str) -> Html:
+    if len(points) == 1:
+        x, y = _place(points[0], box, bounds)
+        return element("circle", cx=round(x, 1), cy=round(y, 1), r=3, fill=colour)
+    return element(
+        "polyline",
+        points=_scaled(points, box, bounds),
+        fill="none",
+        stroke=colour,
+        stroke_width="1.8",
+        stroke_linejoin="round",
+    )
+
+
+def _axes(box: _Box, bounds: tuple[Point, Point]) -> list[Html]:
+    (x_low, y_low), (x_high, y_high) = bounds
+    bottom, right = box.top + box.height, box.left + box.width
+    middle = box.top + box.height / 2
+    grid = [
+        element(
+            "path",
+            d=f"M{box.left} {y}H{right}",
+            stroke=_GREY,
+            stroke_opacity="0.35",
+            stroke_width="1",
+        )
+        for y in (box.top, middle, bottom)
+    ]
+    left = box.left - 6
+    return [
+        *grid,
+        _text(f"{y_high:.3g}", left, box.top + 4, "end"),
+        _text(f"{(y_low + y_high) / 2:.3g}", left, middle + 4, "end"),
+        _text(f"{y_low:.3g}", left, bottom + 4, "end"),
+        _text(wording.number(x_low), box.left, bottom + 16, "start"),
+        _text(f"step {wording.number(x_high)}", right, bottom + 16, "end"),
+    ]
+
+
+def _text(text: str, x: float, y: float, anchor: str) -> Html:
+    return element("text", escape(text), x=x, y=y, text_anchor=anchor)
+
+
+def _finite(points: Iterable[Point]) -> list[Point]:
+    return [(float(x), float(y)) for x, y in points if math.isfinite(y)]
+
+
+def _bounds(curves: Sequence[Sequence[Point]]) -> tuple[Point, Point]:
+    """The corners (x, y), lowest and highest, between which all curves lie."""
+    x_low, x_high = _range([x for points in curves for x, _ in points])
+    y_low, y_high = _range([y for points in curves for _, y in points])
+    return (x_low, y_low), (x_high, y_high)
+
+
+def _range(values: Sequence[float]) -> Point:
+    """Lowest and highest value; a flat curve gets room around it."""
+    low, high = min(values), max(values)
+    room = 0.0 if low < high else abs(low) * 0.1 or 1.0
+    return low - room, high + room
+
+
+def _place(point: Point, box: _Box, bounds: tuple[Point, Point]) -> Point:
+    (x_low, y_low), (x_high, y_high) = bounds
+    across = (point[0] - x_low) / (x_high - x_low)
+    up = (point[1] - y_low) / (y_high - y_low)
+    return box.left + across * box.width, box.top + (1 - up) * box.height
+
+
+def _scaled(points: Sequence[Point], box: _Box, bounds: tuple[Point, Point]) -> str:
+    places = (_place(point, box, bounds) for point in points)
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
