@@ -1,0 +1,1 @@
+"""What starts, feeds, watches and ends ranks: plain Python, no IPython."""

@@ -59,7 +59,7 @@ class RankState:
         num_lines: lines of output that were ended so far, skipped ones included.
         skipped_lines: lines that only the file has.
         failure: how its function ended, where it raised.
-        exitcode, signal: how its process ended.
+        exitcode, signal: how its process ended; ``ended_by_us`` where its agent ended it.
     """
 
     rank: int
@@ -81,6 +81,7 @@ class RankState:
     failure: wire.Raised | None = None
     exitcode: int | None = None
     signal: int | None = None
+    ended_by_us: bool = False
     ended: float | None = None
 
     @property
@@ -117,10 +118,12 @@ class RunState:
         return self.status in ENDED
 
 
-def starting(*, run: str, name: str, world_size: int, started: float) -> RunState:
+def starting(
+    *, run: str, name: str, world_size: int, started: float, notices: tuple[str, ...] = ()
+) -> RunState:
     """The state of a run whose processes do not exist yet."""
     ranks = tuple(RankState(rank=rank) for rank in range(world_size))
-    return RunState(run=run, name=name, ranks=ranks, started=started)
+    return RunState(run=run, name=name, ranks=ranks, started=started, notices=notices)
 
 
 def change_rank(
@@ -260,15 +263,20 @@ def _(message: wire.Raised, state: RunState) -> RunState:
     )
 
 
+def _unexplained_status(message: wire.RankEnded) -> str:
+    return "stopped" if message.ours else "failed"
+
+
 @apply.register
 def _(message: wire.RankEnded, state: RunState) -> RunState:
     def change(rank: RankState) -> RankState:
         unexplained = not rank.returned and rank.failure is None
         return replace(
             rank,
-            status="failed" if unexplained else rank.status,
+            status=_unexplained_status(message) if unexplained else rank.status,
             exitcode=message.exitcode,
             signal=message.signal,
+            ended_by_us=message.ours,
             ended=message.wall,
         )
 

@@ -32,3 +32,6 @@ class View:
 
     def settle(self) -> None:
         """The caller's thread stops waiting: print what only that thread may print."""
+
+    def reopen(self, run: Run) -> None:
+        """Show the run once more, in whatever is being displayed now (``run.show()``)."""

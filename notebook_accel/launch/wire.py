@@ -177,10 +177,11 @@ class Sample(Message, frozen=True, kw_only=True):
 
 
 class RankEnded(Message, frozen=True, kw_only=True):
-    """A rank's process ended and was reaped."""
+    """A rank's process ended and was reaped; ``ours``: its agent had ended it."""
 
     exitcode: int | None = None
     signal: int | None = None
+    ours: bool = False
 
 
 class Stacks(Message, frozen=True, kw_only=True):
@@ -221,7 +222,9 @@ class Launch(Message, frozen=True, kw_only=True):
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """Leave politely: at the same step on all ranks."""
+    """Leave politely: at the same step on all ranks; harder after ``grace`` seconds."""
+
+    grace: float | None = None
 
 
 class Interrupt(Message, frozen=True, kw_only=True):

@@ -1,0 +1,24 @@
+"""How the processes of a run come about: one file an engine, and the one table of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from notebook_accel.launch.engines.inline import InlineEngine
+from notebook_accel.launch.engines.local import LocalEngine
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.engines.base import Engine
+
+__all__ = ["ENGINES", "engine_named"]
+
+ENGINES: dict[str, type[Engine]] = {
+    "local": LocalEngine,
+    "inline": InlineEngine,
+}
+_AUTOMATIC = "local"
+
+
+def engine_named(name: str) -> Engine:
+    """A new engine of that name; "auto" takes the one that fits."""
+    return ENGINES[_AUTOMATIC if name == "auto" else name]()

@@ -1,0 +1,129 @@
+"""tqdm bars of a rank become live bars of the view, with no change in the code that draws them.
+
+The methods of tqdm's own class that draw are replaced for the life of the rank, so that every
+name under which user code imported it (``tqdm``, ``tqdm.auto``, ``trange``, subclasses) reports;
+``tqdm.notebook``, which needs a kernel to draw in, is given the same class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from typing import TYPE_CHECKING, Any
+
+from tqdm.std import tqdm
+
+from notebook_accel.launch import rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["install"]
+
+_numbers = itertools.count(1)
+
+
+def install() -> None:
+    """Have every tqdm bar of this process report to ``rank.current()``."""
+    plain_display, plain_close, plain_clear = tqdm.display, tqdm.close, tqdm.clear
+
+    def display(bar: Any, msg: str | None = None, pos: int | None = None) -> Any:
+        if not _is_ours(bar):
+            return plain_display(bar, msg, pos)
+        _report(bar, closed=False)
+        return True
+
+    def clear(bar: Any, nolock: bool = False) -> None:
+        if not _is_ours(bar):
+            plain_clear(bar, nolock)
+
+    def close(bar: Any) -> None:
+        if bar.disable or not _is_ours(bar):
+            plain_close(bar)
+            return
+        _report(bar, closed=True)
+        bar.disable = True
+        with contextlib.suppress(KeyError):
+            bar._decr_instances(bar)
+
+    for method in (display, clear, close):
+        setattr(tqdm, method.__name__, method)
+    _replace_notebook_bars()
+
+
+def _is_ours(bar: Any) -> bool:
+    """Whether the bar draws on a terminal; one with a file of its own keeps it."""
+    return getattr(bar, "fp", None) is None or _underlying(bar.fp) in (
+        sys.stdout,
+        sys.stderr,
+        sys.__stdout__,
+        sys.__stderr__,
+    )
+
+
+def _underlying(stream: Any) -> Any:
+    # tqdm wraps its file to tolerate encodings; the wrapper knows what it wraps.
+    return getattr(stream, "_wrapped", stream)
+
+
+def _report(bar: Any, *, closed: bool) -> None:
+    shown: dict[str, Any] = bar.format_dict
+    number = bar.__dict__.setdefault("_notebook_accel_number", None) or next(_numbers)
+    bar._notebook_accel_number = number
+    rank.current().bar(
+        number,
+        name=str(shown.get("prefix") or "").rstrip(": "),
+        n=float(shown["n"]),
+        total=_as_float(shown.get("total")),
+        rate=_as_float(shown.get("rate")) or _mean_rate(shown),
+        elapsed=float(shown.get("elapsed") or 0.0),
+        unit=str(shown.get("unit") or "it"),
+        closed=closed,
+    )
+
+
+def _as_float(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _mean_rate(shown: dict[str, Any]) -> float | None:
+    elapsed = shown.get("elapsed") or 0.0
+    done = shown["n"] - (shown.get("initial") or 0)
+    return done / elapsed if elapsed else None
+
+
+def _replace_notebook_bars() -> None:
+    """tqdm.notebook draws ipywidgets, which a rank has not; its names give the plain class."""
+    finder = _NotebookBars()
+    module = sys.modules.get("tqdm.notebook")
+    if module is not None:
+        finder.patch(module)
+    sys.meta_path.insert(0, finder)
+
+
+class _NotebookBars:
+    """Patches ``tqdm.notebook`` right after its import."""
+
+    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> Any:
+        if name != "tqdm.notebook":
+            return None
+        sys.meta_path.remove(self)
+        import importlib.util
+
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            run: Callable[[Any], None] = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                self.patch(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+    @staticmethod
+    def patch(module: Any) -> None:
+        module.tqdm_notebook = module.tqdm = tqdm
+        module.tnrange = module.trange = lambda *args, **kwargs: tqdm(range(*args), **kwargs)

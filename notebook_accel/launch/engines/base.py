@@ -1,0 +1,122 @@
+"""What an engine must do: bring a run's ranks about, and say what it needs for that."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch import wire
+    from notebook_accel.launch.channel import Channel
+    from notebook_accel.launch.payload import CellSource
+    from notebook_accel.launch.run import Conductor, Run
+    from notebook_accel.launch.state import RunState
+    from notebook_accel.launch.stores import MetricStore, RunFolder
+    from notebook_accel.launch.view import View
+
+__all__ = ["AgentEngine", "AgentLink", "Engine", "Job"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One call of the launcher, ready to go."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str
+    config: LaunchConfig
+    environment: dict[str, str]
+    sources: tuple[CellSource, ...]
+    view: View
+    timeout: float | None
+    imports: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentLink:
+    """The kernel's end of an agent."""
+
+    channel: Channel
+    grace: float
+    how_it_ended: Callable[[], str]
+    kill: Callable[[], None]
+
+
+class Engine(ABC):
+    """A way to bring ranks about."""
+
+    needs_payload = True
+
+    @abstractmethod
+    def world_size(self, job: Job) -> tuple[int, list[str]]:
+        """How many ranks the job gets, and lines for the person about it.
+
+        Raises:
+            ConfigError: more are asked for than there can be.
+        """
+
+    @abstractmethod
+    def open(
+        self,
+        job: Job,
+        *,
+        run: Run,
+        state: RunState,
+        folder: RunFolder,
+        metrics: MetricStore,
+        prepared: Prepared | None,
+    ) -> Conductor:
+        """Start the ranks; gives who conducts them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a launch sends: the message, its payload's descriptor, and how to read what returns."""
+
+    message: wire.Launch
+    segment: int | None
+    registry: Any
+    closing_notices: Callable[[RunState], Sequence[str]]
+
+
+class AgentEngine(Engine):
+    """An engine whose ranks are held by an agent."""
+
+    @abstractmethod
+    def bring_agent(self, job: Job, *, run: str) -> AgentLink:
+        """An agent that waits for its ``Launch`` message."""
+
+    def open(
+        self,
+        job: Job,
+        *,
+        run: Run,
+        state: RunState,
+        folder: RunFolder,
+        metrics: MetricStore,
+        prepared: Prepared | None,
+    ) -> Conductor:
+        assert prepared is not None
+        link = self.bring_agent(job, run=state.run)
+        supervisor = Supervisor(
+            link=link,
+            state=state,
+            registry=prepared.registry,
+            folder=folder,
+            metrics=metrics,
+            view=job.view,
+            timeout=job.timeout,
+            closing_notices=prepared.closing_notices,
+        )
+        run.attach(supervisor)
+        job.view.open(run)
+        link.channel.send(prepared.message, () if prepared.segment is None else (prepared.segment,))
+        supervisor.start()
+        return supervisor

@@ -1,0 +1,128 @@
+"""One rank in the notebook's own process, on the notebook's own objects: for a debugger.
+
+It blocks, and promises results, errors and Interrupt only: output stays where the notebook puts
+it, and there is nothing to stop from outside.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch.engines.base import Engine
+from notebook_accel.launch.run import Conductor
+from notebook_accel.launch.verdict import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from notebook_accel.launch.engines.base import Job, Prepared
+    from notebook_accel.launch.run import Run
+    from notebook_accel.launch.state import RunState
+    from notebook_accel.launch.stores import MetricStore, RunFolder
+
+__all__ = ["InlineEngine"]
+
+
+class InlineEngine(Engine):
+    """Calls the function where it stands."""
+
+    needs_payload = False
+
+    def world_size(self, job: Job) -> tuple[int, list[str]]:
+        return 1, []
+
+    def open(
+        self,
+        job: Job,
+        *,
+        run: Run,
+        state: RunState,
+        folder: RunFolder,
+        metrics: MetricStore,
+        prepared: Prepared | None,
+    ) -> Conductor:
+        conductor = _Inline(state)
+        run.attach(conductor)
+        job.view.open(run)
+        try:
+            with _environment(job.environment):
+                conductor.call(job)
+        finally:
+            metrics.close()
+            folder.release()
+            job.view.close(conductor.state)
+            conductor.ended.set()
+        return conductor
+
+
+class _Inline(Conductor):
+    """A run that is over when its launch returns."""
+
+    def __init__(self, state: RunState) -> None:
+        self.state = state
+        self.ended = threading.Event()
+        self._failure: Failure | None = None
+        self._cause: BaseException | None = None
+        self._values: dict[int, Any] = {}
+
+    def call(self, job: Job) -> None:
+        self._become("running", pid=os.getpid())
+        try:
+            self._values[0] = job.function(*job.args, **job.kwargs)
+        except KeyboardInterrupt:
+            self._become("stopped")
+            raise
+        except SystemExit as error:
+            self._end_by(error, code=error.code)
+        except Exception as error:  # the user's function may raise anything
+            self._end_by(error, code=1)
+        else:
+            self._become("succeeded", returned=True)
+
+    def _become(self, status: str, **fields: Any) -> None:
+        ended = None if status == "running" else time.time()
+        rank = replace(self.state.ranks[0], status=status, ended=ended, **fields)
+        self.state = replace(self.state, ranks=(rank,), status=status, ended=ended)
+
+    def _end_by(self, error: BaseException, *, code: object) -> None:
+        if code in (None, 0):
+            self._values[0] = None
+            self._become("succeeded", returned=True)
+            return
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        self._failure = Failure(
+            message=f"rank 0 failed: {type(error).__name__}: {error}\n\n{text}",
+            rank=0,
+            ranks=(0,),
+            traceback=text,
+            exitcode=code if isinstance(code, int) else 1,
+        )
+        self._cause = error
+        self._become("failed")
+
+    def result(self, rank: int) -> Any:
+        return self._values[rank]
+
+    def failure(self) -> Failure | None:
+        return self._failure
+
+    def cause(self, failure: Failure) -> BaseException | None:
+        return self._cause
+
+
+@contextmanager
+def _environment(environment: dict[str, str]) -> Iterator[None]:
+    """The ranks' variables for the time of the call, then the notebook's own again."""
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

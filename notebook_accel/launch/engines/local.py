@@ -1,0 +1,75 @@
+"""Ranks as processes of this machine: template -> agent -> ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import TYPE_CHECKING
+
+from notebook_accel.config import check_enough_devices
+from notebook_accel.errors import LaunchError
+from notebook_accel.launch import system
+from notebook_accel.launch.channel import AuthenticationError, connect, new_secret
+from notebook_accel.launch.engines.base import AgentEngine, AgentLink
+from notebook_accel.launch.template import template
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.engines.base import Job
+    from notebook_accel.launch.template import Template
+
+__all__ = ["LocalEngine"]
+
+_EXIT_SECONDS = 0.3
+
+
+class LocalEngine(AgentEngine):
+    """Forks of a clean process, on the CPU or one an accelerator."""
+
+    def world_size(self, job: Job) -> tuple[int, list[str]]:
+        wanted = job.config.num_processes
+        if job.config.devices == "cpu":
+            return wanted or 1, []
+        available = _num_devices(job)
+        if not available:
+            return wanted or 1, [] if wanted else [_ASK_FOR_MORE]
+        if wanted is not None and job.config.backend != "gloo":
+            check_enough_devices(wanted, available)
+        return wanted or available, []
+
+    def bring_agent(self, job: Job, *, run: str) -> AgentLink:
+        source = template(job.environment)
+        secret = new_secret()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            pid = source.fork_agent(theirs, run=run, secret=secret)
+        try:
+            channel = connect(ours, secret)
+        except AuthenticationError as error:
+            raise LaunchError(f"the agent of the run (pid {pid}) did not start: {error}") from None
+        return AgentLink(
+            channel=channel,
+            grace=job.config.grace,
+            how_it_ended=lambda: _how_it_ended(source, pid),
+            kill=lambda: system.kill_tree([pid]),
+        )
+
+
+_ASK_FOR_MORE = (
+    "no accelerator is visible: 1 rank on the CPU; num_processes=2 would train on two ranks"
+)
+
+
+def _num_devices(job: Job) -> int:
+    devices = template(job.environment).count_devices(job.environment)
+    return 0 if devices.kind == "cpu" else len(devices.names)
+
+
+def _how_it_ended(source: Template, pid: int) -> str:
+    code = None
+    with contextlib.suppress(LaunchError):
+        code = source.exit_of(pid, timeout=_EXIT_SECONDS)
+    if code is None:
+        return f"(pid {pid}) is gone"
+    if code < 0:
+        return f"(pid {pid}) was killed by {system.signal_name(-code)}"
+    return f"(pid {pid}) ended with exit code {code}"

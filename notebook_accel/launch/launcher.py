@@ -1,0 +1,239 @@
+"""Joins configuration, payload, engine and view into a run; the only place that does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.errors import LaunchError
+from notebook_accel.launch import payload, preflight, state, wire
+from notebook_accel.launch.engines import engine_named
+from notebook_accel.launch.engines.base import Job, Prepared
+from notebook_accel.launch.run import Run
+from notebook_accel.launch.segment import seal
+from notebook_accel.launch.stores import MetricStore, RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.payload import CellSource
+    from notebook_accel.launch.state import RunState
+    from notebook_accel.launch.view import View
+
+__all__ = ["launch"]
+
+_INLINE_BYTES = 65_536
+_WAIT_SECONDS = 0.05
+# What a kernel leaves in its environment that would mislead a rank.
+_KERNELS_OWN = ("JPY_", "TORCHELASTIC_", "IPYTHON", "PYDEVD_", "GROUP_", "ROLE_")
+_KERNELS_OWN_NAMES = ("MPLBACKEND", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def launch(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    config: LaunchConfig,
+    view: View,
+    sources: Sequence[CellSource] = (),
+    block: bool = True,
+    timeout: float | None = None,
+    imports: Sequence[str] = (),
+    notices: Sequence[str] = (),
+) -> Run:
+    """Call ``function(*args, **kwargs)`` on every rank of a new run.
+
+    Args:
+        function: what each rank calls.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        config: how to launch.
+        view: shows the run.
+        sources: the cells from which code comes.
+        block: wait for the end, and raise the run's error.
+        timeout: seconds after which the run is ended.
+        imports: modules that each rank imports first.
+        notices: lines for the person that are known already.
+
+    Raises:
+        ConfigError: more ranks than accelerators.
+        LaunchError: the run could not start.
+        WorkerError, RunStopped, TimeoutError: as ``Run.wait``, with ``block``.
+    """
+    preflight.check_call(function, args, kwargs)
+    job = Job(
+        function=function,
+        args=tuple(args),
+        kwargs=dict(kwargs or {}),
+        name=getattr(function, "__name__", type(function).__name__),
+        config=config,
+        environment=_environment(config),
+        sources=tuple(sources),
+        view=view,
+        timeout=timeout,
+        imports=tuple(imports),
+    )
+    run = _open(job, list(notices))
+    if block:
+        _wait(run, view)
+    return run
+
+
+def _open(job: Job, notices: list[str]) -> Run:
+    engine = engine_named(job.config.engine)
+    packed = _pack(job) if engine.needs_payload else None
+    world_size, more = engine.world_size(job)
+    preflight.check_machine(job.config, world_size)
+    folder = RunFolder()
+    metrics = MetricStore(folder.path)
+    run = Run(name=job.name, config=job.config, folder=folder, metrics=metrics, view=job.view)
+    prepared = None
+    if packed is not None:
+        notices = [*notices, *packed.notices]
+        prepared = _prepare(job, packed, run=folder.id, world_size=world_size, folder=folder.path)
+    first = state.starting(
+        run=folder.id,
+        name=job.name,
+        world_size=world_size,
+        started=time.time(),
+        notices=(*notices, *more),
+    )
+    try:
+        engine.open(job, run=run, state=first, folder=folder, metrics=metrics, prepared=prepared)
+    except BaseException:
+        metrics.close()
+        folder.release()
+        raise
+    finally:
+        if prepared is not None and prepared.segment is not None:
+            os.close(prepared.segment)
+    return run
+
+
+def _pack(job: Job) -> payload.PackedCall:
+    return payload.pack_call(job.function, job.args, job.kwargs, sources=job.sources)
+
+
+def _prepare(
+    job: Job, packed: payload.PackedCall, *, run: str, world_size: int, folder: Path
+) -> Prepared:
+    """The launch message of a run, with its buffers in one sealed segment."""
+    buffers = packed.packed.buffers
+    sizes = tuple(buffer.nbytes for buffer in buffers)
+    is_small = sum(sizes) <= _INLINE_BYTES
+    num_threads = _num_threads(job.environment, world_size)
+    environment = {**job.environment, "OMP_NUM_THREADS": str(num_threads)}
+    message = wire.Launch(
+        run=run,
+        world_size=world_size,
+        ranks=tuple(range(world_size)),
+        environment=environment,
+        directory=os.getcwd(),
+        path=tuple(sys.path),
+        log_dir=str(folder),
+        num_threads=num_threads,
+        payload=wire.Packet(
+            header=packed.packed.header,
+            sizes=sizes,
+            inline=tuple(map(bytes, buffers)) if is_small else (),
+        ),
+        imports=job.imports,
+        grace=job.config.grace,
+    )
+    return Prepared(
+        message=message,
+        segment=None if is_small else seal(buffers),
+        registry=packed.registry,
+        closing_notices=lambda last: _closing_notices(last, packed),
+    )
+
+
+def _closing_notices(last: RunState, packed: payload.PackedCall) -> list[str]:
+    """Lines that only the end of a run can tell."""
+    del packed
+    told = [rank.made_group for rank in last.ranks if rank.made_group is not None]
+    if last.world_size > 1 and len(told) == last.world_size and not any(told):
+        alone = (
+            f"no rank made a process group: {last.world_size} copies of {last.name} ran on their "
+            "own (make an Accelerator in it, or call torch.distributed.init_process_group)"
+        )
+        return [alone]
+    return []
+
+
+def _environment(config: LaunchConfig) -> dict[str, str]:
+    """The environment of the ranks: the notebook's, less what is the kernel's own."""
+    kept = {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(_KERNELS_OWN) and name not in _KERNELS_OWN_NAMES
+    }
+    return {**_defaults(), **kept, **_chosen(config), **(config.env or {})}
+
+
+def _defaults() -> dict[str, str]:
+    """Collectives of one machine stay on its loopback, unless the person says otherwise."""
+    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def _chosen(config: LaunchConfig) -> dict[str, str]:
+    chosen = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(config.use_port or 0)}
+    if config.mixed_precision is not None:
+        chosen["ACCELERATE_MIXED_PRECISION"] = config.mixed_precision
+        chosen["NOTEBOOK_ACCEL_MIXED_PRECISION"] = config.mixed_precision
+    if isinstance(config.devices, tuple):
+        chosen["CUDA_VISIBLE_DEVICES"] = _among_visible(config.devices)
+    if config.devices == "cpu":
+        chosen["ACCELERATE_USE_CPU"] = "true"
+    if config.backend is not None:
+        chosen["NOTEBOOK_ACCEL_BACKEND"] = config.backend
+    if config.debug:
+        chosen["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        chosen["NOTEBOOK_ACCEL_DEBUG"] = "1"
+    return chosen
+
+
+def _among_visible(devices: Sequence[int]) -> str:
+    """The chosen indices, counted among the accelerators that the notebook sees."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if visible and max(devices) >= len(visible):
+        raise LaunchError(
+            f"devices={list(devices)}, but CUDA_VISIBLE_DEVICES={','.join(visible)} leaves only "
+            f"the indices 0 to {len(visible) - 1}"
+        )
+    return ",".join(visible[index] if visible else str(index) for index in devices)
+
+
+def _num_threads(environment: Mapping[str, str], world_size: int) -> int:
+    """Threads of a rank: what the person set, or an equal share of the cores."""
+    given = environment.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given):
+        return int(given)
+    return max(1, len(os.sched_getaffinity(0)) // world_size)
+
+
+def _wait(run: Run, view: View) -> None:
+    """Wait for a run as its cell does: interrupts go to the ranks, and the cell ends with them."""
+    ended = run.conductor.ended
+    interrupt: KeyboardInterrupt | None = None
+    presses = 0
+    while not ended.is_set():
+        try:
+            while not ended.wait(_WAIT_SECONDS):
+                view.poll()
+        except KeyboardInterrupt as error:
+            interrupt = error
+            presses += 1
+            run.conductor.press(presses)
+    with contextlib.suppress(Exception):
+        view.settle()
+    if interrupt is not None:
+        interrupt.run = run  # type: ignore[attr-defined]
+        raise interrupt
+    run.raise_error()

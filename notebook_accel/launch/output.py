@@ -1,0 +1,69 @@
+"""Where a rank's output goes, and how the agent follows it.
+
+Descriptors 1 and 2 of a rank are one append-only file: Python, C and child processes all write
+to it, in order, and it outlives everybody who reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from notebook_accel.launch import system
+
+__all__ = ["Tail", "log_path", "redirect"]
+
+# What the agent passes on at once; anything older stays in the file.
+_MAX_LIVE_BYTES = 32_768
+
+
+def log_path(log_dir: str | Path, rank: int) -> Path:
+    """The file with the whole output of a rank."""
+    return Path(log_dir) / f"rank-{rank}.log"
+
+
+def redirect(fd: int) -> None:
+    """Send all that this process prints to ``fd``, a line at a time."""
+    for number in (1, 2):
+        os.dup2(fd, number)
+    system.line_buffer_c_output()
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = open(number, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+class Tail:
+    """Follows one growing file and gives the newest part of what was added."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._rest = b""
+
+    def read(self) -> tuple[str, int]:
+        """The text added since the last call, and how many lines before it were left out."""
+        data = self._file.read() or b""
+        if not data:
+            return "", 0
+        data, self._rest = _whole_characters(self._rest + data)
+        if len(data) <= _MAX_LIVE_BYTES:
+            return data.decode(errors="replace"), 0
+        cut = data.find(b"\n", len(data) - _MAX_LIVE_BYTES) + 1
+        cut = cut or len(data) - _MAX_LIVE_BYTES
+        return data[cut:].decode(errors="replace"), data.count(b"\n", 0, cut)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _whole_characters(data: bytes) -> tuple[bytes, bytes]:
+    """``data`` cut before a UTF-8 character of which only the start is there."""
+    for back in range(1, min(4, len(data)) + 1):
+        byte = data[-back]
+        if byte >= 0xC0:
+            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return (data[:-back], data[-back:]) if back < needed else (data, b"")
+        if byte < 0x80:
+            break
+    return data, b""

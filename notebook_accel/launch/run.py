@@ -1,0 +1,304 @@
+"""The handle of a run: what the person holds while it goes on and after it has ended."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from notebook_accel.errors import RunStopped, WorkerError
+from notebook_accel.launch.state import Progress
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.state import RunState
+    from notebook_accel.launch.stores import MetricStore, RunFolder
+    from notebook_accel.launch.verdict import Failure
+    from notebook_accel.launch.view import View
+
+__all__ = ["Conductor", "Run", "runs"]
+
+_SLICE_SECONDS = 0.05
+_KEPT_RUNS = 50
+
+E = TypeVar("E", bound=BaseException)
+
+_runs: list[Run] = []
+
+
+class Conductor:
+    """What conducts a run and knows how it stands; a :class:`Run` asks it for everything.
+
+    Attributes:
+        state: the newest state.
+        ended: set once the run has ended and the view has drawn its end.
+        timed_out: whether the run's own time-out ended it.
+    """
+
+    state: RunState
+    ended: threading.Event
+    timed_out = False
+
+    def result(self, rank: int) -> Any:
+        """What a rank returned; KeyError where it returned nothing."""
+        raise NotImplementedError
+
+    def failure(self) -> Failure | None:
+        """What failed, once the run has ended."""
+        return None
+
+    def cause(self, failure: Failure) -> BaseException | None:
+        """The original exception, where it can be had."""
+        return None
+
+    def stop(self, grace: float | None = None) -> None:
+        """Ask the ranks to leave."""
+
+    def press(self, number: int) -> None:
+        """The person interrupted once more: 1 interrupts, 2 terminates, 3 kills."""
+
+    def kill(self) -> None:
+        """End the ranks now."""
+
+    def stacks(self, rank: int | None = None) -> str:
+        """Where the ranks' Python stands."""
+        return ""
+
+
+class Run:
+    """A run: its results, logs, metrics and progress, while it goes on and afterwards.
+
+    ``run[r]`` is what rank r returned, ``len(run)`` the number of ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        config: LaunchConfig,
+        folder: RunFolder,
+        metrics: MetricStore,
+        view: View,
+    ) -> None:
+        self.id: str = folder.id
+        self.config = config
+        self.name = name
+        self._folder = folder
+        self._metrics = metrics
+        self._view = view
+        self._conductor: Conductor | None = None
+
+    def attach(self, conductor: Conductor) -> None:
+        """The run begins; called once, by its engine."""
+        self._conductor = conductor
+        _runs.append(self)
+        del _runs[:-_KEPT_RUNS]
+
+    @property
+    def conductor(self) -> Conductor:
+        """Who conducts this run."""
+        assert self._conductor is not None, "the run has not begun"
+        return self._conductor
+
+    # ---- how it stands ---------------------------------------------------------------------
+
+    @property
+    def state(self) -> RunState:
+        """All that is known now, as one immutable value."""
+        return self.conductor.state
+
+    @property
+    def status(self) -> str:
+        """ "starting", "running", "stopping", "succeeded", "failed" or "stopped"."""
+        return self.state.status
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.state.world_size
+
+    @property
+    def pids(self) -> list[int]:
+        """Process id of each rank, as far as they were started."""
+        return [rank.pid for rank in self.state.ranks if rank.pid is not None]
+
+    @property
+    def progress(self) -> list[Progress]:
+        """Every progress bar of every rank, closed ones included."""
+        return [
+            Progress(
+                rank=bar.rank,
+                name=bar.name,
+                n=bar.n,
+                total=bar.total,
+                rate=bar.rate,
+                elapsed=bar.elapsed,
+            )
+            for rank in self.state.ranks
+            for bar in rank.bars
+        ]
+
+    # ---- results ---------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self.world_size
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[rank] for rank in range(len(self)))
+
+    def __getitem__(self, rank: int) -> Any:
+        """What a rank returned, tensors on the CPU; waits for the end of the run.
+
+        Raises:
+            IndexError: there is no such rank.
+            WorkerError, RunStopped, TimeoutError: as :meth:`wait`.
+        """
+        if not isinstance(rank, int) or not -len(self) <= rank < len(self):
+            raise IndexError(f"run[{rank!r}]: this run has the ranks 0 to {len(self) - 1}")
+        self.wait()
+        try:
+            return self.conductor.result(rank % len(self))
+        except KeyError:
+            raise self._told(
+                RunStopped(f"rank {rank} was stopped before it had a result")
+            ) from None
+
+    @property
+    def results(self) -> list[Any]:
+        """What each rank returned, None for a rank without a result; waits, and never raises."""
+        self._wait_for_end(None)
+        return [self._result_or_none(rank) for rank in range(len(self))]
+
+    def _result_or_none(self, rank: int) -> Any:
+        try:
+            return self.conductor.result(rank)
+        except Exception:  # a result that does not unpickle may raise anything
+            return None
+
+    def wait(self, timeout: float | None = None) -> Run:
+        """Wait for the end of the run; gives the run.
+
+        Args:
+            timeout: seconds; the run goes on when they are over.
+
+        Raises:
+            WorkerError: a rank failed.
+            RunStopped: the run was stopped before it had a result.
+            TimeoutError: the run had not ended in time, or its own time-out ended it.
+        """
+        if not self._wait_for_end(timeout):
+            raise self._told(
+                TimeoutError(f"the run has not ended within {timeout} s; it goes on ({self!r})")
+            )
+        self.raise_error()
+        return self
+
+    def _wait_for_end(self, timeout: float | None) -> bool:
+        # In short slices: signals and the view get their turn.
+        deadline = None if timeout is None else time.monotonic() + timeout
+        ended = self.conductor.ended
+        while not ended.wait(_SLICE_SECONDS):
+            self._view.poll()
+            if deadline is not None and time.monotonic() >= deadline:
+                return ended.is_set()
+        return True
+
+    def raise_error(self) -> None:
+        """Raise the error of a run that has ended, if it has one."""
+        error = self.error()
+        if error is not None:
+            raise error
+
+    def error(self) -> BaseException | None:
+        """The error of a run that has ended, with ``run`` set; None where there is none."""
+        failure = self.conductor.failure()
+        if failure is not None:
+            return self._told(self._worker_error(failure))
+        if self.conductor.timed_out:
+            return self._told(TimeoutError("the run was ended by its time-out"))
+        has_result = any(rank.returned for rank in self.state.ranks)
+        if self.status == "stopped" and not has_result:
+            return self._told(RunStopped("the run was stopped before it had a result"))
+        return None
+
+    def _worker_error(self, failure: Failure) -> WorkerError:
+        error = WorkerError(
+            failure.message,
+            rank=failure.rank,
+            ranks=failure.ranks,
+            traceback=failure.traceback,
+            exitcode=failure.exitcode,
+            signal=failure.signal,
+        )
+        error.__cause__ = self.conductor.cause(failure)
+        return error
+
+    def _told(self, error: E) -> E:
+        error.run = self  # type: ignore[attr-defined]
+        return error
+
+    # ---- ending it -------------------------------------------------------------------------
+
+    def stop(self, grace: float | None = None) -> None:
+        """Ask all ranks to leave at the same step; harder after ``grace`` seconds. Returns at once.
+
+        A second call interrupts ranks that take their time.
+        """
+        self.conductor.stop(grace)
+
+    def kill(self) -> None:
+        """End all ranks and what they started, now."""
+        self.conductor.kill()
+
+    # ---- what it left ----------------------------------------------------------------------
+
+    @property
+    def log_dir(self) -> Path:
+        """Folder with a file of output for each rank."""
+        return self._folder.path
+
+    def logs(self, rank: int | None = None) -> str:
+        """All that one rank printed, or all ranks with a label on each line."""
+        if rank is not None:
+            return self._folder.read_log(rank)
+        return "".join(self._labelled(rank) for rank in range(len(self)))
+
+    def _labelled(self, rank: int) -> str:
+        lines = self._folder.read_log(rank).splitlines()
+        return "".join(f"[rank {rank}] {line}\n" for line in lines)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every value given to ``accelerator.log``: time, rank, step, name, value."""
+        return self._metrics.read()
+
+    def to_pandas(self) -> Any:
+        """The metrics as a pandas DataFrame.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError:
+            raise ImportError("run.to_pandas() needs pandas: pip install pandas") from None
+        return pd.DataFrame(self.metrics, columns=["time", "rank", "step", "name", "value"])
+
+    def stacks(self, rank: int | None = None) -> str:
+        """Where each rank's Python stands now; works while a rank hangs or holds the GIL."""
+        return self.conductor.stacks(rank)
+
+    def show(self) -> None:
+        """Draw the view of this run again, here."""
+        self._view.reopen(self)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.id} of {self.name}: {self.status}, {self.world_size} ranks>"
+
+
+def runs() -> list[Run]:
+    """The runs of this process, newest last; failed and interrupted ones too."""
+    return list(_runs)

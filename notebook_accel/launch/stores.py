@@ -1,0 +1,128 @@
+"""The folder of a run on disk: logs and metrics, append-only, and which old runs go."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import platformdirs
+
+from notebook_accel.launch.output import log_path
+from notebook_accel.launch.text import as_shown
+
+__all__ = ["MetricStore", "RunFolder", "runs_folder"]
+
+_KEPT_RUNS = 20
+_LIVE = ".live"
+
+
+def runs_folder() -> Path:
+    """Where runs are kept: ``NOTEBOOK_ACCEL_RUNS``, or the platform's state folder."""
+    chosen = os.environ.get("NOTEBOOK_ACCEL_RUNS")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    return Path(platformdirs.user_state_dir("notebook-accel")) / "runs"
+
+
+class RunFolder:
+    """The folder of one run. It is locked while the run lives, so that nobody removes it."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        root = runs_folder() if root is None else root
+        self.id = time.strftime("%Y%m%d-%H%M%S-") + uuid.uuid4().hex[:6]
+        self.path = root / self.id
+        self.path.mkdir(parents=True, mode=0o700)
+        self._lock = _lock(self.path)
+        _remove_old(root, keep=self.path)
+
+    def read_log(self, rank: int) -> str:
+        """All that a rank printed, as a terminal would show it."""
+        try:
+            text = log_path(self.path, rank).read_text(errors="replace")
+        except FileNotFoundError:
+            return ""
+        return "\n".join(as_shown(line) for line in text.split("\n"))
+
+    def release(self) -> None:
+        """The run has ended: its folder may be removed when newer ones came."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+            with contextlib.suppress(OSError):
+                (self.path / _LIVE).unlink()
+
+
+def _lock(folder: Path) -> IO[bytes] | None:
+    handle = (folder / _LIVE).open("wb")
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return handle
+
+
+def _remove_old(root: Path, *, keep: Path) -> None:
+    """Remove all but the newest runs; folders that were not made by us are left alone."""
+    folders = sorted(
+        (entry for entry in root.iterdir() if entry.is_dir() and entry != keep),
+        key=lambda entry: entry.name,
+    )
+    for folder in folders[: max(0, len(folders) - _KEPT_RUNS + 1)]:
+        if not _is_live(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_live(folder: Path) -> bool:
+    try:
+        with (folder / _LIVE).open("rb") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+class MetricStore:
+    """Metrics in a file of JSON lines: time, rank, step, name, value."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "metrics.jsonl"
+        self._file = self.path.open("ab")
+
+    def add(self, *, wall: float, rank: int, step: int | None, values: dict[str, float]) -> None:
+        """Append values; readers see them after :meth:`flush`."""
+        for name, value in values.items():
+            row = {"time": wall, "rank": rank, "step": step, "name": name, "value": value}
+            self._file.write(_encode(row) + b"\n")
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self) -> list[dict[str, Any]]:
+        """Every row, in the order in which they came."""
+        if not self._file.closed:
+            self.flush()
+        with self.path.open("rb") as file:
+            return [_decode(line) for line in file if line.endswith(b"\n")]
+
+
+def _encode(row: dict[str, Any]) -> bytes:
+    # JSON has no nan and no infinity; they travel as text.
+    value = row["value"]
+    is_finite = value - value == 0
+    return msgspec.json.encode(row if is_finite else {**row, "value": repr(value)})
+
+
+def _decode(line: bytes) -> dict[str, Any]:
+    row: dict[str, Any] = msgspec.json.decode(line)
+    if isinstance(row["value"], str):
+        row["value"] = float(row["value"])
+    return row

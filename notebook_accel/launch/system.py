@@ -1,0 +1,125 @@
+"""What we ask of Linux: deaths that are noticed, descendants, and C's own output buffer."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+__all__ = [
+    "adopt_orphans",
+    "die_with_parent",
+    "kill_descendants",
+    "kill_tree",
+    "line_buffer_c_output",
+    "raise_open_files",
+    "reset_signals",
+    "signal_name",
+    "watch_exit",
+]
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_IOLBF = 1
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL this process when the thread that forked it ends, also if that was before now."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def watch_exit(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends."""
+    return os.pidfd_open(pid)
+
+
+def signal_name(number: int) -> str:
+    """ "SIGKILL" for 9; real-time signals by their number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def reset_signals() -> None:
+    """Python's defaults, whatever the parent process had set."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def raise_open_files() -> int:
+    """Raise this process's limit of open files as far as it may; gives the limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def line_buffer_c_output() -> None:
+    """Have C's stdout write each line at once: what it holds is lost when a signal kills it."""
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(ValueError):
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _IOLBF, 0)
+
+
+def kill_tree(pids: Iterable[int]) -> None:
+    """SIGKILL the processes and all their descendants."""
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            _kill_all([root, *root.children(recursive=True)])
+
+
+def kill_descendants(*, keep: Collection[int] = ()) -> int:
+    """SIGKILL the children of this process outside ``keep``, with all below them; reaps them.
+
+    Gives how many were found.
+    """
+    me = psutil.Process()
+    found = 0
+    for child in me.children():
+        if child.pid in keep:
+            continue
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below = child.children(recursive=True)
+            found += 1 + len(below)
+            _kill_all([child, *below])
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child.pid, 0)
+    return found
+
+
+def _kill_all(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def supported() -> bool:
+    """Whether this platform can end ranks whatever they do."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")

@@ -1,0 +1,397 @@
+"""The template: a clean process from which agents fork, with torch already imported.
+
+It is started by exec in its own session, imports and then only forks: no thread, no device, no
+parallel region, no module of the user's. So a fork of it is safe, whatever the notebook's kernel
+has done, and costs milliseconds. :class:`Template` is the kernel's side, :func:`serve` the
+process's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from notebook_accel.errors import LaunchError
+from notebook_accel.launch import system, wire
+from notebook_accel.launch.channel import (
+    AuthenticationError,
+    Channel,
+    ProtocolError,
+    accept,
+    connect,
+    new_secret,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["Template", "serve", "template", "warm"]
+
+# torch._dynamo: the first optimizer of a process imports it, 2 s in every rank otherwise.
+_PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.multiprocessing",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "numpy",
+    "cloudpickle",
+    "psutil",
+    "tqdm.auto",
+    "notebook_accel.launch.agent",
+    "notebook_accel.launch.bars",
+    "notebook_accel.training.accelerator",
+)
+# Read when a library is loaded: a change needs a new template.
+_READ_AT_IMPORT = ("LD_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "PYTHON", "TORCH_", "NCCL_")
+# The number of threads is set in each rank; the template itself must never start one.
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_START_SECONDS = 120.0
+_ANSWER_SECONDS = 60.0
+
+_BOOT = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from notebook_accel.launch.template import serve; serve({fd}, {kernel})"
+)
+
+
+class Template:
+    """The kernel's handle of a template process. Safe to use from several threads."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        secret = new_secret()
+        self._lock = threading.Lock()
+        self._exits: dict[int, int] = {}
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _boot_code(theirs.fileno())],
+                env=_clean(environment),
+                cwd="/",
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError), self._process.stdin as stdin:
+            stdin.write(secret)
+        self._socket = ours
+        self._secret = secret
+        self._channel: Channel | None = None
+        self.pid = self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def wait_until_ready(self) -> None:
+        """Return once the process has imported all that it preloads.
+
+        Raises:
+            LaunchError: it ended before that.
+        """
+        with self._lock:
+            self._ready()
+
+    def fork_agent(self, sock: socket.socket, *, run: str, secret: bytes) -> int:
+        """Fork an agent that accepts the other end of ``sock`` by ``secret``; gives its pid.
+
+        Raises:
+            LaunchError: the template died, or could not fork.
+        """
+        request = wire.ForkAgent(run=run, secret=secret)
+        answer = self._ask(request, wire.Forked, fds=(sock.fileno(),))
+        if answer.error:
+            raise LaunchError(
+                f"no process could be forked for the run: {answer.error}. "
+                "Free memory or processes on this machine, then launch again."
+            )
+        return answer.pid
+
+    def count_devices(self, environment: Mapping[str, str]) -> wire.Devices:
+        """The accelerators that a process with this environment sees."""
+        request = wire.CountDevices(environment=dict(environment))
+        return self._ask(request, wire.Devices)
+
+    def exit_of(self, pid: int, *, timeout: float) -> int | None:
+        """The exit code of an agent that ended, negative for a signal; None if not known."""
+        deadline = time.monotonic() + timeout
+        while pid not in self._exits and time.monotonic() < deadline:
+            with self._lock:
+                if self._channel is None or not self._note_exits(self._channel):
+                    break
+            time.sleep(0.01)
+        return self._exits.get(pid)
+
+    def close(self) -> None:
+        """Let the process end once its agents have."""
+        self._socket.close()
+        if self._channel is not None:
+            self._channel.close()
+
+    def kill(self) -> None:
+        """End the process, and all that it forked, now."""
+        system.kill_tree([self.pid])
+        self._process.wait()
+        self.close()
+
+    def _ready(self) -> Channel:
+        if self._channel is None:
+            try:
+                channel = connect(self._socket, self._secret, timeout=_START_SECONDS)
+                channel.receive()
+            except (AuthenticationError, ProtocolError, EOFError, OSError) as error:
+                raise LaunchError(self._why_it_died()) from error
+            self._channel = channel
+        return self._channel
+
+    def _ask(
+        self, request: wire.Message, answer: type[wire.M], *, fds: tuple[int, ...] = ()
+    ) -> wire.M:
+        with self._lock:
+            channel = self._ready()
+            try:
+                channel.send(request, fds)
+                while True:
+                    message, _ = channel.receive()
+                    if isinstance(message, answer):
+                        return message
+                    self._note(message)
+            except (EOFError, OSError) as error:
+                raise LaunchError(self._why_it_died()) from error
+
+    def _note_exits(self, channel: Channel) -> bool:
+        try:
+            for message, _ in channel.drain():
+                self._note(message)
+        except (EOFError, OSError, ProtocolError):
+            return False
+        return True
+
+    def _note(self, message: wire.Message) -> None:
+        if isinstance(message, wire.AgentExited):
+            self._exits[message.pid] = message.exitcode
+
+    def _why_it_died(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code = self._process.returncode
+        how = "stopped answering" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            how = f"was killed by {system.signal_name(-code)}"
+        return (
+            f"the process from which ranks are started (pid {self.pid}) {how}. "
+            "Launch again: a new one is made. If it happens again, look for too little memory, "
+            f"and whether `{sys.executable} -c 'import torch._dynamo'` works in a terminal."
+            f"{self._last_words()}"
+        )
+
+    def _last_words(self) -> str:
+        self._stderr.seek(0)
+        text = self._stderr.read().decode(errors="replace").strip()
+        return f" Its last words:\n{text[-2000:]}" if text else ""
+
+
+_templates: dict[tuple[object, ...], Template] = {}
+_templates_lock = threading.Lock()
+
+
+def template(environment: Mapping[str, str] | None = None) -> Template:
+    """The template for launches with this environment; made when there is none that fits."""
+    environment = os.environ if environment is None else environment
+    key = _key(environment)
+    with _templates_lock:
+        found = _templates.get(key)
+        if found is None or not found.alive:
+            for old in _templates.values():
+                old.close()
+            _templates.clear()
+            found = _templates[key] = Template(environment)
+            atexit.register(found.close)
+        return found
+
+
+def warm() -> None:
+    """Start the template, so that the first launch finds it ready; returns at once."""
+    template()
+
+
+def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
+    """What a template depends on: this process, interpreter, torch, and variables read early."""
+    variables = tuple(
+        sorted(
+            (name, value)
+            for name, value in environment.items()
+            if name.startswith(_READ_AT_IMPORT) and name not in _THREADS
+        )
+    )
+    return os.getpid(), sys.executable, _torch_stamp(), variables
+
+
+def _torch_stamp() -> tuple[object, ...]:
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ()
+    with contextlib.suppress(OSError):
+        return spec.origin, Path(spec.origin).stat().st_mtime_ns
+    return (spec.origin,)
+
+
+def _clean(environment: Mapping[str, str]) -> dict[str, str]:
+    return {**environment, **dict.fromkeys(_THREADS, "1")}
+
+
+def _boot_code(fd: int) -> str:
+    here = str(Path(__file__).parents[2])
+    directory = str(Path.cwd()) if Path.cwd() else ""
+    path = [entry for entry in sys.path if os.path.isabs(entry) and entry != directory]
+    if here not in path:
+        path.append(here)
+    return _BOOT.format(path=path, fd=fd, kernel=os.getpid())
+
+
+# ---- in the process ------------------------------------------------------------------------
+
+
+def serve(fd: int, kernel_pid: int) -> None:
+    """Be a template: import, then fork agents until the kernel goes."""
+    kernel = system.watch_exit(kernel_pid)
+    if os.getppid() != kernel_pid:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    secret = sys.stdin.buffer.read(32)
+    system.adopt_orphans()
+    for name in _PRELOADED:
+        import_module(name)
+    gc.collect()
+    gc.freeze()
+    channel = accept(socket.socket(fileno=fd), secret, timeout=_START_SECONDS)
+    channel.send(wire.TemplateReady())
+    _Server(channel, kernel).run()
+
+
+class _Server:
+    """The template's loop: one thread, three kinds of descriptors."""
+
+    def __init__(self, channel: Channel, kernel: int) -> None:
+        self._channel = channel
+        self._kernel = kernel
+        self._agents: dict[int, int] = {}
+        self._selector = selectors.DefaultSelector()
+        self._draining = False
+
+    def run(self) -> None:
+        self._selector.register(self._channel.fileno(), selectors.EVENT_READ, self._from_kernel)
+        self._selector.register(self._kernel, selectors.EVENT_READ, self._kernel_gone)
+        while self._agents or not self._draining:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _kernel_gone(self) -> None:
+        system.kill_descendants()
+        os._exit(0)
+
+    def _from_kernel(self) -> None:
+        try:
+            messages = self._channel.drain()
+        except (EOFError, OSError, ProtocolError):
+            # Retired: runs that are under way go on, and their kernel is still watched.
+            self._selector.unregister(self._channel.fileno())
+            self._draining = True
+            return
+        for message, fds in messages:
+            if isinstance(message, wire.ForkAgent):
+                self._fork_agent(message, fds)
+            elif isinstance(message, wire.CountDevices):
+                self._count_devices(message)
+
+    def _fork_agent(self, message: wire.ForkAgent, fds: list[int]) -> None:
+        try:
+            pid = self._fork(lambda: self._be_agent(message, fds[0]))
+        except OSError as error:
+            self._channel.send(wire.Forked(run=message.run, error=str(error)))
+            return
+        finally:
+            for fd in fds:
+                os.close(fd)
+        exit_fd = system.watch_exit(pid)
+        self._agents[pid] = exit_fd
+        self._selector.register(exit_fd, selectors.EVENT_READ, lambda: self._reap(pid))
+        self._channel.send(wire.Forked(run=message.run, pid=pid))
+
+    def _be_agent(self, message: wire.ForkAgent, fd: int) -> None:
+        from notebook_accel.launch import agent
+
+        os.setsid()
+        unneeded = (self._channel.fileno(), self._selector.fileno(), *self._agents.values())
+        for number in unneeded:
+            os.close(number)
+        agent.main(accept(socket.socket(fileno=os.dup(fd)), message.secret), self._kernel)
+
+    def _reap(self, pid: int) -> None:
+        exit_fd = self._agents.pop(pid)
+        self._selector.unregister(exit_fd)
+        os.close(exit_fd)
+        _, status = os.waitpid(pid, 0)
+        # What the agent would have ended itself, had it not been killed.
+        system.kill_descendants(keep=self._agents)
+        with contextlib.suppress(OSError):
+            self._channel.send(
+                wire.AgentExited(pid=pid, exitcode=os.waitstatus_to_exitcode(status))
+            )
+
+    def _count_devices(self, message: wire.CountDevices) -> None:
+        """Ask in a child: torch may have to initialise a device for the answer."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            pid = self._fork(lambda: _answer_devices(Channel(theirs), message.environment))
+            theirs.close()
+            ours.settimeout(_ANSWER_SECONDS)
+            try:
+                answer, _ = Channel(ours).receive()
+            except (EOFError, OSError):
+                answer = wire.Devices(kind="cpu")
+            system.kill_tree([pid])
+            os.waitpid(pid, 0)
+        self._channel.send(answer)
+
+    def _fork(self, act: Callable[[], None]) -> int:
+        """Fork a child that does ``act`` and ends."""
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            system.reset_signals()
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+
+
+def _answer_devices(channel: Channel, environment: dict[str, str]) -> None:
+    from notebook_accel.training import devices
+
+    os.environ.clear()
+    os.environ.update(environment)
+    kind, names = devices.inventory()
+    channel.send(wire.Devices(kind=kind, names=tuple(names)))
