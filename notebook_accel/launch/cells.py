@@ -1,0 +1,115 @@
+"""The notebook's cells in a rank: their sources, their names in tracebacks, their ``__main__``."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import linecache
+import re
+import sys
+import types
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import CO_OPTIMIZED
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = [
+    "CellSource",
+    "class_body_names",
+    "fill_main",
+    "fresh_main",
+    "install_sources",
+    "main_namespace",
+    "name_cells",
+]
+
+
+@dataclass(frozen=True)
+class CellSource:
+    """The text of a cell.
+
+    Attributes:
+        filename: what the code objects of the cell name as their file.
+        label: what a person calls it: "Cell In[3]".
+        text: its source.
+    """
+
+    filename: str
+    label: str
+    text: str
+
+
+_labels: dict[str, str] = {}
+_FILE = re.compile(r'File "([^"\n]+)"(?=, line \d)')
+
+
+def install_sources(sources: Sequence[CellSource]) -> None:
+    """Let tracebacks, ``inspect.getsource``, warnings and torch.compile find the cells."""
+    for source in sources:
+        lines = source.text.splitlines(keepends=True)
+        # Without a time of change ``linecache.checkcache`` keeps what has no file.
+        linecache.cache[source.filename] = (
+            len(source.text),
+            None,
+            lines,
+            source.filename,
+        )
+        _labels[source.filename] = source.label
+
+
+def name_cells(text: str) -> str:
+    """A formatted traceback in which each installed cell has its label for a file name."""
+    return _FILE.sub(lambda match: _labels.get(match[1], match[0]), text)
+
+
+def main_namespace() -> dict[str, Any]:
+    """The globals of this process's ``__main__``."""
+    return vars(sys.modules["__main__"])
+
+
+def fresh_main() -> types.ModuleType:
+    """Put an empty ``__main__`` in place of the process's own; gives the one that was there."""
+    before = sys.modules["__main__"]
+    module = types.ModuleType("__main__")
+    vars(module).update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = module
+    return before
+
+
+def fill_main(objects: Iterable[Any]) -> None:
+    """Let ``__main__`` know the cells' classes and functions by name.
+
+    Plain pickle finds them there: ``torch.save``, and what DataLoader workers send. A name that
+    the function uses as a global stays what the function has.
+    """
+    namespace = main_namespace()
+    for value in objects:
+        name = getattr(value, "__qualname__", None) or value.__name__
+        if value.__module__ == "__main__" and name.isidentifier():
+            namespace.setdefault(name, value)
+
+
+@lru_cache(maxsize=1024)
+def class_body_names(code: types.CodeType) -> tuple[str, ...]:
+    """Names that class statements inside of ``code`` look up, maybe among the globals."""
+    return tuple(dict.fromkeys(_walk_class_bodies(code)))
+
+
+def _walk_class_bodies(code: types.CodeType) -> Iterator[str]:
+    for inner in code.co_consts:
+        if not isinstance(inner, types.CodeType):
+            continue
+        if not inner.co_flags & CO_OPTIMIZED:
+            yield from _looked_up(inner)
+        yield from _walk_class_bodies(inner)
+
+
+def _looked_up(code: types.CodeType) -> Iterator[str]:
+    return (
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.opname in ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+    )

@@ -1,0 +1,403 @@
+"""A function with its arguments on the way to the ranks, and what they return on the way back.
+
+    notebook                                          rank
+    pack_call -> Packed ------------------------> unpack_call -> Call
+    unpack_result, unpack_exception <- Packed, bytes - pack_result, pack_exception
+
+Packing copies no tensor: the buffers of a :class:`Packed` are views of the memory that they were
+found in. Nothing here looks at who sent a pickle: the channel has proved that before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+import pickle
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.errors import LaunchError
+from notebook_accel.launch import cells
+from notebook_accel.launch.cells import CellSource, name_cells
+from notebook_accel.launch.pickling import (
+    CallPickler,
+    Discard,
+    ResultPickler,
+    load,
+    used_globals,
+)
+from notebook_accel.launch.refusals import Culprit, find_culprit, type_name
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+__all__ = [
+    "Call",
+    "CellSource",
+    "Packed",
+    "PackedCall",
+    "Registry",
+    "name_cells",
+    "pack_call",
+    "pack_exception",
+    "pack_result",
+    "unpack_call",
+    "unpack_exception",
+    "unpack_result",
+]
+
+# A pickle above this size travels as the last buffer: one copy for all ranks, small messages.
+_HEADER_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A pickled value.
+
+    Attributes:
+        header: what :func:`unpack_call` or :func:`unpack_result` begins with.
+        buffers: the memory of its tensors and arrays; contiguous, of bytes.
+    """
+
+    header: bytes
+    buffers: tuple[memoryview, ...] = ()
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The notebook's own objects, to which references that come back are resolved."""
+
+    objects: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedCall:
+    """A function and its arguments, ready for any number of ranks.
+
+    Attributes:
+        packed: for :func:`unpack_call`.
+        registry: for :func:`unpack_result` and :func:`unpack_exception`.
+        notices: one line each for the person.
+        models: names of the notebook's torch modules that travel along.
+    """
+
+    packed: Packed
+    registry: Registry
+    notices: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A function and its arguments, as a rank has them.
+
+    Attributes:
+        sent: the notebook's classes and functions, as they were remade here.
+        sources: of the cells that they were written in.
+        main: the ``__main__`` that was there before; it must outlive the call.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    sent: tuple[Any, ...] = ()
+    sources: tuple[CellSource, ...] = ()
+    main: types.ModuleType | None = None
+
+
+# ---- to the ranks --------------------------------------------------------------------------
+
+
+def pack_call(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    sources: Sequence[CellSource] = (),
+) -> PackedCall:
+    """Pickle a function, its arguments and what of the notebook it uses.
+
+    Args:
+        function: to be called on each rank.
+        args, kwargs: what it is called with.
+        sources: of the notebook's cells; only those of functions that travel go along.
+
+    Raises:
+        LaunchError: something cannot travel, or would be wrong where it arrives; the message
+            names it and says what to do.
+    """
+    args, kwargs = tuple(args), dict(kwargs or {})
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    with CallPickler(file, buffers.append) as pickler:
+        try:
+            # The list is pickled last, when all that it names is known and in the memo.
+            pickler.dump((function, args, kwargs, pickler.sent))
+        except Exception as error:  # whatever a user's object raises when it is pickled
+            raise _cannot_travel(function, args, kwargs, error) from error
+    labelled = tuple(_labelled(function, args, kwargs, pickler))
+    return PackedCall(
+        packed=_seal_pickle(file, buffers, _sources_of(pickler, sources)),
+        registry=Registry(tuple(pickler.sent)),
+        notices=_moved_notice(pickler.moved, labelled),
+        models=_unique(name for name, value in labelled if _is_model(value)),
+    )
+
+
+def unpack_call(packed: Packed) -> Call:
+    """The function and its arguments, in a rank.
+
+    The process gets a new ``__main__`` that holds what the function uses, and ``linecache`` the
+    cells' sources.
+
+    Args:
+        packed: its buffers writable and private to this process: tensors live in them.
+    """
+    sources, body, buffers = _open_pickle(packed)
+    cells.install_sources(sources)
+    before = cells.fresh_main()
+    function, args, kwargs, sent = load(body, buffers=buffers)
+    cells.fill_main(sent)
+    return Call(
+        function=function,
+        args=args,
+        kwargs=kwargs,
+        sent=tuple(sent),
+        sources=sources,
+        main=before,
+    )
+
+
+def _seal_pickle(
+    file: io.BytesIO,
+    buffers: Sequence[pickle.PickleBuffer],
+    sources: tuple[CellSource, ...] = (),
+) -> Packed:
+    views = tuple(buffer.raw() for buffer in buffers)
+    body = file.getbuffer()
+    if body.nbytes > _HEADER_BYTES:
+        return Packed(pickle.dumps((sources, None)), (*views, body))
+    return Packed(pickle.dumps((sources, bytes(body))), views)
+
+
+def _open_pickle(
+    packed: Packed,
+) -> tuple[tuple[CellSource, ...], bytes | memoryview, tuple[memoryview, ...]]:
+    sources, body = load(packed.header)
+    if body is None:
+        return sources, packed.buffers[-1], packed.buffers[:-1]
+    return sources, body, packed.buffers
+
+
+def _sources_of(pickler: CallPickler, sources: Sequence[CellSource]) -> tuple[CellSource, ...]:
+    files = {function.__code__.co_filename for function, _ in pickler.used}
+    return tuple(source for source in sources if source.filename in files)
+
+
+# ---- what the person is told ---------------------------------------------------------------
+
+
+def _labelled(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    pickler: CallPickler,
+) -> Iterator[tuple[str, Any]]:
+    """Names and values of the notebook that travel."""
+    for path, value, _ in _arguments(function, args, kwargs):
+        yield path, value
+    for used, names in pickler.used:
+        yield from _variables(used, names).items()
+
+
+def _variables(function: types.FunctionType, names: dict[str, Any]) -> dict[str, Any]:
+    """The given globals of a function, what it closes over, and its defaults."""
+    found = dict(names)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # a name that has no value yet
+            continue
+    code = function.__code__
+    defaults = function.__defaults__ or ()
+    positional = code.co_varnames[: code.co_argcount]
+    found.update(zip(positional[len(positional) - len(defaults) :], defaults, strict=True))
+    found.update(function.__kwdefaults__ or {})
+    return found
+
+
+def _arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Any, str]]:
+    """The arguments under the names that the function has for them."""
+    user = _name_of(function)
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        given = {f"args[{index}]": value for index, value in enumerate(args)} | kwargs
+    for name, value in given.items():
+        yield name, value, user
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", None) or type_name(function)
+
+
+def _moved_notice(
+    moved: Sequence[tuple[str, int]], labelled: Sequence[tuple[str, Any]]
+) -> tuple[str, ...]:
+    if not moved:
+        return ()
+    size = sum(size for _, size in moved) / 1e6
+    devices = ", ".join(_unique(device for device, _ in moved))
+    names = _unique(f"`{name}`" for name, value in labelled if _is_on_device(value))
+    of = f" of {', '.join(names)}" if names else ""
+    tensors = "1 tensor" if len(moved) == 1 else f"{len(moved)} tensors"
+    text = (
+        f"{tensors} ({size:.1f} MB){of} on {devices} arrive in the ranks on the CPU: "
+        "prepare the model there, or move them with `.to(accelerator.device)`."
+    )
+    return (text,)
+
+
+def _unique(values: Iterator[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+def _is_model(value: Any) -> bool:
+    module = getattr(sys.modules.get("torch.nn"), "Module", None)
+    return module is not None and isinstance(value, module)
+
+
+def _is_on_device(value: Any, depth: int = 0) -> bool:
+    """Whether a tensor on an accelerator is in there, as far as one sees at a glance."""
+    if _is_model(value):
+        return any(_is_on_device(part, depth + 1) for part in value.state_dict().values())
+    if isinstance(value, (dict, list, tuple)) and depth < 2:
+        parts = list(value.values() if isinstance(value, dict) else value)
+        return any(_is_on_device(part, depth + 1) for part in parts[:100])
+    kind = getattr(getattr(value, "device", None), "type", "cpu")
+    return hasattr(value, "untyped_storage") and kind not in ("cpu", "meta")
+
+
+def _cannot_travel(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: Exception,
+) -> LaunchError:
+    parts = [
+        (_name_of(function), function, ""),
+        *_arguments(function, args, kwargs),
+    ]
+    culprit = find_culprit(
+        parts,
+        attempt=_attempt(CallPickler),
+        variables=lambda used: _variables(used, used_globals(used)),
+    )
+    if culprit is None:
+        return LaunchError(f"{_name_of(function)} cannot travel to the ranks: {error}")
+    used = f"used in {culprit.user}, " if culprit.user else ""
+    what = culprit.remedy or f"create it inside ({culprit.error})"
+    return LaunchError(
+        f"`{culprit.path}` ({type_name(culprit.value)}), {used}cannot travel; {what}"
+    )
+
+
+def _attempt(
+    make: Callable[[Any, Callable[[Any], Any]], Any],
+) -> Callable[[Any], Exception | None]:
+    """A function that pickles a value into nothing and gives what that raised."""
+
+    def attempt(value: Any) -> Exception | None:
+        with make(Discard(), lambda _buffer: None) as pickler:
+            try:
+                pickler.dump(value)
+            except Exception as error:  # whatever a user's object raises when it is pickled
+                return error
+        return None
+
+    return attempt
+
+
+# ---- back to the notebook ------------------------------------------------------------------
+
+
+def pack_result(value: object, call: Call | None = None) -> Packed:
+    """Pickle what a rank returned.
+
+    Tensors go to the CPU and lose their graph; a model loses its strategy's wrapper. Classes and
+    functions that came from the notebook go back as references to the notebook's own.
+
+    Args:
+        value: what the function returned.
+        call: the function, from :func:`unpack_call`.
+
+    Raises:
+        TypeError: something in it cannot be pickled; the message names it.
+    """
+    sent = call.sent if call else ()
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    with ResultPickler(file, buffers.append, sent=sent) as pickler:
+        try:
+            pickler.dump(value)
+        except Exception as error:  # whatever a user's object raises when it is pickled
+            raise _cannot_return(value, sent, error) from error
+    return _seal_pickle(file, buffers)
+
+
+def _cannot_return(value: object, sent: Sequence[Any], error: Exception) -> TypeError:
+    culprit = find_culprit(
+        [("result", value, "")],
+        attempt=_attempt(functools.partial(ResultPickler, sent=sent)),
+        variables=lambda used: _variables(used, used_globals(used)),
+    )
+    culprit = culprit or Culprit("result", value, "", error)
+    what = culprit.remedy or f"return values, tensors or models instead ({culprit.error})"
+    return TypeError(
+        f"`{culprit.path}` ({type_name(culprit.value)}), returned by the function, "
+        f"cannot travel to the notebook; {what}"
+    )
+
+
+def unpack_result(packed: Packed, registry: Registry) -> Any:
+    """What a rank returned, made of the notebook's own classes.
+
+    Args:
+        packed: its buffers writable: tensors live in them.
+        registry: of the call that it answers.
+
+    Raises:
+        Exception: whatever the classes of its values raise when they are remade.
+    """
+    _, body, buffers = _open_pickle(packed)
+    return load(body, buffers=buffers, objects=registry.objects)
+
+
+def pack_exception(error: BaseException, call: Call | None = None) -> bytes | None:
+    """Pickle what a rank raised; None where that cannot be."""
+    file = io.BytesIO()
+    try:
+        with ResultPickler(file, sent=call.sent if call else ()) as pickler:
+            pickler.dump(error)
+    except Exception:  # an exception may hold anything
+        return None
+    return file.getvalue()
+
+
+def unpack_exception(data: bytes | None, registry: Registry) -> BaseException | None:
+    """What a rank raised; None where it does not unpickle."""
+    if data is None:
+        return None
+    try:
+        error = load(data, objects=registry.objects)
+    except Exception:  # a class that is not importable here, a constructor that refuses
+        return None
+    return error if isinstance(error, BaseException) else None

@@ -1,0 +1,363 @@
+"""Picklers for what crosses between the notebook and its ranks.
+
+cloudpickle sends by value what was made in the notebook. Added here: storages of tensors travel
+out of band, uncopied; what came from the notebook goes back as a reference to the notebook's own
+object; and what would arrive wrong is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+import types
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import cloudpickle
+
+from notebook_accel.launch import cells
+from notebook_accel.launch.refusals import Refused, remedy_of
+
+if TYPE_CHECKING:
+    import importlib.machinery
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = ["CallPickler", "Discard", "ResultPickler", "load", "used_globals"]
+
+# Length of what cloudpickle gives for an object that it sends by value: with a state setter.
+_BY_VALUE = 6
+# A class may say what is sent back to the notebook in the place of its instances.
+_UNWRAP = "__notebook_accel_unwrap__"
+_WRAPPERS = {"torch.nn.parallel.distributed.DistributedDataParallel": "module"}
+
+_objects: ContextVar[Sequence[Any]] = ContextVar("notebook_accel_objects")
+
+
+# ---- what pickles name ---------------------------------------------------------------------
+
+
+def itself(value: Any) -> Any:
+    """What one object is replaced by."""
+    return value
+
+
+def notebook_object(index: int) -> Any:
+    """The object that the notebook sent as number ``index``."""
+    return _objects.get()[index]
+
+
+def rebuild_storage(buffer: Any) -> Any:
+    """A torch storage on the memory of ``buffer``; a copy of it where that is read-only."""
+    import torch
+
+    view = memoryview(buffer)
+    if not view.nbytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
+    if view.readonly:
+        view = memoryview(bytearray(view))
+    return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+
+
+def rebuild_typed_storage(storage: Any, dtype: Any) -> Any:
+    """The typed face of a storage, which torch pickles in every tensor."""
+    from torch.storage import TypedStorage
+
+    make: Any = TypedStorage
+    return make(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def rebuild_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """An exception without a call of ``__init__``, whose arguments may not be in ``args``."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
+
+
+class _MainNamespace:
+    """Stands for the globals of ``__main__``: functions get those of the process they come to."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return cells.main_namespace, ()
+
+
+# ---- picklers ------------------------------------------------------------------------------
+
+
+class Discard(io.RawIOBase):
+    """A file for a pickle that nobody wants, only to see whether there can be one."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _as_usual(_value: Any) -> Any:
+    return NotImplemented
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """What both directions share. Use it as a context: it undoes what it told cloudpickle.
+
+    Attributes:
+        moved: device and number of bytes of each storage that was copied to the CPU.
+    """
+
+    def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+        self.moved: list[tuple[str, int]] = []
+        self._routes: dict[type, Callable[[Any], Any]] = {}
+        self._storages: dict[tuple[Any, ...], Any] = {}
+        self._roots: set[str] = set()
+        self._by_value: list[types.ModuleType] = []
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for module in self._by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+        self._by_value.clear()
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        route = self._routes.get(kind)
+        if route is None:
+            route = self._routes[kind] = self._route(kind)
+        return route(obj)
+
+    def _route(self, kind: type) -> Callable[[Any], Any]:
+        """How instances of ``kind`` are pickled."""
+        if issubclass(kind, (type, types.FunctionType, TypeVar)):
+            return self._reduce_definition
+        if issubclass(kind, types.ModuleType):
+            return self._reduce_module
+        if issubclass(kind, BaseException):
+            return _reduce_exception
+        remedy = remedy_of(kind)
+        if remedy:
+            return _refuse(remedy)
+        return self._route_torch(kind)
+
+    def _route_torch(self, kind: type) -> Callable[[Any], Any]:
+        # Where torch was never imported, nothing is torch's.
+        torch: Any = sys.modules.get("torch")
+        storage = getattr(torch, "storage", None)
+        if storage is None:
+            return _as_usual
+        if issubclass(kind, storage.UntypedStorage):
+            return self._reduce_storage
+        if issubclass(kind, storage.TypedStorage):
+            return _reduce_typed_storage
+        return _as_usual
+
+    # ---- storages ----
+
+    def _reduce_storage(self, storage: Any) -> Any:
+        # Two Python objects, and two storages made from the same memory, may be one in truth.
+        size = storage.nbytes()
+        key = (storage.device, storage.data_ptr(), size) if size else (id(storage),)
+        first = self._storages.setdefault(key, storage)
+        if first is not storage:
+            return itself, (first,)
+        if storage.device.type != "cpu":
+            self.moved.append((str(storage.device), size))
+            storage = storage.cpu()
+        return rebuild_storage, (pickle.PickleBuffer(_memory(storage)),)
+
+    # ---- classes, functions, modules ----
+
+    def _reduce_definition(self, value: Any) -> Any:
+        self._settle_module(getattr(value, "__module__", None))
+        return super().reducer_override(value)
+
+    def _reduce_module(self, module: types.ModuleType) -> Any:
+        self._settle_module(module.__name__)
+        return NotImplemented
+
+    def _settle_module(self, name: str | None) -> None:
+        """Let cloudpickle send a module by value where another process could not import it."""
+        root = name.partition(".")[0] if isinstance(name, str) else "__main__"
+        if root == "__main__" or root in self._roots:
+            return
+        self._roots.add(root)
+        module = sys.modules.get(root)
+        if module is None or _is_importable(module, root):
+            return
+        if root not in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.register_pickle_by_value(module)
+            self._by_value.append(module)
+
+
+def _memory(storage: Any) -> Any:
+    """An array on the memory of a CPU storage, which it keeps alive."""
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+
+
+def _reduce_typed_storage(storage: Any) -> Any:
+    return rebuild_typed_storage, (storage._untyped_storage, storage.dtype)
+
+
+def _reduce_exception(error: BaseException) -> Any:
+    kind = type(error)
+    is_plain = kind.__reduce__ is BaseException.__reduce__
+    if not is_plain or not isinstance(kind.__init__, types.FunctionType):
+        return NotImplemented
+    return rebuild_exception, (kind, error.args), vars(error) or None
+
+
+def _refuse(remedy: str) -> Callable[[Any], Any]:
+    def refuse(_value: Any) -> Any:
+        raise Refused(remedy)
+
+    return refuse
+
+
+def _is_importable(module: types.ModuleType, name: str) -> bool:
+    """Whether a process with the same ``sys.path`` finds this module."""
+    spec = getattr(module, "__spec__", None)
+    file = getattr(module, "__file__", None) or getattr(spec, "origin", None)
+    if spec is None and file is None:
+        return False
+    if not isinstance(file, str) or not os.path.isabs(file) or _is_on_path(file, name):
+        return True
+    # Loaded by hand from a file, or by the hook of an editable install.
+    return any(_finds(finder, name) for finder in sys.meta_path)
+
+
+def _is_on_path(file: str, name: str) -> bool:
+    place, stem = os.path.split(file)
+    stem = stem.partition(".")[0]
+    if stem == "__init__":
+        place, stem = os.path.split(place)
+    return stem == name and place in map(os.path.abspath, sys.path)
+
+
+def _finds(finder: Any, name: str) -> bool:
+    find = getattr(finder, "find_spec", None)
+    found: importlib.machinery.ModuleSpec | None = find(name, None) if find else None
+    return found is not None
+
+
+class CallPickler(_Pickler):
+    """From the notebook to its ranks.
+
+    Attributes:
+        sent: the classes, functions and type variables that go by value, in order.
+        used: each function that goes by value, and the globals that go with it.
+    """
+
+    def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None = None) -> None:
+        super().__init__(file, buffer_callback)
+        self.sent: list[Any] = []
+        self.used: list[tuple[types.FunctionType, dict[str, Any]]] = []
+        # cloudpickle keeps here the globals that functions share in the other process.
+        self.globals_ref[id(cells.main_namespace())] = _MainNamespace()
+
+    def _reduce_definition(self, value: Any) -> Any:
+        reduced = super()._reduce_definition(value)
+        if isinstance(value, TypeVar):
+            if value.__module__ == "__main__":
+                self.sent.append(value)
+        elif isinstance(reduced, tuple) and len(reduced) == _BY_VALUE:
+            self.sent.append(value)
+            if isinstance(value, types.FunctionType):
+                self._note_globals(value, reduced[2][1]["__globals__"])
+        return reduced
+
+    def _note_globals(self, function: types.FunctionType, used: dict[str, Any]) -> None:
+        # cloudpickle sees the names that functions look up, not those of class statements
+        # inside of functions.
+        known = function.__globals__
+        for name in cells.class_body_names(function.__code__):
+            if name in known:
+                used.setdefault(name, known[name])
+        self.used.append((function, used))
+
+
+def used_globals(function: types.FunctionType) -> dict[str, Any]:
+    """The globals that go with a function; none where it goes by reference."""
+    with CallPickler(Discard()) as pickler:
+        pickler.reducer_override(function)
+        return pickler.used[0][1] if pickler.used else {}
+
+
+class ResultPickler(_Pickler):
+    """From a rank to the notebook.
+
+    Args:
+        sent: what the notebook sent by value, as :attr:`CallPickler.sent`, remade here.
+    """
+
+    def __init__(
+        self,
+        file: Any,
+        buffer_callback: Callable[[Any], Any] | None = None,
+        *,
+        sent: Sequence[Any] = (),
+    ) -> None:
+        super().__init__(file, buffer_callback)
+        self._index = {id(value): index for index, value in enumerate(sent)}
+
+    def _route(self, kind: type) -> Callable[[Any], Any]:
+        if callable(getattr(kind, _UNWRAP, None)):
+            return _unwrap
+        for base in kind.__mro__:
+            inner = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
+            if inner:
+                return _take(inner)
+        return super()._route(kind)
+
+    def _route_torch(self, kind: type) -> Callable[[Any], Any]:
+        torch: Any = sys.modules.get("torch")
+        if issubclass(kind, getattr(torch, "Tensor", ())):
+            return _reduce_tensor
+        return super()._route_torch(kind)
+
+    def _reduce_definition(self, value: Any) -> Any:
+        index = self._index.get(id(value))
+        if index is not None:
+            return notebook_object, (index,)
+        return super()._reduce_definition(value)
+
+
+def _unwrap(value: Any) -> Any:
+    return itself, (getattr(value, _UNWRAP)(),)
+
+
+def _take(attribute: str) -> Callable[[Any], Any]:
+    return lambda value: (itself, (getattr(value, attribute),))
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    # The graph that made a loss stays behind: torch would make a leaf that wants a gradient.
+    if tensor.requires_grad and not tensor.is_leaf:
+        return tensor.detach().__reduce_ex__(5)
+    return NotImplemented
+
+
+# ---- unpickling ----------------------------------------------------------------------------
+
+
+def load(data: Any, *, buffers: Sequence[Any] = (), objects: Sequence[Any] = ()) -> Any:
+    """The value of a pickle from a process that has proved to be ours.
+
+    Args:
+        data: the pickle.
+        buffers: its out-of-band buffers.
+        objects: what references to the notebook's own objects mean.
+    """
+    with _resolving(objects):
+        return pickle.loads(data, buffers=buffers)
+
+
+@contextmanager
+def _resolving(objects: Sequence[Any]) -> Iterator[None]:
+    token = _objects.set(objects)
+    try:
+        yield
+    finally:
+        _objects.reset(token)

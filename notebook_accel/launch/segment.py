@@ -1,0 +1,113 @@
+"""One sealed memory segment for all buffers of a value, mapped copy-on-write by whoever reads it.
+
+The segment is a memfd: no name, no file, no limit of /dev/shm, gone with its last descriptor.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["attach", "layout", "seal"]
+
+# What torch's own allocator gives, so that kernels run as fast on a mapped tensor.
+_ALIGNMENT = 64
+# A write of this size ends soon enough for an interrupt to be handled in between.
+_CHUNK_BYTES = 16 << 20
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+
+
+def layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Where buffers of these sizes lie in a segment.
+
+    Args:
+        sizes: in bytes.
+
+    Returns:
+        The offset of each buffer, and the size of the segment, in bytes.
+    """
+    offsets = []
+    end = 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return tuple(offsets), end
+
+
+def seal(buffers: Sequence[memoryview]) -> int:
+    """Copy the buffers into a new segment that nobody can change any more.
+
+    Args:
+        buffers: contiguous, of bytes.
+
+    Returns:
+        A file descriptor, which the caller closes.
+
+    Raises:
+        OSError: the machine is out of memory or of descriptors.
+    """
+    offsets, total = layout([buffer.nbytes for buffer in buffers])
+    fd = os.memfd_create("notebook_accel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, total)
+        for offset, buffer in zip(offsets, buffers, strict=True):
+            _write(fd, buffer, offset)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _write(fd: int, buffer: memoryview, offset: int) -> None:
+    # Measured for 1 GiB: pwrite 0.4 s, into a mapping 0.8 s (each page is cleared first); two
+    # threads bring nothing.
+    done = 0
+    while done < buffer.nbytes:
+        done += os.pwrite(fd, buffer[done : done + _CHUNK_BYTES], offset + done)
+
+
+def attach(fd: int, sizes: Sequence[int]) -> tuple[memoryview, ...]:
+    """The buffers of a segment: writable, each write private to this process.
+
+    The memory lives as long as one of the views does; ``fd`` may be closed at once.
+
+    Args:
+        fd: from :func:`seal`.
+        sizes: of the buffers, in bytes, as they were given to :func:`seal`.
+
+    Raises:
+        ValueError: it is no sealed segment, or too short for these sizes.
+    """
+    offsets, total = layout(sizes)
+    _check(fd, total)
+    if not total:
+        return tuple(memoryview(bytearray()) for _ in sizes)
+    whole = memoryview(
+        mmap.mmap(
+            fd,
+            total,
+            # Most pages are never written: do not count the whole of it for every rank.
+            flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0),
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
+    )
+    return tuple(whole[start : start + size] for start, size in zip(offsets, sizes, strict=True))
+
+
+def _check(fd: int, total: int) -> None:
+    # A file that shrinks under its mapping kills the reader by SIGBUS.
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0
+    if seals & _SEALS != _SEALS:
+        raise ValueError(f"descriptor {fd} is no sealed memory segment")
+    found = os.fstat(fd).st_size
+    if found < total:
+        raise ValueError(f"the segment has {found} bytes, its buffers need {total}")
