@@ -134,7 +134,7 @@ class LaunchedContext(RankContext):
     def tell(self, message: type[wire.Message], /, **fields: Any) -> None:
         """Send a message of this rank, unless this is a child process of it."""
         if os.getpid() == self._pid:
-            self._send(kind(run=self.run, rank=self.rank, sequence=next(self._sequence), **fields))
+            self._send(message(run=self.run, rank=self.rank, sequence=next(self._sequence), **fields))
 
     def metric(self, values: Mapping[str, float], step: int | None = None) -> None:
         self.tell(wire.Metric, values=dict(values), step=step)

@@ -55,7 +55,6 @@ _PRELOADED = (
     "tqdm.auto",
     "notebook_accel.launch.agent",
     "notebook_accel.launch.bars",
-    "notebook_accel.training.accelerator",
 )
 # Read when a library is loaded: a change needs a new template.
 _READ_AT_IMPORT = ("LD_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "PYTHON", "TORCH_", "NCCL_")
