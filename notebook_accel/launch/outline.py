@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import wording
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from notebook_accel.launch.state import BarState, RankState, RunState
 
-__all__ = ["Advance", "Pace", "advance", "folded", "last_values", "memory_of", "spread"]
+__all__ = ["Advance", "Pace", "advance", "last_values", "memory_of", "spread"]
 
 _PACE_SECONDS = 5.0
 
@@ -133,10 +133,3 @@ def spread(by_rank: Mapping[int, float]) -> str:
     """Lowest and highest value where ranks differ, else nothing."""
     low, high = min(by_rank.values()), max(by_rank.values())
     return "" if low == high else f"{wording.number(low)} to {wording.number(high)}"
-
-
-def folded(ranks: Sequence[RankState]) -> str:
-    """One line for ranks that have no row: ``… and 96 more: 93 running, 3 failed``."""
-    states = Counter(rank.status for rank in ranks)
-    parts = [f"{number} {status}" for status, number in states.most_common()]
-    return f"… and {len(ranks)} more: {', '.join(parts)}"

@@ -10,26 +10,16 @@ found in. Nothing here looks at who sent a pickle: the channel has proved that b
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 import io
 import pickle
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.errors import LaunchError
 from notebook_accel.launch import cells
 from notebook_accel.launch.cells import CellSource, name_cells
-from notebook_accel.launch.pickling import (
-    CallPickler,
-    Discard,
-    ResultPickler,
-    load,
-    used_globals,
-)
-from notebook_accel.launch.refusals import Culprit, find_culprit, type_name
+from notebook_accel.launch.culprits import arguments, cannot_return, cannot_travel, variables
+from notebook_accel.launch.pickling import CallPickler, ResultPickler, load
 
 if TYPE_CHECKING:
     import types
@@ -138,7 +128,7 @@ def pack_call(
             # The list is pickled last, when all that it names is known and in the memo.
             pickler.dump((function, args, kwargs, pickler.sent))
         except Exception as error:  # whatever a user's object raises when it is pickled
-            raise _cannot_travel(function, args, kwargs, error) from error
+            raise cannot_travel(function, args, kwargs, error) from error
     labelled = tuple(_labelled(function, args, kwargs, pickler))
     return PackedCall(
         packed=_seal_pickle(file, buffers, _sources_of(pickler, sources)),
@@ -208,45 +198,9 @@ def _labelled(
     pickler: CallPickler,
 ) -> Iterator[tuple[str, Any]]:
     """Names and values of the notebook that travel."""
-    for path, value, _ in _arguments(function, args, kwargs):
-        yield path, value
+    yield from arguments(function, args, kwargs).items()
     for used, names in pickler.used:
-        yield from _variables(used, names).items()
-
-
-def _variables(function: types.FunctionType, names: dict[str, Any]) -> dict[str, Any]:
-    """The given globals of a function, what it closes over, and its defaults."""
-    found = dict(names)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # a name that has no value yet
-            continue
-    code = function.__code__
-    defaults = function.__defaults__ or ()
-    positional = code.co_varnames[: code.co_argcount]
-    found.update(zip(positional[len(positional) - len(defaults) :], defaults, strict=True))
-    found.update(function.__kwdefaults__ or {})
-    return found
-
-
-def _arguments(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[str, Any, str]]:
-    """The arguments under the names that the function has for them."""
-    user = _name_of(function)
-    try:
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        given = {f"args[{index}]": value for index, value in enumerate(args)} | kwargs
-    for name, value in given.items():
-        yield name, value, user
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__name__", None) or type_name(function)
+        yield from variables(used, names).items()
 
 
 def _moved_notice(
@@ -286,46 +240,6 @@ def _is_on_device(value: Any, depth: int = 0) -> bool:
     return hasattr(value, "untyped_storage") and kind not in ("cpu", "meta")
 
 
-def _cannot_travel(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    error: Exception,
-) -> LaunchError:
-    parts = [
-        (_name_of(function), function, ""),
-        *_arguments(function, args, kwargs),
-    ]
-    culprit = find_culprit(
-        parts,
-        attempt=_attempt(CallPickler),
-        variables=lambda used: _variables(used, used_globals(used)),
-    )
-    if culprit is None:
-        return LaunchError(f"{_name_of(function)} cannot travel to the ranks: {error}")
-    used = f"used in {culprit.user}, " if culprit.user else ""
-    what = culprit.remedy or f"create it inside ({culprit.error})"
-    return LaunchError(
-        f"`{culprit.path}` ({type_name(culprit.value)}), {used}cannot travel; {what}"
-    )
-
-
-def _attempt(
-    make: Callable[[Any, Callable[[Any], Any]], Any],
-) -> Callable[[Any], Exception | None]:
-    """A function that pickles a value into nothing and gives what that raised."""
-
-    def attempt(value: Any) -> Exception | None:
-        with make(Discard(), lambda _buffer: None) as pickler:
-            try:
-                pickler.dump(value)
-            except Exception as error:  # whatever a user's object raises when it is pickled
-                return error
-        return None
-
-    return attempt
-
-
 # ---- back to the notebook ------------------------------------------------------------------
 
 
@@ -349,22 +263,8 @@ def pack_result(value: object, call: Call | None = None) -> Packed:
         try:
             pickler.dump(value)
         except Exception as error:  # whatever a user's object raises when it is pickled
-            raise _cannot_return(value, sent, error) from error
+            raise cannot_return(value, sent, error) from error
     return _seal_pickle(file, buffers)
-
-
-def _cannot_return(value: object, sent: Sequence[Any], error: Exception) -> TypeError:
-    culprit = find_culprit(
-        [("result", value, "")],
-        attempt=_attempt(functools.partial(ResultPickler, sent=sent)),
-        variables=lambda used: _variables(used, used_globals(used)),
-    )
-    culprit = culprit or Culprit("result", value, "", error)
-    what = culprit.remedy or f"return values, tensors or models instead ({culprit.error})"
-    return TypeError(
-        f"`{culprit.path}` ({type_name(culprit.value)}), returned by the function, "
-        f"cannot travel to the notebook; {what}"
-    )
 
 
 def unpack_result(packed: Packed, registry: Registry) -> Any:

@@ -57,7 +57,18 @@ _PRELOADED = (
     "notebook_accel.launch.bars",
 )
 # Read when a library is loaded: a change needs a new template.
-_READ_AT_IMPORT = ("LD_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "PYTHON", "TORCH_", "NCCL_")
+_READ_AT_IMPORT = (
+    "LD_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "OPENBLAS_",
+    "PYTHON",
+    "TORCHDYNAMO_",
+    "TORCHINDUCTOR_",
+    "TORCH_LOGS",
+)
 # The number of threads is set in each rank; the template itself must never start one.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _START_SECONDS = 120.0
@@ -77,6 +88,7 @@ class Template:
         secret = new_secret()
         self._lock = threading.Lock()
         self._exits: dict[int, int] = {}
+        self._devices: dict[tuple[tuple[str, str], ...], wire.Devices] = {}
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
             self._process = subprocess.Popen(
@@ -128,8 +140,11 @@ class Template:
 
     def count_devices(self, environment: Mapping[str, str]) -> wire.Devices:
         """The accelerators that a process with this environment sees."""
-        request = wire.CountDevices(environment=dict(environment))
-        return self._ask(request, wire.Devices)
+        chosen = tuple(sorted(item for item in environment.items() if "VISIBLE" in item[0]))
+        if chosen not in self._devices:
+            request = wire.CountDevices(environment=dict(environment))
+            self._devices[chosen] = self._ask(request, wire.Devices)
+        return self._devices[chosen]
 
     def exit_of(self, pid: int, *, timeout: float) -> int | None:
         """The exit code of an agent that ended, negative for a signal; None if not known."""

@@ -110,8 +110,8 @@ def _rank_failure(failed: list[RankState], log_dir: str) -> Failure:
         rank=cause.rank,
         ranks=tuple(sorted(rank.rank for rank in own)),
         traceback=how.traceback if how else "",
-        exitcode=None if cause.signal else cause.exitcode,
-        signal=signal_name(cause.signal) if cause.signal else None,
+        exitcode=how.exitcode if how else cause.exitcode,
+        signal=signal_name(cause.signal) if cause.signal and not how else None,
         pickled=how.pickled if how else None,
     )
 

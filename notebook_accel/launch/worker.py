@@ -85,8 +85,11 @@ def main(post: Post) -> None:
     rank.enter(context)
     _enter_environment(post)
     code = _work(post, context, sender)
-    _wait_for_others(post)
-    _leave(code)
+    post.board.row(post.local_rank).ended = 1
+    if code == 0:
+        _wait_for_others(post)
+        _close_group()
+    sys.exit(code)
 
 
 class _Sender:
@@ -143,6 +146,8 @@ def _enter_environment(post: Post) -> None:
     sys.path[:] = launch.path
     sys.argv[:] = [""]
     torch.set_num_threads(launch.num_threads)
+    if torch.distributed.is_available():
+        torch.distributed.set_debug_level_from_env()
     random.seed()
     np.random.seed(int.from_bytes(os.urandom(4), "little"))
     torch.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True) >> 1)
@@ -203,7 +208,7 @@ def _report(context: rank.LaunchedContext, sender: _Sender, call: Any, error: Ba
     with contextlib.suppress(KeyboardInterrupt):
         kind, code = _classify(error)
         text = _format(error)
-        if kind in ("exception", "exit", "lost peer"):
+        if kind in ("exception", "lost peer"):
             sys.stderr.write(text)
         context.tell(
             wire.Raised,
@@ -267,7 +272,6 @@ def _users_frames(error: BaseException) -> Any:
 
 def _wait_for_others(post: Post) -> None:
     """Stay until all ranks here ended: what they still have to read may be in our sockets."""
-    post.board.row(post.local_rank).ended = 1
     rows = [post.board.row(index) for index in range(post.board.num_ranks)]
     pause = _POLL_SECONDS[0]
     with contextlib.suppress(KeyboardInterrupt):
@@ -276,14 +280,8 @@ def _wait_for_others(post: Post) -> None:
             pause = min(pause * 1.5, _POLL_SECONDS[1])
 
 
-def _leave(code: int) -> None:
-    """End the process as Python would: threads joined, exit functions run, output flushed."""
-    with contextlib.suppress(BaseException):
-        _close_group()
-    sys.exit(code)
-
-
 def _close_group() -> None:
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
+        with contextlib.suppress(Exception):  # the run has its results: nothing depends on it
+            distributed.destroy_process_group()

@@ -1,0 +1,225 @@
+"""Who is to blame when something cannot be pickled, in the names that a person knows it by."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.errors import LaunchError
+from notebook_accel.launch.pickling import CallPickler, Discard, ResultPickler, used_globals
+from notebook_accel.launch.refusals import Refused, remedy_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+__all__ = ["arguments", "cannot_return", "cannot_travel", "variables"]
+
+_MAX_DEPTH = 12
+# Attributes of torch modules whose entries a person knows as attributes of the module.
+_FLATTENED = ("_modules", "_parameters", "_buffers")
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The innermost value that cannot be pickled.
+
+    Attributes:
+        path: how a person would write it: "config['conn']".
+        value: it.
+        user: name of the function or class that uses it, "" where nothing does.
+        error: what pickling it alone raised.
+    """
+
+    path: str
+    value: Any
+    user: str
+    error: Exception
+
+    @property
+    def title(self) -> str:
+        """The path and the type."""
+        return f"`{self.path}` ({_type_name(self.value)})"
+
+    @property
+    def remedy(self) -> str | None:
+        """What to do instead, where somebody has said so."""
+        return str(self.error) if isinstance(self.error, Refused) else None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a value, with the path that leads to it."""
+
+    path: str
+    value: Any
+    user: str
+
+
+class _Search:
+    """Looks for the innermost value for which ``attempt`` gives an error.
+
+    Functions that use each other fail together, so a value all of whose failing parts were seen
+    before is not to blame.
+    """
+
+    def __init__(self, attempt: Callable[[Any], Exception | None]) -> None:
+        self._attempt = attempt
+        self._seen: set[int] = set()
+
+    def first(self, parts: Iterable[Part], depth: int = 0) -> tuple[Culprit | None, bool]:
+        """The first culprit among the parts, and whether any of them fails at all."""
+        fails = False
+        for part in parts:
+            error = self._attempt(part.value)
+            if error is None:
+                continue
+            fails = True
+            culprit = self._inside(part, error, depth)
+            if culprit:
+                return culprit, True
+        return None, fails
+
+    def _inside(self, part: Part, error: Exception, depth: int) -> Culprit | None:
+        """The culprit in a part that fails; None where only parts seen before do."""
+        if id(part.value) in self._seen:
+            return None
+        self._seen.add(id(part.value))
+        if not isinstance(error, Refused) or remedy_of(type(part.value)) is None:
+            below = _parts(part) if depth < _MAX_DEPTH else ()
+            culprit, fails = self.first(below, depth + 1)
+            if culprit or fails:
+                return culprit
+        return Culprit(part.path, part.value, part.user, error)
+
+
+def _parts(part: Part) -> Iterator[Part]:
+    value = part.value
+    if isinstance(value, types.FunctionType):
+        for name, used in variables(value, used_globals(value)).items():
+            yield Part(name, used, value.__name__)
+    elif isinstance(value, type):
+        for name, member in vars(value).items():
+            yield Part(f"{value.__name__}.{name}", _plain(member), value.__name__)
+    else:
+        for suffix, member in _members(value):
+            yield Part(part.path + suffix, member, part.user)
+
+
+def _plain(member: Any) -> Any:
+    """The function inside of a class's descriptor."""
+    if isinstance(member, property):
+        return member.fget
+    return getattr(member, "__func__", member)
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", member) for key, member in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        yield from ((f"[{index}]", member) for index, member in enumerate(value))
+    elif isinstance(value, types.MethodType):
+        yield from ((".__self__", value.__self__), (".__func__", value.__func__))
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), ("", value.keywords))
+    else:
+        yield from _attributes(value)
+        yield "", type(value)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    for name, member in getattr(value, "__dict__", {}).items():
+        if name in _FLATTENED and isinstance(member, dict):
+            yield from ((f".{inner}", part) for inner, part in member.items())
+        else:
+            yield f".{name}", member
+
+
+def variables(function: types.FunctionType, names: dict[str, Any]) -> dict[str, Any]:
+    """The given globals of a function, what it closes over, and its defaults."""
+    code = function.__code__
+    found = dict(names)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        # A name of an enclosing function may have no value yet.
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    defaults = function.__defaults__ or ()
+    positional = code.co_varnames[: code.co_argcount]
+    found.update(zip(positional[len(positional) - len(defaults) :], defaults, strict=True))
+    found.update(function.__kwdefaults__ or {})
+    return found
+
+
+def arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments under the names that the function has for them."""
+    try:
+        return inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return {f"args[{index}]": value for index, value in enumerate(args)} | kwargs
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", None) or _type_name(function)
+
+
+def _type_name(value: object) -> str:
+    """A value's type, as a person would write it."""
+    kind = type(value)
+    if kind.__module__ in ("builtins", "__main__") or kind.__module__.startswith("notebook_accel"):
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def cannot_travel(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: Exception,
+) -> LaunchError:
+    """The error for a call that could not be pickled, which raised ``error``."""
+    name = _name_of(function)
+    search = _Search(_attempt(CallPickler))
+    culprit, _ = search.first(
+        [
+            Part(name, function, ""),
+            *(Part(*part, name) for part in arguments(function, args, kwargs).items()),
+        ]
+    )
+    if culprit is None:
+        return LaunchError(f"`{name}` cannot travel to the ranks; {error}")
+    used = f"used in {culprit.user}, " if culprit.user else ""
+    what = culprit.remedy or f"create it inside ({culprit.error})"
+    return LaunchError(f"{culprit.title}, {used}cannot travel; {what}")
+
+
+def cannot_return(value: object, sent: Sequence[Any], error: Exception) -> TypeError:
+    """The error for a result that could not be pickled, which raised ``error``."""
+    search = _Search(_attempt(functools.partial(ResultPickler, sent=sent)))
+    culprit, _ = search.first([Part("result", value, "")])
+    culprit = culprit or Culprit("result", value, "", error)
+    what = culprit.remedy or f"return values, tensors or models instead ({culprit.error})"
+    return TypeError(f"{culprit.title}, returned, cannot travel to the notebook; {what}")
+
+
+def _attempt(
+    make: Callable[[Any, Callable[[Any], Any]], Any],
+) -> Callable[[Any], Exception | None]:
+    """A function that pickles a value into nothing and gives what that raised."""
+
+    def attempt(value: Any) -> Exception | None:
+        with make(Discard(), lambda _buffer: None) as pickler:
+            try:
+                pickler.dump(value)
+            except Exception as error:  # whatever a user's object raises when it is pickled
+                return error
+        return None
+
+    return attempt
