@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from jupyter_client.manager import KernelManager
@@ -104,10 +104,8 @@ def _in_a_process(command: Sequence[str], limit: float) -> Measurement:
 
 def _end_session(process: subprocess.Popen[str]) -> None:
     """End what a contender left in its session; some peers leave their workers."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -1,0 +1,56 @@
+"""What peers run in their ranks: the same as we do, from a module, as some of them need."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch
+from torch import nn
+
+__all__ = ["form_group", "free_port", "spawned_group", "spawned_step", "step"]
+
+
+def step() -> int:
+    """Build accelerate's Accelerator, make one AdamW step, and say how many ranks there are."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(torch.ones(4, 8)).sum())
+    optimizer.step()
+    return int(accelerator.num_processes)
+
+
+def form_group() -> int:
+    """Make a gloo group and end it."""
+    torch.distributed.init_process_group("gloo")
+    size = torch.distributed.get_world_size()
+    torch.distributed.destroy_process_group()
+    return size
+
+
+def spawned_step(rank: int, size: int, port: int) -> None:
+    """``step`` as torch.multiprocessing starts it."""
+    _describe(rank, size, port)
+    assert step() == size
+
+
+def spawned_group(rank: int, size: int, port: int) -> None:
+    """``form_group`` as torch.multiprocessing starts it."""
+    _describe(rank, size, port)
+    assert form_group() == size
+
+
+def _describe(rank: int, size: int, port: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true")
+
+
+def free_port() -> int:
+    """A port that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
