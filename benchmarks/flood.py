@@ -1,7 +1,8 @@
 """Two ranks print as fast as they can.
 
 Ours: lines a second until the call has returned and all lines are on disk, where they are counted
-and their order is checked. accelerate: lines that reach the notebook a second, fewer of them since it is slow; a line that arrived broken counts as lost.
+and their order is checked. accelerate: lines a second that reach the notebook, fewer of them
+since it is slow; a line that arrived broken counts as lost.
 """
 
 from __future__ import annotations

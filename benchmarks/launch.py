@@ -70,7 +70,9 @@ SPAWN = """
 """
 
 TORCHRUNX = """
-    import torchrunx, work
+    import cloudpickle, torchrunx, work
+
+    cloudpickle.register_pickle_by_value(work)  # its processes do not find the module
 
     def launch():
         launcher = torchrunx.Launcher(hostnames=["localhost"], workers_per_host=2, backend="gloo")

@@ -202,7 +202,8 @@ def test_the_dependencies_are_what_is_imported() -> None:
 
 
 _MODULE_OF = {"ipython": "IPython", "pyyaml": "yaml", "torch-xla": "torch_xla"}
-_UNIMPORTED: set[str] = set()
+# What shows our widgets and runs our cells, without being imported by us.
+_UNIMPORTED = {"ipykernel"}
 
 
 def _declared() -> dict[str, set[str]]:
