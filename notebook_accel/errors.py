@@ -9,6 +9,8 @@ NotebookAccelError(RuntimeError)
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,6 +36,21 @@ class NotebookAccelError(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.args), self.__getstate__())
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows of this error: no frame of ours, and the message whole."""
+        frames = [
+            frame
+            for frame in traceback.extract_tb(self.__traceback__)
+            if not _is_inner(Path(frame.filename))
+        ]
+        # One frame is the cell itself, right above.
+        where = traceback.format_list(frames) if len(frames) > 1 else []
+        return [*where, f"\x1b[0;31m{type(self).__name__}\x1b[0m: {self}"]
+
+
+def _is_inner(path: Path) -> bool:
+    return Path(__file__).parent in path.parents or "IPython" in path.parts
 
 
 def _rebuild(kind: type[NotebookAccelError], args: tuple[Any, ...]) -> NotebookAccelError:

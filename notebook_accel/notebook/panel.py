@@ -13,11 +13,11 @@ from notebook_accel.launch import wording
 from notebook_accel.launch.outline import (
     Advance,
     advance,
-    folded,
     last_values,
     memory_of,
     spread,
 )
+from notebook_accel.launch.summary import elapsed, folded, size, worth_a_row
 from notebook_accel.notebook import plot
 from notebook_accel.notebook.markup import Html, cut, element, join, weight
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["MAX_BYTES", "Details", "render_panel"]
 
 MAX_BYTES = 18_000
-_MAX_ROWS = 16
 _MAX_METRICS = 8
 
 
@@ -67,15 +66,13 @@ def render_panel(state: RunState, details: Details) -> Html:
 
 
 def _title(state: RunState, now: float) -> Html:
-    elapsed = (state.ended or now) - state.started
-    size = f"{state.world_size} rank{'s' if state.world_size != 1 else ''}"
     return element(
         "div",
         element("span", class_=f"na-dot na-{state.status}"),
         element("b", cut(state.name, 60)),
         element("span", state.status, class_=f"na-status na-{state.status}"),
-        element("span", size, class_="na-muted"),
-        element("span", wording.clock(elapsed), class_="na-muted na-clock"),
+        element("span", size(state), class_="na-muted"),
+        element("span", wording.clock(elapsed(state, now)), class_="na-muted na-clock"),
         class_="na-title",
     )
 
@@ -84,20 +81,13 @@ def _title(state: RunState, now: float) -> Html:
 
 
 def _ranks(state: RunState, details: Details) -> Html:
-    shown = _worth_a_row(state.ranks)
+    shown = worth_a_row(state.ranks)
     rows = [_row(rank, details.paces.get(rank.rank)) for rank in shown]
     table = element("table", _HEADER, element("tbody", *rows), class_="na-ranks")
-    if len(shown) == state.world_size:
+    rest = folded(state.ranks, shown)
+    if not rest:
         return table
-    return join([table, _strip(state), _fold(state, shown)])
-
-
-def _worth_a_row(ranks: Sequence[RankState]) -> Sequence[RankState]:
-    """The ranks that get a row: all where they fit, else the failed ones and the first ones."""
-    if len(ranks) <= _MAX_ROWS:
-        return ranks
-    first = sorted(ranks, key=lambda rank: (rank.status != "failed", rank.rank))
-    return sorted(first[: _MAX_ROWS // 2], key=lambda rank: rank.rank)
+    return join([table, _strip(state), element("div", rest, class_="na-fold na-muted")])
 
 
 _HEADER = element(
@@ -159,12 +149,6 @@ def _cell(rank: RankState) -> Html:
     fraction = advance(rank).fraction
     full = "" if fraction is None else f"--f:{fraction:.0%}"
     return element("i", class_=f"na-{rank.status}", style=full or None, title=str(rank.rank))
-
-
-def _fold(state: RunState, shown: Sequence[RankState]) -> Html:
-    seen = {rank.rank for rank in shown}
-    hidden = [rank for rank in state.ranks if rank.rank not in seen]
-    return element("div", folded(hidden), class_="na-fold na-muted")
 
 
 # ---- metrics, notices, error ---------------------------------------------------------------

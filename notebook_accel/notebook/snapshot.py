@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch import wording
-from notebook_accel.launch.outline import advance, folded, memory_of
+from notebook_accel.launch import summary, wording
 from notebook_accel.notebook import plot
 from notebook_accel.notebook.markup import Html, cut, element, join, weight
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_BYTES", "Snapshot", "render_plots", "render_snapshot"]
 
 MAX_BYTES = 120_000
-_MAX_ROWS = 16
+_MAX_NOTICES = 8
 _MAX_PLOTS = 6
 _MAX_CURVES = 8
 
@@ -45,7 +44,6 @@ _TEXT = (
 )
 _MUTED = "opacity:.65"
 _COLOURS = {"succeeded": "#3a9a55", "failed": "#cf4f57", "stopped": "#b7791f"}
-_SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■"}
 
 
 @dataclass(frozen=True)
@@ -71,9 +69,8 @@ def render_snapshot(
         metrics: every value given to ``accelerator.log``, as ``run.metrics`` has them.
         now: wall time in seconds, for a run that still goes on.
     """
-    elapsed = (state.ended or now or state.started) - state.started
-    curves = _curves(metrics)
-    return Snapshot(_html(state, curves, elapsed), _text(state, curves, elapsed))
+    now = state.started if now is None else now
+    return Snapshot(_html(state, _curves(metrics), now), _text(state, now))
 
 
 def render_plots(metrics: Iterable[Mapping[str, Any]], names: Sequence[str] = ()) -> Html:
@@ -103,9 +100,7 @@ def _plots(curves: Curves, *, limit: int = _MAX_PLOTS, width: int = 250) -> Html
     cards = [_card(name, by_rank, width) for name, by_rank in list(curves.items())[:limit]]
     if not cards:
         return Html("")
-    row = element(
-        "div", *cards, style="display:flex;flex-wrap:wrap;gap:6px 22px;margin:10px 0 2px"
-    )
+    row = element("div", *cards, style="display:flex;flex-wrap:wrap;gap:6px 22px;margin:10px 0 2px")
     hidden = list(curves)[limit:]
     if not hidden:
         return row
@@ -127,9 +122,7 @@ def _key(by_rank: Mapping[int, object]) -> list[Html]:
     if len(by_rank) < 2:
         return []
     marks = [
-        element(
-            "span", "● ", element("span", f"rank {rank} ", style=_MUTED), style=_tone(index)
-        )
+        element("span", "● ", element("span", f"rank {rank} ", style=_MUTED), style=_tone(index))
         for index, rank in enumerate(by_rank)
     ]
     return [element("div", *marks, style="font-size:11px")]
@@ -157,9 +150,10 @@ def _alt(name: str, by_rank: Mapping[int, Sequence[plot.Point]]) -> str:
 # ---- html ----------------------------------------------------------------------------------
 
 
-def _html(state: RunState, curves: Curves, elapsed: float) -> Html:
+def _html(state: RunState, curves: Curves, now: float) -> Html:
     """The summary, with as many lines of output as fit."""
-    head = [_title(state, elapsed), _table(state, elapsed), _notices(state), _failure(state)]
+    seconds = summary.elapsed(state, now)
+    head = [_title(state, seconds), _table(state, seconds), _notices(state), _failure(state)]
     plots = _plots(curves)
     for ranks, lines in ((8, 20), (8, 6), (2, 4), (0, 0)):
         body = element("div", *head, plots, _output(state, ranks, lines), style=_FRAME)
@@ -168,33 +162,24 @@ def _html(state: RunState, curves: Curves, elapsed: float) -> Html:
     return body
 
 
-def _title(state: RunState, elapsed: float) -> Html:
+def _title(state: RunState, seconds: float) -> Html:
     colour = f"color:{_COLOURS.get(state.status, '#2f86d6')}"
     return element(
         "div",
         element("b", cut(state.name, 60), style="font-size:14px"),
         " ",
-        element("b", f"{_SIGNS.get(state.status, '●')} {state.status}", style=colour),
+        element("b", f"{summary.SIGNS.get(state.status, '●')} {state.status}", style=colour),
         " ",
-        element("span", f"{_size(state)}, {wording.span(elapsed)}", style=_MUTED),
+        element("span", f"{summary.size(state)}, {wording.span(seconds)}", style=_MUTED),
     )
 
 
-def _size(state: RunState) -> str:
-    return f"{state.world_size} rank{'s' if state.world_size != 1 else ''}"
-
-
-_COLUMNS = ("rank", "state", "progress", "rate", "memory")
-
-
-def _table(state: RunState, elapsed: float) -> Html:
-    shown = _worth_a_row(state.ranks)
-    rows = [_row(_facts(rank, elapsed), rank.status) for rank in shown]
-    head = element("tr", *(element("th", name, style=_HEAD) for name in _COLUMNS))
-    parts = [element("table", element("thead", head), element("tbody", *rows), style=_TABLE)]
-    if len(shown) < state.world_size:
-        parts.append(element("div", folded(_hidden(state, shown)), style=_MUTED))
-    return join(parts)
+def _table(state: RunState, seconds: float) -> Html:
+    shown = summary.worth_a_row(state.ranks)
+    rows = [_row(summary.facts(rank, seconds), rank.status) for rank in shown]
+    head = element("tr", *(element("th", name, style=_HEAD) for name in summary.COLUMNS))
+    table = element("table", element("thead", head), element("tbody", *rows), style=_TABLE)
+    return join([table, element("div", summary.folded(state.ranks, shown), style=_MUTED)])
 
 
 def _row(facts: Sequence[str], status: str) -> Html:
@@ -205,29 +190,8 @@ def _row(facts: Sequence[str], status: str) -> Html:
     return element("tr", *cells, style="background:none")
 
 
-def _worth_a_row(ranks: Sequence[RankState]) -> Sequence[RankState]:
-    if len(ranks) <= _MAX_ROWS:
-        return ranks
-    first = sorted(ranks, key=lambda rank: (rank.status != "failed", rank.rank))
-    return sorted(first[: _MAX_ROWS // 2], key=lambda rank: rank.rank)
-
-
-def _hidden(state: RunState, shown: Sequence[RankState]) -> list[RankState]:
-    seen = {rank.rank for rank in shown}
-    return [rank for rank in state.ranks if rank.rank not in seen]
-
-
-def _facts(rank: RankState, elapsed: float) -> tuple[str, str, str, str, str]:
-    """What the table says of a rank, in the order of its columns."""
-    items = rank.steps or rank.batches
-    far = advance(rank, pace=items / elapsed if elapsed > 0 else None)
-    how = f"{_SIGNS.get(rank.status, '●')} {rank.status}"
-    progress = f"{far.count} {far.label}" if not rank.bars else f"{far.label} {far.count}"
-    return (str(rank.rank), how, cut(progress.strip(), 100), far.rate, memory_of(rank))
-
-
 def _notices(state: RunState) -> Html:
-    return join(element("div", f"⚠ {cut(text, 500)}") for text in state.notices[-8:])
+    return join(element("div", f"⚠ {cut(text, 500)}") for text in state.notices[-_MAX_NOTICES:])
 
 
 def _failure(state: RunState) -> Html:
@@ -238,10 +202,8 @@ def _failure(state: RunState) -> Html:
     colour = f"color:{_COLOURS['failed']};margin:6px 0"
     parts = [element("div", element("b", cut(first, 500)), style=colour)]
     if rest.strip():
-        summary = element("summary", "traceback")
-        parts.append(
-            element("details", summary, element("pre", _end(rest, 12_000), style=_TEXT))
-        )
+        fold = element("summary", "traceback")
+        parts.append(element("details", fold, element("pre", _end(rest, 12_000), style=_TEXT)))
     return join(parts)
 
 
@@ -265,29 +227,13 @@ def _log(rank: RankState, lines: int) -> Html:
     else:
         title = f"rank {rank.rank}: {total} line{'s' if total != 1 else ''} of output"
     text = "\n".join(cut(line, 500) for line in kept)
-    summary = element("summary", title)
-    return element("details", summary, element("pre", text, style=_TEXT), style="margin:4px 0")
+    fold = element("summary", title)
+    return element("details", fold, element("pre", text, style=_TEXT), style="margin:4px 0")
 
 
 # ---- text ----------------------------------------------------------------------------------
 
 
-def _text(state: RunState, curves: Curves, elapsed: float) -> str:
-    shown = _worth_a_row(state.ranks)
-    lines = [f"{state.name}: {state.status}, {_size(state)}, {wording.span(elapsed)}"]
-    lines += _aligned([_COLUMNS, *(_facts(rank, elapsed) for rank in shown)])
-    if len(shown) < state.world_size:
-        lines.append(folded(_hidden(state, shown)))
-    lines += [f"{name}: {_last(by_rank)}" for name, by_rank in curves.items()]
-    lines += [*state.notices[-8:]]
-    if state.error:
-        lines.append(_end(state.error, 4000))
-    return "\n".join(lines)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    return [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+def _text(state: RunState, now: float) -> str:
+    lines = [*summary.summarise(state, now=now), *state.notices[-_MAX_NOTICES:]]
+    return "\n".join([*lines, _end(state.error, 4000)] if state.error else lines)

@@ -26,7 +26,8 @@ STYLE = """<style>
   font-variant-numeric: tabular-nums; }
 .na-muted { color: var(--na-muted); }
 .na-title { display: flex; align-items: center; gap: 10px; height: 44px;
-  padding: 0 104px 0 14px; white-space: nowrap; overflow: hidden; border-bottom: 1px solid var(--na-line); }
+  padding: 0 104px 0 14px; white-space: nowrap; overflow: hidden;
+  border-bottom: 1px solid var(--na-line); }
 .na-title b { font-size: 14px; font-family: var(--na-mono); overflow: hidden;
   text-overflow: ellipsis; }
 .na-dot { flex: none; width: 9px; height: 9px; border-radius: 50%;

@@ -1,0 +1,245 @@
+"""The live panel in a notebook: widgets that draw a run, and what is left of them at its end.
+
+One HTML widget holds the whole panel, since a page keeps up with one message five times a second
+but not with one a bar. Widget values may be set from any thread; printing and displaying may
+not: the output would go to whatever cell ran last. So the cell displays the panel once, under an
+id, and the end of the run replaces it by way of that id.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+import uuid
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+
+from notebook_accel.launch.outline import Pace, last_values
+from notebook_accel.launch.view import View
+from notebook_accel.notebook import output
+from notebook_accel.notebook.panel import Details, render_panel
+from notebook_accel.notebook.snapshot import Snapshot, render_snapshot
+from notebook_accel.notebook.style import STYLE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from notebook_accel.launch.run import Run
+    from notebook_accel.launch.state import RunState
+    from notebook_accel.notebook.frontend import Clicks
+
+__all__ = ["Dashboard", "Panel"]
+
+_DRAW_SECONDS = 0.2
+_CLOCK_SECONDS = 1.0
+# A server that drops messages of a flood drops the last one too: it is sent again this much
+# later, from the end of the run.
+_AGAIN_SECONDS = (1.0, 4.0)
+_MAX_CURVE = 60
+_WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+class Panel:
+    """The widgets of one panel, in the cell that made it.
+
+    Args:
+        name: of the run's function.
+        world_size: number of its ranks.
+        clicks: how clicks get through.
+        stop: called when Stop is clicked.
+        choose: called with the rank whose output is asked for, None for all.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        world_size: int,
+        *,
+        clicks: Clicks,
+        stop: Callable[[], None],
+        choose: Callable[[int | None], None],
+    ) -> None:
+        self._id = f"notebook-accel-{uuid.uuid4().hex}"
+        self._body = ipywidgets.HTML()
+        self._stop = clicks.stop_button(stop)
+        self._stop.add_class("na-stop")
+        self._filter = _rank_filter(world_size, choose)
+        clicks.free(self._filter)
+        self._style = ipywidgets.HTML(STYLE, layout=ipywidgets.Layout(display="none"))
+        self._box = ipywidgets.VBox([self._style, self._body, self._stop, self._filter])
+        self._box.add_class("na-panel")
+        self._name = name
+
+    def show(self) -> None:
+        """Display the panel in the cell that runs now."""
+        view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
+        text = f"{self._name}: a live view, which needs its kernel"
+        output.put({_WIDGET_VIEW: view, "text/plain": text}, self._id)
+
+    def draw(self, markup: str) -> None:
+        """Show ``markup``; a page is only told of what changed."""
+        self._body.value = markup
+
+    def stopping(self) -> None:
+        """Show that a stop was asked for."""
+        self._stop.description = "Stopping"
+        self._stop.disabled = True
+
+    def finish(self, snapshot: Snapshot) -> None:
+        """Leave the summary in place of the live panel."""
+        # A page that was reloaded has forgotten the id, and still shows the widget.
+        for widget in (self._stop, self._filter):
+            widget.layout.display = "none"
+        self._body.value = str(snapshot.html)
+        output.replace(snapshot.bundle, self._id)
+
+    def finish_again(self, snapshot: Snapshot) -> None:
+        """Send the end once more."""
+        self._body.send_state()
+        output.replace(snapshot.bundle, self._id)
+
+
+def _rank_filter(world_size: int, choose: Callable[[int | None], None]) -> Any:
+    options = [("all ranks", None), *((f"rank {rank}", rank) for rank in range(world_size))]
+    widget = ipywidgets.Dropdown(
+        options=options, layout=ipywidgets.Layout(width="116px"), tooltip="Whose output is shown"
+    )
+    widget.add_class("na-filter")
+    widget.observe(lambda change: choose(change["new"]), names="value")
+    return widget
+
+
+class Dashboard(View):
+    """Live panels of one run.
+
+    All drawing is done under one lock, by the thread that the cell blocks while it waits, else
+    by a thread of its own. Clicks only set events.
+    """
+
+    def __init__(self, clicks: Clicks) -> None:
+        self._clicks = clicks
+        self._panels: list[Panel] = []
+        self._lock = threading.RLock()
+        self._changed = threading.Event()
+        self._ended = threading.Event()
+        self._run: Run | None = None
+        self._state: RunState | None = None
+        self._snapshot: Snapshot | None = None
+        self._chosen: int | None = None
+        self._pace = Pace()
+        self._curves: dict[str, deque[float]] = {}
+        self._drawn_at = 0.0
+
+    # ---- what the run calls ----
+
+    def open(self, run: Run) -> None:
+        self._run = run
+        self._state = run.state
+        # ipykernel 7.0 finds the cell of a thread by its context alone.
+        context = contextvars.copy_context()
+        self._add_panel(run.state)
+        threading.Thread(
+            target=context.run, args=(self._keep_drawing,), name="notebook-accel-panel", daemon=True
+        ).start()
+
+    def update(self, state: RunState) -> None:
+        self._note(state)
+        self._changed.set()
+
+    def poll(self) -> None:
+        self._clicks.pump()
+        self._draw()
+
+    def close(self, state: RunState) -> None:
+        with self._lock:
+            self._state = state
+            self._finish()
+
+    def reopen(self, run: Run) -> None:
+        with self._lock:
+            if self._snapshot is not None:
+                output.put(self._snapshot.bundle)
+            elif self._state is not None:
+                self._add_panel(self._state)
+
+    # ---- drawing ----
+
+    def _add_panel(self, state: RunState) -> None:
+        panel = Panel(
+            state.name,
+            state.world_size,
+            clicks=self._clicks,
+            stop=self._ask_stop,
+            choose=self._choose,
+        )
+        panel.draw(self._markup(state))
+        panel.show()
+        self._panels.append(panel)
+
+    def _keep_drawing(self) -> None:
+        while not self._ended.is_set():
+            self._changed.wait(_CLOCK_SECONDS)
+            self._changed.clear()
+            self._draw()
+            self._ended.wait(_DRAW_SECONDS)
+        self._send_again()
+
+    def _draw(self) -> None:
+        """Draw what is known now, unless that was just done."""
+        with self._lock:
+            now = time.monotonic()
+            if self._state is None or self._ended.is_set() or now < self._drawn_at + _DRAW_SECONDS:
+                return
+            self._drawn_at = now
+            markup = self._markup(self._state)
+            for panel in self._panels:
+                panel.draw(markup)
+                if self._state.status == "stopping":
+                    panel.stopping()
+
+    def _markup(self, state: RunState) -> str:
+        paces = {rank.rank: self._pace.of(rank.rank) for rank in state.ranks}
+        details = Details(now=time.time(), paces=paces, chosen=self._chosen, curves=self._curves)
+        return str(render_panel(state, details))
+
+    def _note(self, state: RunState) -> None:
+        with self._lock:
+            self._state = state
+            self._pace.see(state, now=time.monotonic())
+            for name, by_rank in last_values(state).items():
+                curve = self._curves.setdefault(name, deque(maxlen=_MAX_CURVE))
+                value = next(iter(by_rank.values()))
+                if not curve or curve[-1] != value:
+                    curve.append(value)
+
+    def _finish(self) -> None:
+        if self._state is None or self._run is None or self._ended.is_set():
+            return
+        self._ended.set()
+        self._snapshot = render_snapshot(self._state, self._run.metrics)
+        for panel in self._panels:
+            panel.finish(self._snapshot)
+
+    def _send_again(self) -> None:
+        ended = time.monotonic()
+        for seconds in _AGAIN_SECONDS:
+            time.sleep(max(0.0, ended + seconds - time.monotonic()))
+            with self._lock:
+                for panel in self._panels:
+                    if self._snapshot is not None:
+                        panel.finish_again(self._snapshot)
+
+    # ---- clicks ----
+
+    def _ask_stop(self) -> None:
+        if self._run is not None:
+            self._run.stop()
+            self._changed.set()
+
+    def _choose(self, rank: int | None) -> None:
+        self._chosen = rank
+        self._drawn_at = 0.0
+        self._changed.set()

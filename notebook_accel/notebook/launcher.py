@@ -1,0 +1,257 @@
+"""``notebook_launcher``: picks the view of a run, and launches it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.getipython import get_ipython
+
+from notebook_accel.config import ENGINES, resolve
+from notebook_accel.errors import ConfigError
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.plain_view import PlainView
+from notebook_accel.launch.view import View
+from notebook_accel.notebook import frontend
+from notebook_accel.notebook.dashboard import Dashboard
+from notebook_accel.notebook.sources import cell_sources
+from notebook_accel.notebook.tracebacks import show_in_short
+from notebook_accel.notebook.transcript import Transcript
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping, Sequence
+
+    from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.run import Run
+
+__all__ = ["VIEWS", "choose_view", "notebook_launcher"]
+
+# What one machine has no use for; given all the same, it is named in one line.
+_UNUSED = (
+    "master_addr",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_conf",
+    "rdzv_id",
+    "monitor_interval",
+    "log_line_prefix_template",
+)
+# What needs an engine that there is not.
+_ABSENT = ("node_rank", "num_nodes", "max_restarts", "session", "join_token")
+_SETTINGS = (
+    "num_processes",
+    "mixed_precision",
+    "use_port",
+    "engine",
+    "devices",
+    "env",
+    "debug",
+    "grace",
+)
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str | None = None,
+    use_port: int | str | None = None,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int | str = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    engine: str = "auto",
+    devices: Sequence[int] | str | None = None,
+    env: Mapping[str, str] | None = None,
+    session: bool = False,
+    debug: bool = False,
+    join_token: str | None = None,
+    block: bool = True,
+    view: str = "auto",
+    timeout: float | None = None,
+    grace: float = 10.0,
+) -> Run:
+    """Call ``function(*args, **kwargs)`` on every rank of a new run, and show the run live.
+
+    The names and the order of the first arguments are Hugging Face Accelerate's.
+
+    Args:
+        function: what each rank calls; defined in the notebook or imported. What it returns comes
+            back: ``run[r]`` is what rank r returned.
+        args: its positional arguments.
+        num_processes: number of ranks; None: one a visible accelerator, 1 on a machine without.
+        mixed_precision: "no", "bf16" or "fp16", for every ``Accelerator`` that does not say its
+            own.
+        use_port: MASTER_PORT of the ranks; None takes a free one.
+        master_addr: not used on one machine.
+        node_rank: 0; several machines are not supported yet.
+        num_nodes: 1; several machines are not supported yet.
+        rdzv_backend: not used on one machine.
+        rdzv_endpoint: not used on one machine.
+        rdzv_conf: not used on one machine.
+        rdzv_id: not used on one machine.
+        max_restarts: 0; restarts are not supported yet.
+        monitor_interval: not used on one machine.
+        log_line_prefix_template: not used on one machine.
+        kwargs: keyword arguments of ``function``.
+        config: settings that the arguments leave open: a ``LaunchConfig``, a mapping of its
+            fields, or the path of a YAML file.
+        engine: "auto", "local" (processes of this machine) or "inline" (one process, the
+            notebook's own, for a debugger).
+        devices: indices of the accelerators to use, one rank each, or "cpu".
+        env: environment variables of the ranks, beside those of the notebook.
+        session: False; persistent workers are not supported yet.
+        debug: check the shapes of every collective across ranks.
+        join_token: not supported yet.
+        block: wait for the end of the run. With False the notebook stays free, and ``run.wait()``
+            or ``run[0]`` wait.
+        view: "auto" (a live panel where a person watches, plain lines elsewhere), "widgets",
+            "text" or "none".
+        timeout: seconds after which the run is ended; None for never.
+        grace: seconds that ranks get to leave after Stop or Interrupt.
+
+    Returns:
+        The run: results, logs, metrics and progress, while it goes on and afterwards.
+
+    Raises:
+        ConfigError: an argument makes no sense; nothing was started.
+        LaunchError: the run could not start.
+        WorkerError: a rank failed. Its message holds that rank's traceback.
+        RunStopped: the run was stopped before it had a result.
+        TimeoutError: ``timeout`` ended the run.
+        KeyboardInterrupt: the cell was interrupted; raised once the ranks have ended.
+
+    The last four come from ``block=True``; with ``block=False``, ``run.wait()`` raises them. All
+    have the handle as ``run``, as far as there is one.
+    """
+    given = _given(locals())
+    _check_absent(given)
+    settings = {name: given[name] for name in _SETTINGS if name in given}
+    if isinstance(use_port, str):
+        settings["use_port"] = _as_port(use_port)
+    chosen, notices = resolve(settings, config)
+    shown = choose_view(view, waits=block)
+    with show_in_short():
+        return launch(
+            function,
+            args,
+            kwargs,
+            config=chosen,
+            view=shown,
+            sources=cell_sources(get_ipython()),
+            block=block,
+            timeout=timeout,
+            notices=[*notices, *_unused(given)],
+        )
+
+
+# ---- arguments -----------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _defaults() -> Mapping[str, Any]:
+    parameters = inspect.signature(notebook_launcher).parameters
+    return {name: parameter.default for name, parameter in parameters.items()}
+
+
+def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that say something else than their defaults."""
+    defaults = _defaults()
+    return {
+        name: value
+        for name, value in arguments.items()
+        if defaults[name] is inspect.Parameter.empty or value != defaults[name]
+    }
+
+
+def _check_absent(given: Mapping[str, Any]) -> None:
+    absent = [f"{name}={given[name]!r}" for name in _ABSENT if name in given]
+    if absent:
+        raise ConfigError(
+            f"{', '.join(absent)}: several machines, restarts and sessions are not supported yet; "
+            f"there are the engines {', '.join(map(repr, ENGINES))}, on one machine. Leave "
+            f"{'it' if len(absent) == 1 else 'them'} out"
+        )
+
+
+def _as_port(text: str) -> int:
+    # Accelerate's own default is the text "29500".
+    if not text.isdigit():
+        raise ConfigError(f"use_port={text!r}: expected None (a free port) or 1 to 65535")
+    return int(text)
+
+
+def _unused(given: Mapping[str, Any]) -> list[str]:
+    names = [name for name in _UNUSED if name in given]
+    if not names:
+        return []
+    verb = "is" if len(names) == 1 else "are"
+    return [f"{', '.join(names)} {verb} not used on one machine"]
+
+
+# ---- views ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a view is to be drawn, and whether the cell waits for the run."""
+
+    kernel: Any | None
+    waits: bool
+
+
+def _dashboard(place: _Place) -> View:
+    if place.kernel is None:
+        raise ConfigError(
+            "view='widgets': this code does not run in a notebook's kernel, which widgets need; "
+            "take view='text'"
+        )
+    return Dashboard(frontend.find_clicks(place.kernel))
+
+
+def _lines(place: _Place) -> View:
+    return PlainView() if place.kernel is None else Transcript(waits=place.waits)
+
+
+def _automatic(place: _Place) -> View:
+    is_watched = place.kernel is not None and frontend.is_live(place.kernel)
+    return _dashboard(place) if is_watched else _lines(place)
+
+
+def _nothing(_: _Place) -> View:
+    return View()
+
+
+VIEWS: Mapping[str, Callable[[_Place], View]] = {
+    "auto": _automatic,
+    "widgets": _dashboard,
+    "text": _lines,
+    "none": _nothing,
+}
+
+
+def choose_view(name: str, *, waits: bool = True) -> View:
+    """The view of that name, for the place where this code runs.
+
+    Args:
+        name: "auto", "widgets", "text" or "none".
+        waits: whether the cell waits for the run.
+
+    Raises:
+        ConfigError: there is no such view, or it cannot be had here.
+    """
+    if name not in VIEWS:
+        raise ConfigError(f"view={name!r}: expected one of {', '.join(map(repr, VIEWS))}")
+    return VIEWS[name](_Place(frontend.find_kernel(), waits))

@@ -1,0 +1,49 @@
+"""The sources of the notebook's cells, for tracebacks in the ranks."""
+
+from __future__ import annotations
+
+import linecache
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch.payload import CellSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["cell_sources"]
+
+# Of a long session only the newest cells travel with each launch.
+_MAX_CHARACTERS = 1_000_000
+
+
+def cell_sources(shell: Any | None) -> list[CellSource]:
+    """The cells that ``shell`` has run, newest first; none outside of IPython."""
+    if shell is None:
+        return []
+    numbers = _numbers(shell)
+    newest = sorted(numbers, key=lambda filename: numbers[filename], reverse=True)
+    found: list[CellSource] = []
+    room = _MAX_CHARACTERS
+    for filename in newest:
+        text = "".join(linecache.getlines(filename))
+        room -= len(text)
+        if room < 0:
+            break
+        found.append(CellSource(filename, f"Cell In[{numbers[filename]}]", text))
+    return found
+
+
+def _numbers(shell: Any) -> Mapping[str, int]:
+    """The number of the cell that each file name stands for."""
+    known: Mapping[str, int] | None = getattr(shell.compile, "_filename_map", None)
+    return known if known is not None else dict(_numbers_by_text(shell))
+
+
+def _numbers_by_text(shell: Any) -> Iterator[tuple[str, int]]:
+    """IPython 7 keeps no such map: its history says which cell had which text."""
+    history = {text.rstrip(): number for number, text in enumerate(shell.user_ns.get("In", ()))}
+    cached: Mapping[str, Any] = getattr(linecache, "_ipython_cache", {})
+    for filename, entry in cached.items():
+        number = history.get("".join(entry[2]).rstrip())
+        if number is not None:
+            yield filename, number
