@@ -45,7 +45,8 @@ class RunFolder:
     def read_log(self, rank: int) -> str:
         """All that a rank printed, as a terminal would show it."""
         try:
-            text = log_path(self.path, rank).read_text(errors="replace")
+            with log_path(self.path, rank).open(errors="replace", newline="\n") as file:
+                text = file.read()
         except FileNotFoundError:
             return ""
         return "\n".join(as_shown(line) for line in text.split("\n"))

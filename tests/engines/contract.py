@@ -1,0 +1,637 @@
+"""What every engine that has agents must do; each engine's test file runs this suite."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from notebook_accel import LaunchError, RunStopped, WorkerError
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.run import Run, runs
+from notebook_accel.launch.template import template
+from notebook_accel.launch.view import View
+from tests.engines.processes import below, eventually, gone
+
+# From the event to the error, as users have it; the machine may be busy beside us.
+SOON = 1.0
+# From the error until nothing of the run is alive.
+CLEAN = 2.0
+BUSY = 4.0
+
+
+class EngineContract:
+    """Subclasses say the engine."""
+
+    engine = "local"
+
+    # ---- the fixture -----------------------------------------------------------------------
+
+    @pytest.fixture(autouse=True)
+    def _leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
+        yield
+        eventually(lambda: not self.alive(), within=CLEAN, what="every process of the run ended")
+
+    def alive(self) -> list[psutil.Process]:
+        """Agents, ranks and all below them."""
+        return below(template().pid)
+
+    def launch(self, function: Any, *args: Any, n: int = 2, **options: Any) -> Run:
+        config = LaunchConfig(
+            engine=self.engine, num_processes=n, devices="cpu", grace=options.pop("grace", 10.0)
+        )
+        return launch(function, args, config=config, view=View(), **options)
+
+    def fails(self, function: Any, *args: Any, **options: Any) -> tuple[WorkerError, float]:
+        """The error of a launch, and the seconds from the event (``mark()``) to it."""
+        marker = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("event")
+        with pytest.raises(WorkerError) as caught:
+            self.launch(function, str(marker), *args, **options)
+        return caught.value, time.time() - marker.stat().st_mtime
+
+    # ---- results ---------------------------------------------------------------------------
+
+    def test_results_come_back_in_the_order_of_ranks(self) -> None:
+        def train(a: int, b: int = 0) -> tuple[str, str, int]:
+            return os.environ["RANK"], os.environ["WORLD_SIZE"], a + b
+
+        run = self.launch(train, 1, n=3, kwargs={"b": 2})
+        assert run.results == [("0", "3", 3), ("1", "3", 3), ("2", "3", 3)]
+        assert (run[1], len(run), list(run), run.status) == (
+            run.results[1],
+            3,
+            run.results,
+            "succeeded",
+        )
+        assert run in runs()
+
+    def test_results_of_any_size(self) -> None:
+        import torch
+
+        def train() -> torch.Tensor:
+            return torch.full((20_000_000,), float(os.environ["RANK"]))
+
+        run = self.launch(train)
+        assert [float(tensor[-1]) for tensor in run] == [0.0, 1.0]
+        run[0].add_(1.0)
+        assert float(run[0][0]) == 1.0
+
+    def test_a_result_that_cannot_travel_fails_that_call_alone(self) -> None:
+        def train() -> Any:
+            return (number for number in [1])
+
+        with pytest.raises(WorkerError, match="generator"):
+            self.launch(train)
+        assert self.launch(lambda: 1).results == [1, 1]
+
+    def test_a_world_of_one_and_exit_zero_is_success(self) -> None:
+        def train() -> None:
+            sys.exit(0)
+
+        run = self.launch(train, n=1)
+        assert run.results == [None]
+        assert run.status == "succeeded"
+
+    def test_ranks_draw_different_random_numbers(self) -> None:
+        def train() -> tuple[float, float, float]:
+            import random
+
+            import numpy as np
+            import torch
+
+            return random.random(), float(np.random.rand()), float(torch.rand(1))  # noqa: NPY002
+
+        drawn = [value for _ in range(2) for rank in self.launch(train) for value in rank]
+        assert len(set(drawn)) == len(drawn)
+
+    # ---- environment -----------------------------------------------------------------------
+
+    def test_the_notebooks_surroundings(self, tmp_path: Path, monkeypatch: Any) -> None:
+        (tmp_path / "beside_the_notebook.py").write_text("value = 41\n")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setenv("SOMETHING_OF_MINE", "here")
+        monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+
+        def train() -> tuple[Any, ...]:
+            import beside_the_notebook
+            import torch
+
+            return (
+                beside_the_notebook.value,
+                os.environ["SOMETHING_OF_MINE"],
+                os.getcwd(),
+                "MPLBACKEND" in os.environ,
+                torch.get_num_threads(),
+                os.environ["ACCELERATE_USE_CPU"],
+            )
+
+        threads = max(1, len(os.sched_getaffinity(0)) // 2)
+        assert self.launch(train)[1] == (41, "here", str(tmp_path), False, threads, "true")
+        (tmp_path / "beside_the_notebook.py").write_text("value = 4242\n")
+        assert self.launch(train)[0][0] == 4242
+
+    def test_the_port_is_held_and_usable(self) -> None:
+        def train() -> float:
+            import torch
+            import torch.distributed as dist
+
+            total = torch.zeros(1)
+            for _ in range(2):
+                dist.init_process_group("gloo")
+                total += 1
+                dist.all_reduce(total)
+                dist.destroy_process_group()
+            return float(total)
+
+        assert self.launch(train).results == [6.0, 6.0]
+
+    # ---- output ----------------------------------------------------------------------------
+
+    def test_output_is_whole_and_in_order(self) -> None:
+        def train() -> None:
+            import subprocess
+
+            print("python")
+            ctypes.CDLL(None).printf(b"from C\n")
+            print("error", file=sys.stderr)
+            subprocess.run(["echo", "child"], check=True)
+            print("10%\r20%\r30%")
+            if os.environ["RANK"] == "1":
+                ctypes.CDLL(None).printf(b"last words\n")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with pytest.raises(WorkerError) as caught:
+            self.launch(train)
+        run: Run = caught.value.run  # type: ignore[assignment]
+        assert run.logs(1).split("\n")[:-2] == ["python", "from C", "error", "child", "30%"]
+        assert run.logs(1).split("\n")[-2] == "last words"
+        assert "[rank 1] child" in run.logs()
+        assert run.log_dir.is_dir()
+
+    def test_a_flood_of_lines_is_whole(self) -> None:
+        num_lines = 100_000
+
+        def train() -> None:
+            for number in range(num_lines):
+                print("line", number)
+
+        run = self.launch(train)
+        expected = [f"line {number}" for number in range(num_lines)]
+        for rank in range(2):
+            assert run.logs(rank).splitlines() == expected
+
+    def test_bars_and_metrics_become_live_state(self) -> None:
+        def train() -> None:
+            from tqdm import tqdm
+            from tqdm.auto import trange
+            from tqdm.notebook import tqdm as notebook_bar
+
+            from notebook_accel.launch import rank
+
+            for _ in tqdm(range(3), desc="plain"):
+                pass
+            for _ in trange(4, desc="auto", leave=False):
+                pass
+            for _ in notebook_bar(range(5), desc="book"):
+                pass
+            with tqdm(total=10, desc="manual") as bar:
+                bar.update(7)
+            for step in range(3):
+                rank.current().metric({"loss": 1.0 / (step + 1)}, step)
+
+        run = self.launch(train)
+        bars = [(bar.rank, bar.name, bar.n, bar.total) for bar in run.progress]
+        for number in range(2):
+            assert [bar[1:] for bar in bars if bar[0] == number] == [
+                ("plain", 3, 3),
+                ("auto", 4, 4),
+                ("book", 5, 5),
+                ("manual", 7, 10),
+            ]
+        rows = [(row["rank"], row["step"], row["name"]) for row in run.metrics if row["rank"] == 1]
+        assert rows == [(1, 0, "loss"), (1, 1, "loss"), (1, 2, "loss")]
+        assert run.logs() == ""
+
+    # ---- failures --------------------------------------------------------------------------
+
+    def test_one_rank_raises(self) -> None:
+        def train(marker: str) -> None:
+            _join_group()
+            if os.environ["RANK"] == "1":
+                Path(marker).touch()
+                raise ValueError("bad batch")
+            _talk_for_ever()
+
+        error, seconds = self.fails(train)
+        assert (error.rank, error.ranks, error.exitcode, error.signal) == (1, [1], 1, None)
+        assert "rank 1 failed: ValueError: bad batch" in str(error)
+        assert 'raise ValueError("bad batch")' in error.traceback
+        assert "reset by peer" not in str(error)
+        assert isinstance(error.__cause__, ValueError)
+        assert seconds < SOON
+        run: Run = error.run  # type: ignore[assignment]
+        assert run.status == "failed"
+        assert run.results == [None, None]
+
+    def test_all_ranks_raise_alike(self) -> None:
+        def train(marker: str) -> None:
+            Path(marker).touch()
+            raise ValueError("alike")
+
+        error, seconds = self.fails(train, n=3)
+        assert error.ranks == [0, 1, 2]
+        assert "ranks 1-2 failed in the same way" in str(error)
+        assert str(error).count("Traceback") == 1
+        assert seconds < SOON
+
+    def test_key_error_while_the_others_sit_in_a_collective(self) -> None:
+        def train(marker: str) -> None:
+            import torch
+            import torch.distributed as dist
+
+            _join_group()
+            if os.environ["RANK"] == "0":
+                Path(marker).touch()
+                raise KeyError("missing")
+            dist.all_reduce(torch.ones(1))
+
+        error, seconds = self.fails(train)
+        assert (error.rank, error.ranks) == (0, [0])
+        assert isinstance(error.__cause__, KeyError)
+        assert seconds < SOON
+
+    @pytest.mark.parametrize(
+        ("how", "exitcode", "name"),
+        [
+            ("os._exit(3)", 3, None),
+            ("os.kill(os.getpid(), signal.SIGKILL)", None, "SIGKILL"),
+            ("ctypes.string_at(0)", None, "SIGSEGV"),
+            ("sys.exit(4)", 4, None),
+        ],
+    )
+    def test_a_rank_dies(self, how: str, exitcode: int | None, name: str | None) -> None:
+        def train(marker: str, how: str) -> None:
+            _join_group()
+            if os.environ["RANK"] == "1":
+                print("last words")
+                Path(marker).touch()
+                exec(how, {"os": os, "signal": signal, "ctypes": ctypes, "sys": sys})
+            _talk_for_ever()
+
+        error, seconds = self.fails(train, how)
+        assert (error.rank, error.ranks) == (1, [1])
+        assert (error.exitcode, error.signal) == (exitcode, name)
+        assert "last words" in str(error)
+        assert str(exitcode or name) in str(error)
+        assert seconds < SOON
+
+    def test_an_exception_that_cannot_be_pickled(self) -> None:
+        def train(marker: str) -> None:
+            class Odd(Exception):
+                def __init__(self, handle: Any) -> None:
+                    super().__init__("odd one")
+                    self.handle = handle
+
+            Path(marker).touch()
+            raise Odd(threading.Lock())
+
+        error, seconds = self.fails(train, n=1)
+        assert "Odd: odd one" in str(error)
+        assert error.rank == 0
+        assert seconds < SOON
+
+    def test_a_killed_rank_takes_its_loader_workers_and_daemons_along(self) -> None:
+        def train(marker: str) -> None:
+            import subprocess
+
+            from torch.utils.data import DataLoader
+
+            batches = iter(DataLoader(range(1000), num_workers=2))  # type: ignore[arg-type]
+            next(batches)
+            subprocess.Popen(["setsid", "sleep", "600"])
+            if os.environ["RANK"] == "1":
+                Path(marker).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
+
+        error, seconds = self.fails(train)
+        assert (error.rank, error.signal) == (1, "SIGKILL")
+        assert seconds < SOON
+
+    def test_a_dead_agent(self) -> None:
+        def train(marker: str) -> None:
+            import subprocess
+
+            subprocess.Popen(["setsid", "sleep", "600"])
+            if os.environ["RANK"] == "0":
+                time.sleep(0.2)
+                Path(marker).touch()
+                os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(600)
+
+        error, seconds = self.fails(train)
+        assert (error.rank, error.ranks) == (None, [0, 1])
+        assert "SIGKILL" in str(error)
+        assert seconds < SOON
+
+    def test_a_dead_template_hurts_no_run_and_the_next_launch_makes_a_new_one(self) -> None:
+        def train(path: str) -> int:
+            while not Path(path).exists():
+                time.sleep(0.01)
+            return 5
+
+        go = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("go")
+        run = self.launch(train, str(go), block=False)
+        eventually(lambda: run.status == "running", within=BUSY, what="the run began")
+        before = template().pid
+        os.kill(before, signal.SIGKILL)
+        eventually(lambda: template().pid != before, within=BUSY, what="a new template")
+        go.touch()
+        assert run.wait(BUSY).results == [5, 5]
+        assert self.launch(train, str(go)).results == [5, 5]
+
+    # ---- ending it -------------------------------------------------------------------------
+
+    def running(self, function: Any, *args: Any, **options: Any) -> Run:
+        """A run whose ranks have all called the function."""
+        run = self.launch(function, *args, block=False, **options)
+        eventually(
+            lambda: all(rank.status == "running" for rank in run.state.ranks),
+            within=BUSY,
+            what="all ranks run",
+        )
+        return run
+
+    def test_should_stop_is_true_at_the_same_step(self) -> None:
+        def train() -> int:
+            from notebook_accel.launch import rank
+
+            _join_group()
+            step = 0
+            while not rank.current().should_stop():
+                _talk()
+                rank.current().count_step()
+                step += 1
+            return step
+
+        run = self.running(train, n=3)
+        eventually(lambda: run.state.ranks[0].steps > 3, within=BUSY, what="steps are counted")
+        run.stop()
+        steps = run.wait(BUSY).results
+        assert len(set(steps)) == 1
+        assert steps[0] > 0
+        assert run.status == "stopped"
+
+    def test_a_function_that_never_asks_leaves_at_the_same_batch(self) -> None:
+        def train(folder: str) -> None:
+            from notebook_accel.launch import rank
+
+            _join_group()
+            step = 0
+            try:
+                while True:
+                    rank.current().count_batch()
+                    _talk()
+                    step += 1
+            finally:
+                Path(folder, os.environ["RANK"]).write_text(str(step))
+
+        folder = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("steps")
+        folder.mkdir()
+        run = self.running(train, str(folder))
+        eventually(lambda: run.state.ranks[0].batches > 3, within=BUSY, what="batches are counted")
+        run.stop()
+        with pytest.raises(RunStopped):
+            run.wait(BUSY)
+        steps = {path.read_text() for path in folder.iterdir()}
+        assert len(steps) == 1
+        assert run.status == "stopped"
+
+    def test_stop_interrupts_what_makes_no_progress(self) -> None:
+        def train() -> None:
+            time.sleep(600)
+
+        run = self.running(train)
+        run.stop()
+        with pytest.raises(RunStopped):
+            run.wait(BUSY)
+
+    def test_kill(self) -> None:
+        def train() -> None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(600)
+
+        run = self.running(train)
+        run.kill()
+        with pytest.raises(RunStopped):
+            run.wait(BUSY)
+
+    def test_the_time_out_ends_the_run(self) -> None:
+        def train() -> None:
+            time.sleep(600)
+
+        with pytest.raises(TimeoutError) as caught:
+            self.launch(train, timeout=0.5)
+        assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
+
+    def test_waiting_with_a_time_out_leaves_the_run_alone(self) -> None:
+        def train() -> int:
+            time.sleep(0.5)
+            return 3
+
+        run = self.launch(train, block=False)
+        with pytest.raises(TimeoutError, match="goes on"):
+            run.wait(0.05)
+        assert run[0] == 3
+
+    def test_an_interrupt_reaches_handlers_and_the_cell_ends_with_the_ranks(self) -> None:
+        def train(marker: str) -> None:
+            try:
+                Path(marker).touch()
+                time.sleep(600)
+            except KeyboardInterrupt:
+                print("tidied up")
+                raise
+
+        marker = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("in")
+        _interrupt_when(marker.exists)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            self.launch(train, str(marker))
+        run: Run = caught.value.run  # type: ignore[attr-defined]
+        assert run.status == "stopped"
+        assert "tidied up" in run.logs(0)
+        assert run.results == [None, None]
+
+    @pytest.mark.parametrize("stubborn", ["swallows everything", "native code with the GIL"])
+    def test_three_interrupts_end_anything(self, stubborn: str) -> None:
+        def train(marker: str, stubborn: str) -> None:
+            Path(marker).touch()
+            if stubborn == "native code with the GIL":
+                _hold_the_gil()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            while True:
+                try:
+                    time.sleep(600)
+                except BaseException:
+                    print("no")
+
+        marker = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("in")
+        _interrupt_when(marker.exists, times=3)
+        with pytest.raises(KeyboardInterrupt):
+            self.launch(train, str(marker), stubborn)
+
+    def test_an_interrupt_goes_on_by_itself_after_the_grace(self) -> None:
+        def train(marker: str) -> None:
+            Path(marker).touch()
+            _hold_the_gil()
+
+        marker = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("in")
+        _interrupt_when(marker.exists)
+        with pytest.raises(KeyboardInterrupt):
+            self.launch(train, str(marker), grace=0.3)
+
+    # ---- looking at it ---------------------------------------------------------------------
+
+    def test_stacks_of_a_rank_that_holds_the_gil(self) -> None:
+        def train() -> None:
+            _hold_the_gil()
+
+        run = self.running(train)
+        text = run.stacks()
+        assert "rank 0" in text
+        assert text.count("in train") == 2
+        assert "in train" in run.stacks(1)
+        run.kill()
+        with pytest.raises(RunStopped):
+            run.wait(BUSY)
+
+    def test_a_launch_from_a_thread_that_ends(self) -> None:
+        def train() -> int:
+            time.sleep(0.3)
+            return 1
+
+        made: list[Run] = []
+        thread = threading.Thread(target=lambda: made.append(self.launch(train, block=False)))
+        thread.start()
+        thread.join()
+        assert made[0].results == [1, 1]
+
+    def test_runs_beside_each_other(self) -> None:
+        def train(number: int) -> int:
+            _join_group()
+            _talk()
+            return number
+
+        both = [self.launch(train, number, block=False) for number in range(3)]
+        assert [run.results for run in both] == [[0, 0], [1, 1], [2, 2]]
+
+    # ---- the kernel goes -------------------------------------------------------------------
+
+    @pytest.mark.parametrize("forked", [False, True])
+    def test_a_killed_kernel_leaves_nobody(self, forked: bool, tmp_path: Path) -> None:
+        import subprocess
+
+        script = _KERNEL.format(engine=self.engine, forked=forked, folder=str(tmp_path))
+        kernel = subprocess.Popen([sys.executable, "-c", script])
+        eventually(lambda: len(list(tmp_path.glob("rank*"))) == 2, within=30, what="ranks run")
+        ours = [process.pid for process in below(kernel.pid)]
+        if forked:
+            child = int((tmp_path / "child").read_text())
+            ours.remove(child)
+        os.kill(kernel.pid, signal.SIGKILL)
+        kernel.wait()
+        try:
+            eventually(lambda: gone(ours), within=3, what="nothing of ours is left")
+        finally:
+            if forked:
+                os.kill(child, signal.SIGKILL)
+        assert len(ours) >= 6
+
+    def test_launch_error_when_the_template_dies_while_forking(self) -> None:
+        source = template()
+        source.wait_until_ready()
+        os.kill(source.pid, signal.SIGSTOP)
+        killer = threading.Timer(0.2, lambda: os.kill(source.pid, signal.SIGKILL))
+        killer.start()
+        with pytest.raises(LaunchError, match="SIGKILL"):
+            self.launch(lambda: 1)
+        assert self.launch(lambda: 1).results == [1, 1]
+
+
+_KERNEL = """
+import ctypes, os, pathlib, subprocess, sys, time
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.view import View
+folder = pathlib.Path({folder!r})
+os.environ["NOTEBOOK_ACCEL_RUNS"] = str(folder / "runs")
+def train():
+    import subprocess
+    subprocess.Popen(["setsid", "sleep", "600"])
+    (folder / ("rank" + os.environ["RANK"])).touch()
+    mutex = ctypes.create_string_buffer(128)
+    for _ in range(2):
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+run = launch(train, config=LaunchConfig(engine={engine!r}, num_processes=2, devices="cpu"),
+             view=View(), block=False)
+if {forked}:
+    child = os.fork()
+    if not child:
+        time.sleep(600)
+    (folder / "child").write_text(str(child))
+time.sleep(600)
+"""
+
+
+# ---- what the functions of the tests call; it travels with them ----------------------------
+
+
+def _join_group() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+
+
+def _talk() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.001)
+
+
+def _talk_for_ever() -> None:
+    while True:
+        _talk()
+
+
+def _hold_the_gil() -> None:
+    """Stay in native code that no signal ends: lock a mutex twice."""
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+
+def _interrupt_when(condition: Any, *, times: int = 1) -> None:
+    """Send SIGINT to this process, as a kernel manager does, once ``condition`` holds."""
+
+    def press() -> None:
+        eventually(condition, within=30, what="the ranks are in their function")
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+
+    threading.Thread(target=press, daemon=True).start()

@@ -1,0 +1,61 @@
+"""What the tests of processes share: deadlines, and a look at who is still alive."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["below", "eventually", "gone", "runs_of_run"]
+
+
+def eventually(condition: Callable[[], object], *, within: float, what: str) -> None:
+    """Wait until ``condition`` holds; fails with ``what`` after ``within`` seconds."""
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within} s: {what}"
+        time.sleep(0.005)
+
+
+def below(pid: int) -> list[psutil.Process]:
+    """All living descendants of a process."""
+    try:
+        return [p for p in psutil.Process(pid).children(recursive=True) if _lives(p)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def gone(pids: Iterable[int]) -> bool:
+    """Whether none of the processes lives."""
+    return not any(_lives_pid(pid) for pid in pids)
+
+
+def runs_of_run(run_dir: str) -> list[psutil.Process]:
+    """Processes that have a file of the run's folder open (its ranks and what they forked)."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(f.path.startswith(run_dir) for f in process.open_files()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _lives_pid(pid: int) -> bool:
+    try:
+        return _lives(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
