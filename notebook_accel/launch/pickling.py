@@ -69,6 +69,14 @@ def rebuild_typed_storage(storage: Any, dtype: Any) -> Any:
     return make(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
+def rebuild_tensor(storage: Any, *rest: Any) -> Any:
+    """A tensor of a newer dtype (uint16, float8): torch's own way fails outside of torch.load."""
+    from torch._utils import _rebuild_tensor_v3
+
+    make: Any = _rebuild_tensor_v3
+    return make(types.SimpleNamespace(_untyped_storage=storage), *rest)
+
+
 def rebuild_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
     """An exception without a call of ``__init__``, whose arguments may not be in ``args``."""
     error = kind.__new__(kind, *args)
@@ -150,7 +158,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduce_storage
         if issubclass(kind, storage.TypedStorage):
             return _reduce_typed_storage
+        if issubclass(kind, getattr(torch, "Tensor", ())):
+            return self._reduce_tensor
         return _as_usual
+
+    def _reduce_tensor(self, tensor: Any) -> Any:
+        reduced = tensor.__reduce_ex__(5)
+        if getattr(reduced[0], "__name__", "") == "_rebuild_tensor_v3":
+            return rebuild_tensor, reduced[1]
+        return reduced
 
     # ---- storages ----
 
@@ -311,11 +327,11 @@ class ResultPickler(_Pickler):
                 return _take(inner)
         return super()._route(kind)
 
-    def _route_torch(self, kind: type) -> Callable[[Any], Any]:
-        torch: Any = sys.modules.get("torch")
-        if issubclass(kind, getattr(torch, "Tensor", ())):
-            return _reduce_tensor
-        return super()._route_torch(kind)
+    def _reduce_tensor(self, tensor: Any) -> Any:
+        # The graph that made a loss stays behind: torch would make a leaf that wants a gradient.
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor = tensor.detach()
+        return super()._reduce_tensor(tensor)
 
     def _reduce_definition(self, value: Any) -> Any:
         index = self._index.get(id(value))
@@ -330,13 +346,6 @@ def _unwrap(value: Any) -> Any:
 
 def _take(attribute: str) -> Callable[[Any], Any]:
     return lambda value: (itself, (getattr(value, attribute),))
-
-
-def _reduce_tensor(tensor: Any) -> Any:
-    # The graph that made a loss stays behind: torch would make a leaf that wants a gradient.
-    if tensor.requires_grad and not tensor.is_leaf:
-        return tensor.detach().__reduce_ex__(5)
-    return NotImplemented
 
 
 # ---- unpickling ----------------------------------------------------------------------------

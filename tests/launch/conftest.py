@@ -1,0 +1,24 @@
+"""A notebook and its ranks, for the tests of what crosses between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.launch.clean_ranks import Notebook, Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> Notebook:
+    return Notebook(monkeypatch, ranks)

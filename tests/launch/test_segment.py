@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+
+import pytest
+
+from notebook_accel.launch.segment import attach, layout, seal
+
+
+@pytest.fixture
+def parts() -> tuple[memoryview, ...]:
+    return tuple(memoryview(bytes([number]) * size) for number, size in enumerate((100, 0, 3, 64)))
+
+
+def test_buffers_come_back(parts: tuple[memoryview, ...]) -> None:
+    fd = seal(parts)
+    views = attach(fd, [part.nbytes for part in parts])
+    os.close(fd)
+    assert [bytes(view) for view in views] == [bytes(part) for part in parts]
+
+
+def test_layout_is_aligned_and_tight() -> None:
+    assert layout([1, 64, 0, 65, 2]) == ((0, 64, 128, 128, 256), 320)
+    assert layout([]) == ((), 0)
+
+
+def test_a_segment_of_nothing() -> None:
+    fd = seal([memoryview(b"")])
+    assert [view.nbytes for view in attach(fd, [0])] == [0]
+    assert attach(fd, []) == ()
+    os.close(fd)
+
+
+def test_writes_stay_private(parts: tuple[memoryview, ...]) -> None:
+    fd = seal(parts)
+    sizes = [part.nbytes for part in parts]
+    first, second = attach(fd, sizes), attach(fd, sizes)
+    first[0][:3] = b"abc"
+    assert bytes(second[0]) == bytes(parts[0])
+    assert bytes(attach(fd, sizes)[0]) == bytes(parts[0])
+    os.close(fd)
+
+
+def test_nobody_can_change_a_sealed_segment(parts: tuple[memoryview, ...]) -> None:
+    fd = seal(parts)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, 64, flags=mmap.MAP_SHARED, prot=mmap.PROT_WRITE)
+    os.close(fd)
+
+
+def test_what_could_shrink_or_is_too_short_is_not_mapped(parts: tuple[memoryview, ...]) -> None:
+    open_segment = os.memfd_create("open")
+    os.ftruncate(open_segment, 64)
+    with pytest.raises(ValueError, match="no sealed"):
+        attach(open_segment, [10])
+    os.close(open_segment)
+    fd = seal(parts)
+    with pytest.raises(ValueError, match="its buffers need 1024"):
+        attach(fd, [1000])
+    os.close(fd)
+
+
+def test_no_descriptor_is_left(
+    parts: tuple[memoryview, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    fd = seal(parts)
+    views = attach(fd, [part.nbytes for part in parts])
+    os.close(fd)
+    del views
+    assert set(os.listdir("/proc/self/fd")) == before
+
+    def full(*_args: object) -> int:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="no memory"):
+        seal(parts)
+    assert set(os.listdir("/proc/self/fd")) == before
