@@ -1,6 +1,9 @@
+from .config import LaunchConfig as LaunchConfig
 from .errors import ConfigError as ConfigError
 from .errors import LaunchError as LaunchError
 from .errors import NotebookAccelError as NotebookAccelError
 from .errors import RunStopped as RunStopped
 from .errors import WorkerError as WorkerError
+from .launch.run import Run as Run
+from .launch.run import runs as runs
 from .notebook.launcher import notebook_launcher as notebook_launcher

@@ -156,15 +156,27 @@ def _prepare(
 
 def _closing_notices(last: RunState, packed: payload.PackedCall) -> list[str]:
     """Lines that only the end of a run can tell."""
-    del packed
+    lines = _lost_models(last, packed)
     told = [rank.made_group for rank in last.ranks if rank.made_group is not None]
     if last.world_size > 1 and len(told) == last.world_size and not any(told):
         alone = (
             f"no rank made a process group: {last.world_size} copies of {last.name} ran on their "
             "own (make an Accelerator in it, or call torch.distributed.init_process_group)"
         )
-        return [alone]
-    return []
+        lines.append(alone)
+    return lines
+
+
+def _lost_models(last: RunState, packed: payload.PackedCall) -> list[str]:
+    """A model that the function trained stays in the ranks, unless it is returned."""
+    has_nothing = all(rank.returned and rank.returned_none for rank in last.ranks)
+    if not packed.models or not has_nothing:
+        return []
+    names = ", ".join(f"`{name}`" for name in packed.models)
+    return [
+        f"{last.name} used {names} of the notebook and returned None: the notebook's own stays as "
+        "it was; return what you want to keep"
+    ]
 
 
 def _environment(config: LaunchConfig) -> dict[str, str]:

@@ -77,6 +77,7 @@ class RankState:
     num_lines: int = 0
     skipped_lines: int = 0
     returned: bool = False
+    returned_none: bool = False
     made_group: bool | None = None
     failure: wire.Raised | None = None
     exitcode: int | None = None
@@ -241,7 +242,11 @@ def _(message: wire.Returned, state: RunState) -> RunState:
         state,
         message.rank,
         lambda rank: replace(
-            rank, status="succeeded", returned=True, made_group=message.made_group
+            rank,
+            status="succeeded",
+            returned=True,
+            returned_none=message.is_none,
+            made_group=message.made_group,
         ),
     )
 

@@ -95,23 +95,15 @@ def kill_tree(pids: Iterable[int]) -> None:
             _kill_all([root, *root.children(recursive=True)])
 
 
-def kill_descendants(*, keep: Collection[int] = ()) -> int:
-    """SIGKILL the children of this process outside ``keep``, with all below them; reaps them.
-
-    Gives how many were found.
-    """
+def kill_descendants(*, keep: Collection[int] = ()) -> None:
+    """SIGKILL the children of this process outside ``keep``, with all below them; reaps them."""
     me = psutil.Process()
-    found = 0
-    for child in me.children():
-        if child.pid in keep:
-            continue
-        with contextlib.suppress(psutil.NoSuchProcess):
-            below = child.children(recursive=True)
-            found += 1 + len(below)
-            _kill_all([child, *below])
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(child.pid, 0)
-    return found
+    # Once more after each round: what a child leaves becomes ours only when it has died.
+    while children := [child for child in me.children() if child.pid not in keep]:
+        for child in children:
+            kill_tree([child.pid])
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child.pid, 0)
 
 
 def _kill_all(processes: Iterable[psutil.Process]) -> None:

@@ -403,9 +403,7 @@ class _Server:
 
 
 def _answer_devices(channel: Channel, environment: dict[str, str]) -> None:
-    from notebook_accel.training import devices
-
     os.environ.clear()
     os.environ.update(environment)
-    kind, names = devices.inventory()
+    kind, names = import_module("notebook_accel.training.devices").inventory()
     channel.send(wire.Devices(kind=kind, names=tuple(names)))

@@ -123,6 +123,7 @@ class Returned(Message, frozen=True, kw_only=True):
     """The function returned. A file descriptor goes along where the buffers are not inline."""
 
     value: Packet
+    is_none: bool = False
     made_group: bool = False
     drew_bar: bool = False
 

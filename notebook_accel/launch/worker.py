@@ -183,6 +183,7 @@ def _return(context: rank.LaunchedContext, sender: _Sender, call: Any, value: ob
         run=context.run,
         rank=context.rank,
         value=packet,
+        is_none=value is None,
         made_group=_made_group(),
         drew_bar=context.drew_bar,
     )
