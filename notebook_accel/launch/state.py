@@ -138,7 +138,7 @@ def change_rank(
 
 
 @singledispatch
-def apply(message: wire.Message, state: RunState) -> RunState:
+def apply(message: wire.Message, state: RunState) -> RunState:  # noqa: ARG001
     """``state`` after ``message``. Messages that say nothing about the state leave it as it is."""
     return state
 
