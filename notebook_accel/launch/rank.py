@@ -9,6 +9,7 @@ every report.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -130,11 +131,14 @@ class LaunchedContext(RankContext):
         self._sequence = itertools.count()
         self._next_memory = 0.0
         self._told_total: int | None = None
+        self._pass_end = 0.0
 
     def tell(self, message: type[wire.Message], /, **fields: Any) -> None:
         """Send a message of this rank, unless this is a child process of it."""
         if os.getpid() == self._pid:
-            self._send(message(run=self.run, rank=self.rank, sequence=next(self._sequence), **fields))
+            self._send(
+                message(run=self.run, rank=self.rank, sequence=next(self._sequence), **fields)
+            )
 
     def metric(self, values: Mapping[str, float], step: int | None = None) -> None:
         self.tell(wire.Metric, values=dict(values), step=step)
@@ -169,11 +173,17 @@ class LaunchedContext(RankContext):
 
     def count_batch(self, total: int | None = None) -> None:
         row = self._row
-        row.batches += 1
-        if total != self._told_total:
-            row.total_batches = self._told_total = total or 0
+        row.batches = batches = row.batches + 1
+        if total != self._told_total or batches > self._pass_end:
+            self._begin_pass(batches - 1, total)
         if self._board.stop_asked and not row.reads and self._leaves("batches"):
             raise RunStopped("the run was stopped")
+
+    def _begin_pass(self, start: int, total: int | None) -> None:
+        self._told_total = total
+        self._pass_end = math.inf if total is None else start + total
+        self._row.total_batches = total or 0
+        self._row.pass_start = start
 
     def count_step(self, device_memory: Callable[[], int | None] | None = None) -> None:
         self._row.steps += 1

@@ -23,6 +23,7 @@ _FIELDS = (
     "saw_reads",
     "leave_batches",
     "leave_reads",
+    "pass_start",
 )
 _HEADER = 1
 _POLL_SECONDS = 0.0005
@@ -51,6 +52,7 @@ class Row:
     reads = _column(3)
     device_memory = _column(4)
     ended = _column(5)
+    pass_start = _column(_FIELDS.index("pass_start"))
 
     def get(self, name: str) -> int:
         return self.view[self.start + _FIELDS.index(name)]

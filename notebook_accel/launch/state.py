@@ -52,6 +52,7 @@ class RankState:
         status: "starting", "running", "succeeded", "failed" or "stopped".
         bars: its progress bars in the order in which they were opened.
         batches, total_batches: given out by its prepared loaders in all, and an epoch's number.
+        pass_start: number of batches that were given out before this pass through a loader.
         steps: made by its prepared optimizers.
         memory, device_memory: bytes; None where unknown.
         metrics: last value of each name, with its step.
@@ -68,6 +69,7 @@ class RankState:
     bars: tuple[BarState, ...] = ()
     batches: int = 0
     total_batches: int | None = None
+    pass_start: int = 0
     steps: int = 0
     memory: int | None = None
     device_memory: int | None = None
@@ -229,6 +231,7 @@ def _(message: wire.Sample, state: RunState) -> RunState:
             rank,
             batches=message.batches,
             total_batches=message.total_batches,
+            pass_start=message.pass_start,
             steps=message.steps,
             memory=message.memory,
             device_memory=message.device_memory,

@@ -108,6 +108,7 @@ class RankProcess:
             self.row.steps,
             self._memory,
             self.row.device_memory or None,
+            self.row.pass_start,
         )
         if fields != self._last_fields():
             self._sample = wire.Sample(
@@ -117,14 +118,22 @@ class RankProcess:
                 steps=fields[2],
                 memory=fields[3],
                 device_memory=fields[4],
+                pass_start=fields[5],
             )
             yield self._sample
 
-    def _last_fields(self) -> tuple[int, int | None, int, int | None, int | None] | None:
+    def _last_fields(self) -> tuple[int, int | None, int, int | None, int | None, int] | None:
         last = self._sample
         if last is None:
             return None
-        return last.batches, last.total_batches, last.steps, last.memory, last.device_memory
+        return (
+            last.batches,
+            last.total_batches,
+            last.steps,
+            last.memory,
+            last.device_memory,
+            last.pass_start,
+        )
 
     # ---- stacks ----------------------------------------------------------------------------
 

@@ -172,6 +172,7 @@ class Sample(Message, frozen=True, kw_only=True):
 
     batches: int = 0
     total_batches: int | None = None
+    pass_start: int = 0
     steps: int = 0
     memory: int | None = None
     device_memory: int | None = None
