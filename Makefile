@@ -57,7 +57,7 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || \
 	  { echo 'python3 cannot make a virtual environment (Debian: apt-get install python3-venv)'; exit 1; }
 	@echo 'Installing into $(VENV); the first time takes some minutes.'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 

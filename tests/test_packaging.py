@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from importlib.metadata import requires
 from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
+from packaging.requirements import Requirement
 
 from tests.public import DOORS, PACKAGE, public_names
 
@@ -61,11 +63,18 @@ def test_the_wheel_holds_the_package_alone_and_all_of_it(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     inside = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
-    sources = {
-        p.relative_to(TREE).as_posix() for p in PACKAGE.rglob("*.py*") if p.suffix != ".pyc"
-    }
+    sources = {p.relative_to(TREE).as_posix() for p in PACKAGE.rglob("*.py*") if p.suffix != ".pyc"}
     assert inside == sources | {"notebook_accel/py.typed"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+# What a Colab kernel runs; installing must not upgrade it, nor an older torch that still works.
+COLAB = {"ipykernel": "6.17.1", "ipython": "7.34.0", "ipywidgets": "7.7.1", "torch": "2.6.0"}
+
+
+def test_the_bounds_admit_what_colab_runs() -> None:
+    wanted = {r.name: r.specifier for r in map(Requirement, requires("notebook-accel") or [])}
+    assert all(wanted[name].contains(version) for name, version in COLAB.items())
 
 
 def test_every_name_and_door_imports_from_the_wheel(python: Path, tmp_path: Path) -> None:
@@ -120,9 +129,7 @@ def execute(python: Path, code: str, folder: Path) -> str:
     try:
         client.start_channels()
         client.wait_for_ready(timeout=60)
-        client.execute_interactive(
-            code, timeout=90, output_hook=lambda m: parts.append(text_of(m))
-        )
+        client.execute_interactive(code, timeout=90, output_hook=lambda m: parts.append(text_of(m)))
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
