@@ -25,9 +25,10 @@ def step() -> int:
 
 
 def form_group() -> int:
-    """Make a gloo group and end it."""
+    """Make a gloo group, meet in it, and end it."""
     torch.distributed.init_process_group("gloo")
     size = torch.distributed.get_world_size()
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return size
 
