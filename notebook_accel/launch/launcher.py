@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import payload, preflight, state, wire
 from notebook_accel.launch.engines import engine_named
-from notebook_accel.launch.engines.base import Job, Prepared
+from notebook_accel.launch.engines.base import Job, Opening, Prepared
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.segment import seal
 from notebook_accel.launch.stores import MetricStore, RunFolder
@@ -105,8 +105,12 @@ def _open(job: Job, notices: list[str]) -> Run:
         notices=(*notices, *more),
     )
     try:
-        engine.open(job, run=run, state=first, folder=folder, metrics=metrics, prepared=prepared)
+        engine.open(
+            job, Opening(run=run, state=first, folder=folder, metrics=metrics, prepared=prepared)
+        )
     except BaseException:
+        if run.has_begun:
+            run.kill()
         metrics.close()
         folder.release()
         raise
@@ -235,15 +239,18 @@ def _wait(run: Run, view: View) -> None:
     """Wait for a run as its cell does: interrupts go to the ranks, and the cell ends with them."""
     ended = run.conductor.ended
     interrupt: KeyboardInterrupt | None = None
-    presses = 0
+    pressed = told = 0
     while not ended.is_set():
+        # All of it inside the try: a press may come while the one before is being passed on.
         try:
-            while not ended.wait(_WAIT_SECONDS):
+            while told < pressed:
+                told += 1
+                run.conductor.press(told)
+            if not ended.wait(_WAIT_SECONDS):
                 view.poll()
         except KeyboardInterrupt as error:
             interrupt = error
-            presses += 1
-            run.conductor.press(presses)
+            pressed += 1
     with contextlib.suppress(Exception):
         view.settle()
     if interrupt is not None:

@@ -53,6 +53,9 @@ class Tail:
         cut = cut or len(data) - _MAX_LIVE_BYTES
         return data[cut:].decode(errors="replace"), data.count(b"\n", 0, cut)
 
+    def fileno(self) -> int:
+        return self._file.fileno()
+
     def close(self) -> None:
         self._file.close()
 

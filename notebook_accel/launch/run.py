@@ -98,6 +98,11 @@ class Run:
         del _runs[:-_KEPT_RUNS]
 
     @property
+    def has_begun(self) -> bool:
+        """Whether somebody conducts this run."""
+        return self._conductor is not None
+
+    @property
     def conductor(self) -> Conductor:
         """Who conducts this run."""
         assert self._conductor is not None, "the run has not begun"

@@ -24,6 +24,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import msgspec
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import system, wire
@@ -142,7 +145,7 @@ class Template:
         """The accelerators that a process with this environment sees."""
         chosen = tuple(sorted(item for item in environment.items() if "VISIBLE" in item[0]))
         if chosen not in self._devices:
-            request = wire.CountDevices(environment=dict(environment))
+            request = wire.CountDevices(run=uuid4().hex, environment=dict(environment))
             self._devices[chosen] = self._ask(request, wire.Devices)
         return self._devices[chosen]
 
@@ -187,7 +190,8 @@ class Template:
                 channel.send(request, fds)
                 while True:
                     message, _ = channel.receive()
-                    if isinstance(message, answer):
+                    # An interrupted call may have left its answer behind.
+                    if isinstance(message, answer) and message.run == request.run:
                         return message
                     self._note(message)
             except (EOFError, OSError) as error:
@@ -384,6 +388,7 @@ class _Server:
                 answer, _ = Channel(ours).receive()
             except (EOFError, OSError):
                 answer = wire.Devices(kind="cpu")
+            answer = msgspec.structs.replace(answer, run=message.run)
             system.kill_tree([pid])
             os.waitpid(pid, 0)
         self._channel.send(answer)

@@ -70,7 +70,13 @@ class RankProcess:
 
     def descriptors(self) -> tuple[int, ...]:
         """What later ranks must not keep."""
-        return (self.channel.fileno(), self.exit_fd, self._stacks)
+        return (
+            self.channel.fileno(),
+            self.exit_fd,
+            self._stacks,
+            self._tail.fileno(),
+            self._process.sentinel,
+        )
 
     # ---- look ------------------------------------------------------------------------------
 

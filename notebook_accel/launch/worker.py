@@ -147,7 +147,7 @@ def _enter_environment(post: Post) -> None:
     sys.argv[:] = [""]
     torch.set_num_threads(launch.num_threads)
     if torch.distributed.is_available():
-        torch.distributed.set_debug_level_from_env()
+        torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
     random.seed()
     np.random.seed(int.from_bytes(os.urandom(4), "little"))
     torch.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True) >> 1)

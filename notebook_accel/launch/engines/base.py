@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.stores import MetricStore, RunFolder
     from notebook_accel.launch.view import View
 
-__all__ = ["AgentEngine", "AgentLink", "Engine", "Job"]
+__all__ = ["AgentEngine", "AgentLink", "Engine", "Job", "Opening", "Prepared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,27 @@ class AgentLink:
     kill: Callable[[], None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a launch sends: the message, its payload's descriptor, and how to read what returns."""
+
+    message: wire.Launch
+    segment: int | None
+    registry: Any
+    closing_notices: Callable[[RunState], Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """A run that is about to begin; ``prepared`` is None for engines that send nothing."""
+
+    run: Run
+    state: RunState
+    folder: RunFolder
+    metrics: MetricStore
+    prepared: Prepared | None
+
+
 class Engine(ABC):
     """A way to bring ranks about."""
 
@@ -63,27 +84,12 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def open(
-        self,
-        job: Job,
-        *,
-        run: Run,
-        state: RunState,
-        folder: RunFolder,
-        metrics: MetricStore,
-        prepared: Prepared | None,
-    ) -> Conductor:
-        """Start the ranks; gives who conducts them."""
+    def open(self, job: Job, opening: Opening) -> Conductor:
+        """Start the ranks; gives who conducts them.
 
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What a launch sends: the message, its payload's descriptor, and how to read what returns."""
-
-    message: wire.Launch
-    segment: int | None
-    registry: Any
-    closing_notices: Callable[[RunState], Sequence[str]]
+        Raises:
+            LaunchError: they could not be started; nothing is left of them.
+        """
 
 
 class AgentEngine(Engine):
@@ -93,30 +99,29 @@ class AgentEngine(Engine):
     def bring_agent(self, job: Job, *, run: str) -> AgentLink:
         """An agent that waits for its ``Launch`` message."""
 
-    def open(
-        self,
-        job: Job,
-        *,
-        run: Run,
-        state: RunState,
-        folder: RunFolder,
-        metrics: MetricStore,
-        prepared: Prepared | None,
-    ) -> Conductor:
-        assert prepared is not None
-        link = self.bring_agent(job, run=state.run)
-        supervisor = Supervisor(
-            link=link,
-            state=state,
-            registry=prepared.registry,
-            folder=folder,
-            metrics=metrics,
-            view=job.view,
-            timeout=job.timeout,
-            closing_notices=prepared.closing_notices,
-        )
-        run.attach(supervisor)
-        job.view.open(run)
-        link.channel.send(prepared.message, () if prepared.segment is None else (prepared.segment,))
-        supervisor.start()
-        return supervisor
+    def open(self, job: Job, opening: Opening) -> Conductor:
+        assert opening.prepared is not None
+        link = self.bring_agent(job, run=opening.state.run)
+        try:
+            return _begin(link, job, opening, opening.prepared)
+        except BaseException:
+            link.kill()
+            raise
+
+
+def _begin(link: AgentLink, job: Job, opening: Opening, prepared: Prepared) -> Conductor:
+    supervisor = Supervisor(
+        link=link,
+        state=opening.state,
+        registry=prepared.registry,
+        folder=opening.folder,
+        metrics=opening.metrics,
+        view=job.view,
+        timeout=job.timeout,
+        closing_notices=prepared.closing_notices,
+    )
+    opening.run.attach(supervisor)
+    job.view.open(opening.run)
+    link.channel.send(prepared.message, () if prepared.segment is None else (prepared.segment,))
+    supervisor.start()
+    return supervisor

@@ -21,10 +21,8 @@ from notebook_accel.launch.verdict import Failure
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from notebook_accel.launch.engines.base import Job, Prepared
-    from notebook_accel.launch.run import Run
+    from notebook_accel.launch.engines.base import Job, Opening
     from notebook_accel.launch.state import RunState
-    from notebook_accel.launch.stores import MetricStore, RunFolder
 
 __all__ = ["InlineEngine"]
 
@@ -37,25 +35,16 @@ class InlineEngine(Engine):
     def world_size(self, job: Job) -> tuple[int, list[str]]:
         return 1, []
 
-    def open(
-        self,
-        job: Job,
-        *,
-        run: Run,
-        state: RunState,
-        folder: RunFolder,
-        metrics: MetricStore,
-        prepared: Prepared | None,
-    ) -> Conductor:
-        conductor = _Inline(state)
-        run.attach(conductor)
-        job.view.open(run)
+    def open(self, job: Job, opening: Opening) -> Conductor:
+        conductor = _Inline(opening.state)
+        opening.run.attach(conductor)
+        job.view.open(opening.run)
         try:
             with _environment(job.environment):
                 conductor.call(job)
         finally:
-            metrics.close()
-            folder.release()
+            opening.metrics.close()
+            opening.folder.release()
             job.view.close(conductor.state)
             conductor.ended.set()
         return conductor

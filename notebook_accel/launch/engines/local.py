@@ -40,12 +40,16 @@ class LocalEngine(AgentEngine):
         source = template(job.environment)
         secret = new_secret()
         ours, theirs = socket.socketpair()
-        with theirs:
-            pid = source.fork_agent(theirs, run=run, secret=secret)
         try:
+            with theirs:
+                pid = source.fork_agent(theirs, run=run, secret=secret)
             channel = connect(ours, secret)
         except AuthenticationError as error:
             raise LaunchError(f"the agent of the run (pid {pid}) did not start: {error}") from None
+        except BaseException:
+            # An agent that was forked all the same ends when its channel does.
+            ours.close()
+            raise
         return AgentLink(
             channel=channel,
             grace=job.config.grace,
