@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.engines.base import Placement
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.state import RunState
     from notebook_accel.launch.view import View
@@ -88,21 +89,21 @@ def launch(
 def _open(job: Job, notices: list[str]) -> Run:
     engine = engine_named(job.config.engine)
     packed = _pack(job) if engine.needs_payload else None
-    world_size, more = engine.world_size(job)
-    preflight.check_machine(job.config, world_size)
+    placement = engine.place(job)
+    preflight.check_machine(job.config, placement.world_size)
     folder = RunFolder()
     metrics = MetricStore(folder.path)
     run = Run(name=job.name, config=job.config, folder=folder, metrics=metrics, view=job.view)
     prepared = None
     if packed is not None:
         notices = [*notices, *packed.notices]
-        prepared = _prepare(job, packed, run=folder.id, world_size=world_size, folder=folder.path)
+        prepared = _prepare(job, packed, run=folder.id, placement=placement, folder=folder.path)
     first = state.starting(
         run=folder.id,
         name=job.name,
-        world_size=world_size,
+        world_size=placement.world_size,
         started=time.time(),
-        notices=(*notices, *more),
+        notices=(*notices, *placement.notices),
     )
     try:
         engine.open(
@@ -125,18 +126,18 @@ def _pack(job: Job) -> payload.PackedCall:
 
 
 def _prepare(
-    job: Job, packed: payload.PackedCall, *, run: str, world_size: int, folder: Path
+    job: Job, packed: payload.PackedCall, *, run: str, placement: Placement, folder: Path
 ) -> Prepared:
     """The launch message of a run, with its buffers in one sealed segment."""
     buffers = packed.packed.buffers
     sizes = tuple(buffer.nbytes for buffer in buffers)
     is_small = sum(sizes) <= _INLINE_BYTES
-    num_threads = _num_threads(job.environment, world_size)
-    environment = {**job.environment, "OMP_NUM_THREADS": str(num_threads)}
+    num_threads = _num_threads(job.environment, placement.world_size)
+    environment = {**job.environment, "OMP_NUM_THREADS": str(num_threads), **placement.environment}
     message = wire.Launch(
         run=run,
-        world_size=world_size,
-        ranks=tuple(range(world_size)),
+        world_size=placement.world_size,
+        ranks=tuple(range(placement.world_size)),
         environment=environment,
         directory=os.getcwd(),
         path=tuple(sys.path),
@@ -206,8 +207,6 @@ def _chosen(config: LaunchConfig) -> dict[str, str]:
         chosen["NOTEBOOK_ACCEL_MIXED_PRECISION"] = config.mixed_precision
     if isinstance(config.devices, tuple):
         chosen["CUDA_VISIBLE_DEVICES"] = _among_visible(config.devices)
-    if config.devices == "cpu":
-        chosen["ACCELERATE_USE_CPU"] = "true"
     if config.backend is not None:
         chosen["NOTEBOOK_ACCEL_BACKEND"] = config.backend
     if config.debug:

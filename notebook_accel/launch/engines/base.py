@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch import wire
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.stores import MetricStore, RunFolder
     from notebook_accel.launch.view import View
 
-__all__ = ["AgentEngine", "AgentLink", "Engine", "Job", "Opening", "Prepared"]
+__all__ = ["AgentEngine", "AgentLink", "Engine", "Job", "Opening", "Placement", "Prepared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +70,23 @@ class Opening:
     prepared: Prepared | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Number of ranks, variables that tell them where they run, and lines for the person."""
+
+    world_size: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+
 class Engine(ABC):
     """A way to bring ranks about."""
 
     needs_payload = True
 
     @abstractmethod
-    def world_size(self, job: Job) -> tuple[int, list[str]]:
-        """How many ranks the job gets, and lines for the person about it.
+    def place(self, job: Job) -> Placement:
+        """How many ranks the job gets, and on what.
 
         Raises:
             ConfigError: more are asked for than there can be.

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch.engines.base import Engine
+from notebook_accel.launch.engines.base import Engine, Placement
 from notebook_accel.launch.run import Conductor
 from notebook_accel.launch.verdict import Failure
 
@@ -27,20 +27,23 @@ if TYPE_CHECKING:
 __all__ = ["InlineEngine"]
 
 
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
+
 class InlineEngine(Engine):
     """Calls the function where it stands."""
 
     needs_payload = False
 
-    def world_size(self, job: Job) -> tuple[int, list[str]]:
-        return 1, []
+    def place(self, job: Job) -> Placement:
+        return Placement(world_size=1)
 
     def open(self, job: Job, opening: Opening) -> Conductor:
         conductor = _Inline(opening.state)
         opening.run.attach(conductor)
         job.view.open(opening.run)
         try:
-            with _environment(job.environment):
+            with _environment({**job.environment, **_ALONE}):
                 conductor.call(job)
         finally:
             opening.metrics.close()

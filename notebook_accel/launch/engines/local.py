@@ -10,7 +10,7 @@ from notebook_accel.config import check_enough_devices
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import system
 from notebook_accel.launch.channel import AuthenticationError, connect, new_secret
-from notebook_accel.launch.engines.base import AgentEngine, AgentLink
+from notebook_accel.launch.engines.base import AgentEngine, AgentLink, Placement
 from notebook_accel.launch.template import template
 
 if TYPE_CHECKING:
@@ -25,16 +25,17 @@ _EXIT_SECONDS = 0.3
 class LocalEngine(AgentEngine):
     """Forks of a clean process, on the CPU or one an accelerator."""
 
-    def world_size(self, job: Job) -> tuple[int, list[str]]:
+    def place(self, job: Job) -> Placement:
         wanted = job.config.num_processes
         if job.config.devices == "cpu":
-            return wanted or 1, []
+            return Placement(world_size=wanted or 1, environment={**_ON_CPU, **_HIDDEN})
         available = _num_devices(job)
         if not available:
-            return wanted or 1, [] if wanted else [_ASK_FOR_MORE]
+            notices = () if wanted else (_ASK_FOR_MORE,)
+            return Placement(world_size=wanted or 1, environment=_ON_CPU, notices=notices)
         if wanted is not None and job.config.backend != "gloo":
             check_enough_devices(wanted, available)
-        return wanted or available, []
+        return Placement(world_size=wanted or available)
 
     def bring_agent(self, job: Job, *, run: str) -> AgentLink:
         source = template(job.environment)
@@ -58,6 +59,9 @@ class LocalEngine(AgentEngine):
         )
 
 
+# Accelerate makes a world of 1 on a CPU unless it is told that this is meant.
+_ON_CPU = {"ACCELERATE_USE_CPU": "true"}
+_HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 _ASK_FOR_MORE = (
     "no accelerator is visible: 1 rank on the CPU; num_processes=2 would train on two ranks"
 )
