@@ -8,7 +8,7 @@ import socket
 import torch
 from torch import nn
 
-__all__ = ["form_group", "free_port", "spawned_group", "spawned_step", "step"]
+__all__ = ["form_group", "free_port", "spawned_group", "spawned_nothing", "spawned_step", "step"]
 
 
 def step() -> int:
@@ -43,6 +43,10 @@ def spawned_group(rank: int, size: int, port: int) -> None:
     """``form_group`` as torch.multiprocessing starts it."""
     _describe(rank, size, port)
     assert form_group() == size
+
+
+def spawned_nothing(_rank: int, _size: int, _port: int) -> None:
+    """A rank that only starts and ends."""
 
 
 def _describe(rank: int, size: int, port: int) -> None:
