@@ -1,0 +1,103 @@
+"""Which prepared loader is being iterated now, and where it stands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch.rank import RankContext, current
+
+if TYPE_CHECKING:
+    from notebook_accel.training.samplers import LastRound
+
+__all__ = ["ActiveLoaders", "Position", "active_loaders"]
+
+
+class Position:
+    """Where one pass over a prepared loader stands.
+
+    Attributes:
+        loader: what is iterated, while it is.
+        given: batches of the epoch that the loop has got, those skipped included.
+        end_of_dataloader: whether the batch that the loop has now is the last.
+        remainder: samples of all ranks in the last round; 0 where it is whole, -1 where that
+            is not known. Exact once the batch is of that round.
+        last_round: what the batch that the loop has now lacks; None for a whole one.
+        is_uneven: whether ranks may have batches of different sizes at the same step.
+        is_over: whether the pass has ended, or was left for good.
+    """
+
+    __slots__ = (
+        "end_of_dataloader",
+        "given",
+        "is_over",
+        "is_uneven",
+        "last_round",
+        "loader",
+        "remainder",
+    )
+
+    def __init__(self, *, given: int = 0, remainder: int = -1, is_uneven: bool = False) -> None:
+        self.loader: Any = None
+        self.given = given
+        self.end_of_dataloader = False
+        self.remainder = remainder
+        self.last_round: LastRound | None = None
+        self.is_uneven = is_uneven
+        self.is_over = False
+
+
+class ActiveLoaders:
+    """The passes that are under way; the one that gave a batch last answers.
+
+    That is the innermost of nested loops, and an iterator that was left in the middle, but is
+    still referenced, no longer counts as soon as another one goes on.
+    """
+
+    def __init__(self) -> None:
+        self.stack: list[Position] = []
+
+    @property
+    def position(self) -> Position | None:
+        """The pass that gave a batch last; None outside of loops."""
+        return self.stack[-1] if self.stack else None
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return bool(self.stack)
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The loader that gave a batch last; None outside of loops."""
+        return self.stack[-1].loader if self.stack else None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch of the active loader is its last; False outside of loops."""
+        return self.stack[-1].end_of_dataloader if self.stack else False
+
+    @property
+    def remainder(self) -> int:
+        """Samples of all ranks in the last round of the active loader (0: whole, -1: unknown)."""
+        return self.stack[-1].remainder if self.stack else -1
+
+    def put_on_top(self, position: Position) -> None:
+        """Make this pass the active one."""
+        self.drop(position)
+        self.stack.append(position)
+
+    def drop(self, position: Position) -> None:
+        """Forget a pass that has ended."""
+        if position in self.stack:
+            self.stack.remove(position)
+
+    def clear(self) -> None:
+        """Forget every pass."""
+        self.stack.clear()
+
+
+def active_loaders(context: RankContext | None = None) -> ActiveLoaders:
+    """Those of this rank."""
+    shared = (context or current()).shared
+    found: ActiveLoaders = shared.setdefault(ActiveLoaders, ActiveLoaders())
+    return found

@@ -1,0 +1,267 @@
+"""Preparing loaders, and beginning one in the middle of its epoch.
+
+How samples are shared out is in ``samplers`` and ``rounds``, what a prepared loader does in
+``loaders`` and ``dispatch``, and which loader is being iterated in ``active``.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.active import ActiveLoaders, active_loaders
+from notebook_accel.training.dispatch import DataLoaderDispatcher
+from notebook_accel.training.loaders import (
+    DataLoaderShard,
+    LoaderOptions,
+    PreparedLoader,
+    SkipDataLoader,
+    samplers_of,
+)
+from notebook_accel.training.notices import notice_once
+from notebook_accel.training.samplers import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    TailCollate,
+    share_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from notebook_accel.training.data_config import DataLoaderConfiguration
+
+__all__ = [
+    "ActiveLoaders",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "PreparedLoader",
+    "SkipDataLoader",
+    "active_loaders",
+    "prepare_data_loader",
+    "skip_first_batches",
+]
+
+
+def prepare_data_loader(
+    loader: DataLoader[Any],
+    *,
+    config: DataLoaderConfiguration,
+    device: torch.device | None,
+    num_processes: int,
+    process_index: int,
+    rng_types: Iterable[Any] | None = None,
+    ordinal: int = 0,
+) -> PreparedLoader:
+    """A loader that gives this rank its part of the batches of ``loader``, on its device.
+
+    Everything else that ``loader`` has (workers, collate_fn, pinned memory, a class of its own)
+    is kept. A loader that is prepared already is given back as it is.
+
+    Args:
+        loader: alike on every rank.
+        config: how to share the batches out.
+        device: where to put them; None leaves them where they are.
+        num_processes: number of ranks.
+        process_index: this rank.
+        rng_types: random states that ranks take from rank 0 at the start of each pass; None
+            stands for "generator", that of the order.
+        ordinal: how many loaders were prepared before, so that each gets an order of its own.
+
+    Raises:
+        ConfigError: settings that do not fit the loader.
+    """
+    if isinstance(loader, PreparedLoader):
+        return loader
+    is_dispatched = _is_dispatched(loader, config, device)
+    if config.split_batches:
+        _check_divisible(loader, num_processes)
+    draft = _copy(loader)
+    if config.use_seedable_sampler:
+        _make_seedable(draft, config.data_seed)
+    private = _private_generator(config.data_seed, ordinal)
+    options = LoaderOptions(
+        device=device,
+        non_blocking=config.non_blocking,
+        rng_types=_names(rng_types),
+        synchronized_generator=_order_generator(draft, private),
+        num_processes=num_processes,
+        process_index=process_index,
+        split_batches=config.split_batches,
+        is_uneven=num_processes > 1 and not config.even_batches,
+    )
+    # Without a generator of its own, torch's loader draws from the global random numbers at the
+    # start of each pass, and a run that was resumed would differ.
+    draft.generator = draft.generator or private
+    if is_dispatched:
+        return DataLoaderDispatcher.around(draft, options)
+    if num_processes > 1:
+        options = _share_out(draft, options, config)
+    return DataLoaderShard.around(draft, options)
+
+
+def _is_dispatched(
+    loader: DataLoader[Any], config: DataLoaderConfiguration, device: torch.device | None
+) -> bool:
+    if config.dispatch_batches is None:
+        return isinstance(loader.dataset, IterableDataset) and device is not None
+    if config.dispatch_batches and device is None:
+        raise ConfigError(
+            "dispatch_batches=True sends batches to the devices of the ranks, but "
+            "device_placement=False keeps them off: expected one or the other; leave "
+            "dispatch_batches out, or place on the device"
+        )
+    return config.dispatch_batches
+
+
+def _check_divisible(loader: DataLoader[Any], num_processes: int) -> None:
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if size is not None:
+        share_of(size, num_processes, split_batches=True)
+
+
+def _copy(loader: DataLoader[Any]) -> DataLoader[Any]:
+    draft = type(loader).__new__(type(loader))
+    vars(draft).update(vars(loader), _iterator=None)
+    return draft
+
+
+def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
+    sampler = draft.sampler
+    inner = getattr(draft.batch_sampler, "sampler", sampler)
+    if not isinstance(inner, RandomSampler) or isinstance(inner, SeedableRandomSampler):
+        return
+    if data_seed is None and inner.generator is not None:
+        data_seed = inner.generator.initial_seed()
+    seedable = SeedableRandomSampler(
+        inner.data_source, inner.replacement, inner._num_samples, data_seed=data_seed
+    )
+    if sampler is inner:
+        vars(draft)["sampler"] = seedable
+    if draft.batch_sampler is not None:
+        batch_sampler: Any = copy.copy(draft.batch_sampler)
+        batch_sampler.sampler = seedable
+        vars(draft)["batch_sampler"] = batch_sampler
+
+
+def _private_generator(data_seed: int | None, ordinal: int) -> torch.Generator:
+    """A generator that follows from the global random numbers, and draws none of them."""
+    if data_seed is None:
+        state = torch.get_rng_state().numpy().tobytes()
+        digest = hashlib.blake2b(state, digest_size=8, key=b"%d" % ordinal).digest()
+        data_seed = int.from_bytes(digest, "little") >> 1
+    return torch.Generator().manual_seed(data_seed)
+
+
+def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.Generator | None:
+    """The generator that the order comes from; samplers that lack one get ``private``."""
+    if isinstance(draft.dataset, IterableDataset):
+        found = getattr(draft.dataset, "generator", None)
+        return found if isinstance(found, torch.Generator) else None
+    for sampler in samplers_of(draft):
+        if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
+            continue
+        if sampler.generator is None:
+            sampler.generator = private
+        if isinstance(sampler.generator, torch.Generator):
+            return sampler.generator
+    return None
+
+
+def _names(rng_types: Iterable[Any] | None) -> tuple[str, ...]:
+    if rng_types is None:
+        return ("generator",)
+    return tuple(str(getattr(kind, "value", kind)) for kind in rng_types)
+
+
+def _share_out(
+    draft: DataLoader[Any], options: LoaderOptions, config: DataLoaderConfiguration
+) -> LoaderOptions:
+    """Let ``draft`` read this rank's part alone."""
+    if isinstance(draft.dataset, IterableDataset):
+        return _share_iterable(draft, options, config)
+    if any(isinstance(sampler, DistributedSampler) for sampler in samplers_of(draft)):
+        notice_once(
+            "DistributedSampler",
+            "prepare leaves a loader with a DistributedSampler as it is; without one it shares "
+            "the data out itself, and gather_for_metrics leaves out what was repeated",
+        )
+        return options
+    name = "sampler" if draft.batch_sampler is None else "batch_sampler"
+    vars(draft)[name] = BatchSamplerShard(
+        getattr(draft, name),
+        options.num_processes,
+        options.process_index,
+        split_batches=config.split_batches,
+        even_batches=config.even_batches,
+    )
+    return options
+
+
+def _share_iterable(
+    draft: DataLoader[Any], options: LoaderOptions, config: DataLoaderConfiguration
+) -> LoaderOptions:
+    dataset: Any = draft.dataset
+    if _divides_itself(dataset, options.num_processes) and not config.split_batches:
+        draft_dataset = dataset.shard(num_shards=options.num_processes, index=options.process_index)
+        vars(draft)["dataset"] = draft_dataset
+        return replace(options, is_uneven=True)
+    vars(draft)["dataset"] = IterableDatasetShard(
+        dataset,
+        draft.batch_size,
+        draft.drop_last,
+        options.num_processes,
+        options.process_index,
+        split_batches=config.split_batches,
+        even_batches=config.even_batches,
+        marks_tail=True,
+    )
+    draft.collate_fn = TailCollate(draft.collate_fn)
+    if config.split_batches and draft.batch_size is not None:
+        share = share_of(draft.batch_size, options.num_processes, split_batches=True)
+        batches = BatchSampler(draft.sampler, share, draft.drop_last)
+        vars(draft).update(batch_size=share, batch_sampler=batches)
+    return options
+
+
+def _divides_itself(dataset: Any, num_processes: int) -> bool:
+    """Whether an iterable dataset (of Hugging Face's, say) has shards for every rank."""
+    num_shards = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
+    return hasattr(dataset, "shard") and num_shards >= num_processes
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """A loader that begins each epoch at batch ``num_batches``, without loading those before.
+
+    Use it for the epoch that is resumed, and the loader itself for those after it. The number
+    counts from the start of the epoch, also where the loader was restored in the middle.
+
+    Args:
+        dataloader: prepared or not.
+        num_batches: batches of this rank to leave out.
+    """
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skipping(num_batches)
+    if isinstance(dataloader.dataset, IterableDataset):
+        return SkipDataLoader.around(dataloader, num_batches)
+    new = _copy(dataloader)
+    name = "sampler" if new.batch_sampler is None else "batch_sampler"
+    inner: Any = getattr(new, name)
+    if isinstance(inner, SkipBatchSampler):
+        inner = inner.batch_sampler
+    vars(new)[name] = SkipBatchSampler(inner, num_batches)
+    return new

@@ -1,0 +1,65 @@
+"""How ``prepare`` shares the batches of a loader out over the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from notebook_accel.errors import ConfigError
+
+__all__ = ["DataLoaderConfiguration"]
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """Settings of prepared loaders.
+
+    Raises:
+        ConfigError: a setting is of the wrong type.
+    """
+
+    split_batches: bool = False
+    """True: each batch of the loader is divided over the ranks, so that its batch size is that
+    of all ranks together. False: each rank gets whole batches."""
+
+    dispatch_batches: bool | None = None
+    """True: rank 0 alone reads the data and sends each rank its part. None: so for iterable
+    datasets whose batches are put on the device."""
+
+    even_batches: bool = True
+    """True: the end of the data is filled up with samples from its start, so that every rank
+    gets as many batches of the same size."""
+
+    use_seedable_sampler: bool = False
+    """True: the order of an epoch depends on the seed and the number of the epoch alone."""
+
+    data_seed: int | None = None
+    """Seed of the order; None takes that of the random numbers on rank 0."""
+
+    non_blocking: bool = False
+    """True: batches are copied to the device while the host goes on (pin the memory)."""
+
+    use_stateful_dataloader: bool = False
+    """Accepted for its users: prepared loaders always have ``state_dict`` and
+    ``load_state_dict``."""
+
+    def __post_init__(self) -> None:
+        for name in _FLAGS:
+            _expect(name, getattr(self, name), bool)
+        if self.dispatch_batches is not None:
+            _expect("dispatch_batches", self.dispatch_batches, bool)
+        if self.data_seed is not None:
+            _expect("data_seed", self.data_seed, int)
+
+
+_FLAGS = (
+    "split_batches",
+    "even_batches",
+    "use_seedable_sampler",
+    "non_blocking",
+    "use_stateful_dataloader",
+)
+
+
+def _expect(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name}={value!r}: expected {kind.__name__}")

@@ -1,0 +1,200 @@
+"""Loaders whose data rank 0 alone reads.
+
+A round is sent as one header (the structure of each rank's batch, with what is not a tensor) and
+one buffer a rank, which holds its tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from notebook_accel.training.collectives import as_bytes, broadcast_object_list, lane
+from notebook_accel.training.loaders import PreparedLoader
+from notebook_accel.training.nested import recursively_apply
+from notebook_accel.training.rounds import Part, Round, RoundDealer
+from notebook_accel.training.samplers import TailBatch
+from notebook_accel.training.seeding import synchronize_rng_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from notebook_accel.training.active import Position
+
+__all__ = ["DataLoaderDispatcher"]
+
+# A tensor of any type may begin at a multiple of it.
+_ALIGNMENT = 16
+
+
+class DataLoaderDispatcher(PreparedLoader):
+    """A loader that rank 0 reads, and that gives each rank its part."""
+
+    @property
+    def _marks_tail(self) -> bool:
+        return True
+
+    @property
+    def _dealer(self) -> Any:
+        return None
+
+    @property
+    def _batches_a_round(self) -> int:
+        return 1 if self._options.split_batches else self._options.num_processes
+
+    def _num_batches(self) -> int:
+        num_read, a_round = super()._num_batches(), self._batches_a_round
+        if self.drop_last:
+            return num_read // a_round
+        return math.ceil(num_read / a_round) - self._misses_last_round()
+
+    def _misses_last_round(self) -> bool:
+        options, size = self._options, self.total_batch_size
+        if not options.is_uneven or size is None:
+            return False
+        samples: Any = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
+        return 0 < len(samples) % size <= options.process_index
+
+    def _synchronize(self) -> None:
+        # The order is rank 0's; nobody else reads.
+        for rng_type in self.rng_types:
+            if rng_type != "generator":
+                synchronize_rng_state(rng_type)
+
+    def _read(self, position: Position) -> Iterator[Any]:
+        if self._options.num_processes == 1:
+            return self._read_from(position.given)
+        parts = self._lead(position) if self._options.process_index == 0 else self._follow(position)
+        return (
+            part.batch if part.last_round is None else TailBatch(part.batch, part.last_round)
+            for part in parts
+        )
+
+    def _lead(self, position: Position) -> Iterator[Part]:
+        rounds = RoundDealer(
+            num_parts=self._options.num_processes,
+            batches_a_round=self._batches_a_round,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            is_uneven=self._options.is_uneven,
+        ).deal(self._read_from(position.given * self._batches_a_round))
+        while True:
+            try:
+                dealt = next(rounds, None)
+                header, buffers = _pack(dealt)
+            except Exception as error:
+                # The others wait for a header, and without one they would wait for ever.
+                broadcast_object_list([pickle.dumps(_Failure(type(error).__name__, str(error)))])
+                raise
+            broadcast_object_list([header])
+            if dealt is None:
+                return
+            _scatter(buffers)
+            position.is_uneven = dealt.is_uneven
+            if dealt.parts[0] is not None:
+                yield dealt.parts[0]
+
+    def _follow(self, position: Position) -> Iterator[Part]:
+        while True:
+            (packed,) = broadcast_object_list([None])
+            header = pickle.loads(packed)
+            if header is None:
+                return
+            if isinstance(header, _Failure):
+                raise RuntimeError(
+                    f"rank 0 could not read the next batch: {header.kind}: {header.text}"
+                )
+            buffer = _take(header.num_bytes)
+            position.is_uneven = header.is_uneven
+            part = header.parts[self._options.process_index]
+            if part is not None:
+                yield _fill_slots(part, buffer)
+
+
+class _Failure(NamedTuple):
+    """Why there is no next round."""
+
+    kind: str
+    text: str
+
+
+class _Header(NamedTuple):
+    """A round without its tensors."""
+
+    parts: list[Part | None]
+    is_uneven: bool
+    num_bytes: int
+
+
+class _Slot(NamedTuple):
+    """Where in the buffer a tensor lies."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _pack(dealt: Round | None) -> tuple[bytes, list[torch.Tensor]]:
+    """The header of a round, and a buffer a rank; none where there is nothing to send."""
+    if dealt is None:
+        return pickle.dumps(None), []
+    parts: list[Part | None] = [None]  # rank 0 has its own
+    contents: list[list[tuple[_Slot, torch.Tensor]]] = [[]]
+    for part in dealt.parts[1:]:
+        held: list[tuple[_Slot, torch.Tensor]] = []
+        parts.append(_empty_slots(part, held))
+        contents.append(held)
+    num_bytes = max((held[-1][0].stop for held in contents if held), default=0)
+    header = pickle.dumps(_Header(parts, dealt.is_uneven, num_bytes))
+    return header, [_lay_out(held, num_bytes) for held in contents] if num_bytes else []
+
+
+def _empty_slots(part: Part | None, held: list[tuple[_Slot, torch.Tensor]]) -> Part | None:
+    """``part`` with slots for its tensors, which are put into ``held``."""
+
+    def take_out(tensor: torch.Tensor) -> _Slot:
+        start = held[-1][0].stop if held else 0
+        start += -start % _ALIGNMENT
+        slot = _Slot(start, start + tensor.nbytes, tuple(tensor.shape), tensor.dtype)
+        held.append((slot, tensor))
+        return slot
+
+    return None if part is None else part._replace(batch=recursively_apply(take_out, part.batch))
+
+
+def _lay_out(held: list[tuple[_Slot, torch.Tensor]], num_bytes: int) -> torch.Tensor:
+    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    for slot, tensor in held:
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        buffer[slot.start : slot.stop] = as_bytes(plain)
+    return buffer
+
+
+def _fill_slots(part: Part, buffer: torch.Tensor) -> Part:
+    def put_in(slot: _Slot) -> torch.Tensor:
+        return buffer[slot.start : slot.stop].view(slot.dtype).reshape(slot.shape)
+
+    return part._replace(batch=recursively_apply(put_in, part.batch, test_type=_is_slot))
+
+
+def _is_slot(value: object) -> bool:
+    return isinstance(value, _Slot)
+
+
+def _scatter(buffers: list[torch.Tensor]) -> None:
+    if buffers:
+        sent = [buffer.to(lane(buffer.device)) for buffer in buffers]
+        dist.scatter(torch.empty_like(sent[0]), sent, src=0)
+
+
+def _take(num_bytes: int) -> torch.Tensor:
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=lane(torch.device("cpu")))
+    if num_bytes:
+        dist.scatter(buffer, src=0)
+    return buffer

@@ -1,0 +1,93 @@
+"""Results of a batch from all ranks, without those of repeated samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from notebook_accel.training.active import Position, active_loaders
+from notebook_accel.training.collectives import gather, gather_object, gather_ragged, num_ranks
+from notebook_accel.training.nested import honor_type, is_namedtuple, leaves, rebuild
+from notebook_accel.training.nested import recursively_apply as apply_to_tensors
+
+__all__ = ["gather_for_metrics"]
+
+
+def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+    """Join what the ranks computed from their batches, each sample counted once.
+
+    Samples that were repeated to fill up the last batches are left out. Outside of a loop over a
+    prepared loader nothing is.
+
+    Args:
+        input_data: tensors, in any nesting, whose first dimension is that of the batch (those
+            of another size, and single numbers such as a loss, are all kept); lists of objects,
+            one a sample; or a dict or tuple of both.
+        use_gather_object: gather everything as objects: a list a rank, of which one list is made.
+
+    Returns:
+        The same structure, with tensors of ``(num_samples, ...)`` and lists of ``num_samples``.
+    """
+    position = active_loaders().position
+    if use_gather_object:
+        return gather_object(_cut_objects(input_data, position))
+    return _gather(input_data, position)
+
+
+def _gather(data: Any, position: Position | None) -> Any:
+    are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves(data)]
+    if all(are_tensors):
+        return _gather_tensors(data, position)
+    if isinstance(data, Mapping):
+        return rebuild(data, {key: _gather(item, position) for key, item in data.items()})
+    if isinstance(data, tuple) and (any(are_tensors) or is_namedtuple(data)):
+        return honor_type(data, (_gather(item, position) for item in data))
+    return gather_object(_cut_objects(data, position))
+
+
+def _cut_objects(data: Any, position: Position | None) -> Any:
+    """This rank's objects without those of repeated samples."""
+    last = None if position is None else position.last_round
+    is_column = isinstance(data, (list, tuple)) and not is_namedtuple(data)
+    if last is None or not is_column or last.rows not in (None, len(data)):
+        return data
+    return _cut(data, last.rows, last.kept)
+
+
+def _cut(rows: Any, expected: int | None, kept: int) -> Any:
+    """``rows`` that are not repeated; a batch of unknown size is kept whole, or not at all."""
+    return rows[:kept] if expected is not None or not kept else rows
+
+
+def _gather_tensors(data: Any, position: Position | None) -> Any:
+    if position is None or num_ranks() == 1:
+        return gather(data)
+    if position.is_uneven:
+        return _gather_uneven(data, position)
+    last = position.last_round
+    if last is None:
+        return gather(data)
+
+    def join(tensor: torch.Tensor) -> torch.Tensor:
+        joined: torch.Tensor = gather(tensor)
+        is_of_batch = tensor.ndim > 0 and tensor.shape[0] == last.rows
+        return joined[: last.real] if is_of_batch else joined
+
+    return apply_to_tensors(join, data)
+
+
+def _gather_uneven(data: Any, position: Position) -> Any:
+    last = position.last_round
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.ndim:
+            return tensor.reshape(1)
+        if last is None or last.rows not in (None, tensor.shape[0]):
+            return tensor
+        return _cut(tensor, last.rows, last.kept)  # type: ignore[no-any-return]
+
+    cuts = [cut(leaf) for leaf in leaves(data)]
+    joined = iter(gather_ragged(cuts))
+    return apply_to_tensors(lambda _: next(joined), data)

@@ -1,0 +1,452 @@
+"""Prepared loaders: torch DataLoaders whose batches are this rank's, and lie on its device.
+
+The pass runs one batch ahead of the loop, so that the last batch is known to be the last while
+the loop has it (:class:`~notebook_accel.training.active.Position`). What a pass costs beyond
+torch's own is a few attribute reads a batch: everything that can be is decided at its start.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from notebook_accel.launch.rank import current
+from notebook_accel.training.active import Position, active_loaders
+from notebook_accel.training.collectives import num_ranks, this_rank
+from notebook_accel.training.nested import send_to_device
+from notebook_accel.training.samplers import (
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    TailBatch,
+    TailCollate,
+    length_of,
+)
+from notebook_accel.training.seeding import synchronize_rng_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+__all__ = ["DataLoaderShard", "LoaderOptions", "PreparedLoader", "SkipDataLoader"]
+
+_NONE = object()
+# An odd constant near 2**64 divided by the golden ratio: neighbours land far apart.
+_SPREAD = 0x9E37_79B9_7F4A_7C15
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """What a prepared loader knows beside what torch's does."""
+
+    device: torch.device | None = None
+    """Where batches are put; None leaves them where they are."""
+
+    non_blocking: bool = False
+    """Whether the copies to the device run in the background."""
+
+    rng_types: tuple[str, ...] = ()
+    """Random states that every rank takes from rank 0 at the start of a pass."""
+
+    synchronized_generator: torch.Generator | None = None
+    """The generator that the order comes from, where there is one."""
+
+    num_processes: int = 1
+    process_index: int = 0
+
+    split_batches: bool = False
+    """Whether each batch of the loader is divided over the ranks."""
+
+    is_uneven: bool = False
+    """Whether ranks may get batches of different sizes, where the samplers don't say."""
+
+    skip_batches: int | None = None
+    """The batch to begin each epoch with; None is the first, or that of a restored state."""
+
+
+class _Progress:
+    """How far a loader is, shared with those that skip batches of it."""
+
+    def __init__(self) -> None:
+        self.iteration = 0
+        self.position: Position | None = None  # of the newest pass
+        self.generators: dict[str, torch.Tensor] = {}  # their states when it began
+        self.restored: Mapping[str, Any] | None = None  # where the next pass has to begin
+
+
+class _IndexSource:
+    """What torch's iterators read: the loader's sampler, from a given batch on for one pass."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.start = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.start = self.start, 0
+        return itertools.islice(self.sampler, start, None) if start else iter(self.sampler)
+
+    def __len__(self) -> int:
+        return length_of(self.sampler)
+
+
+class PreparedLoader(DataLoader[Any]):
+    """What the prepared loaders have in common."""
+
+    _options: LoaderOptions
+    _progress: _Progress
+    _index: _IndexSource
+
+    @classmethod
+    def around(cls, loader: DataLoader[Any], options: LoaderOptions) -> PreparedLoader:
+        """A prepared loader with everything that ``loader`` has.
+
+        A subclass of DataLoader stays one: what it overrides still holds.
+        """
+        new = _copy_as(cls, loader)
+        new._settle(options, _Progress())
+        return new
+
+    def skipping(self, num_batches: int) -> PreparedLoader:
+        """This loader from batch ``num_batches`` of each epoch on."""
+        new = _copy_as(PreparedLoader, self)
+        new._settle(replace(self._options, skip_batches=num_batches), self._progress)
+        return new
+
+    def _settle(self, options: LoaderOptions, progress: _Progress) -> None:
+        self._options = options
+        self._progress = progress
+        self._index = _IndexSource(super()._index_sampler)
+
+    @property
+    def _index_sampler(self) -> Any:
+        return self._index
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where batches are put; None where they stay."""
+        return self._options.device
+
+    @property
+    def rng_types(self) -> tuple[str, ...]:
+        """Random states that every rank takes from rank 0 at the start of a pass."""
+        return self._options.rng_types
+
+    @property
+    def synchronized_generator(self) -> torch.Generator | None:
+        """The generator that the order comes from, where there is one."""
+        return self._options.synchronized_generator
+
+    @property
+    def skip_batches(self) -> int:
+        """Batches at the start of each epoch that are left out."""
+        return self._options.skip_batches or 0
+
+    @property
+    def iteration(self) -> int:
+        """Number of the epoch that is under way or comes next."""
+        return self._progress.iteration
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch that the newest pass gave is its last."""
+        position = self._progress.position
+        return position is not None and position.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Samples of all ranks in the last round (0: whole, -1: not known)."""
+        position = self._progress.position
+        return -1 if position is None else position.remainder
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples of all ranks a step; None where it is not known."""
+        size: int | None = getattr(self._dealer, "batch_size", None) or self.batch_size
+        if size is None or self._options.split_batches:
+            return size
+        return size * self._options.num_processes
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Number of samples of the whole dataset."""
+        dataset: Any = self.dataset
+        return length_of(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
+
+    @property
+    def _dealer(self) -> Any:
+        """What shares samples out over the ranks."""
+        is_iterable = isinstance(self.dataset, IterableDataset)
+        return self.dataset if is_iterable else self._index.sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes, to the samplers and the dataset too."""
+        self._progress.iteration = epoch
+        inner = getattr(self.batch_sampler, "sampler", None)
+        parts: list[Any] = [self.batch_sampler, self.sampler, inner, self.dataset]
+        for part in {id(part): part for part in parts}.values():
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, the random states at its start, and the number of batches given in it."""
+        progress, position = self._progress, self._progress.position
+        if position is None or position.is_over:
+            given, states = 0, self._generator_states()
+        else:
+            given, states = position.given, progress.generators
+        return {"iteration": progress.iteration, "given": given, "generators": states}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken: the next pass is the rest of that epoch."""
+        self._progress.iteration = state_dict["iteration"]
+        self._progress.restored = state_dict
+
+    def _generators(self) -> dict[str, torch.Generator]:
+        named = {"workers": self.generator, "order": self.synchronized_generator}
+        return {name: generator for name, generator in named.items() if generator is not None}
+
+    def _generator_states(self) -> dict[str, torch.Tensor]:
+        return {name: generator.get_state() for name, generator in self._generators().items()}
+
+    def __len__(self) -> int:
+        return max(0, self._num_batches() - self.skip_batches)
+
+    def _num_batches(self) -> int:
+        """Batches an epoch that this rank gets."""
+        return super().__len__()
+
+    def __iter__(self) -> Any:
+        start = self._restore()
+        self._synchronize()
+        self._progress.generators = self._generator_states()
+        self.set_epoch(self.iteration)
+        position = Position(
+            given=start,
+            remainder=getattr(self._dealer, "remainder", -1),
+            is_uneven=getattr(self._dealer, "is_uneven", self._options.is_uneven),
+        )
+        self._progress.position = position
+        return self._give(self._read(position), position)
+
+    def _restore(self) -> int:
+        """Go back to the start of a restored epoch; gives the batch to begin with."""
+        restored, self._progress.restored = self._progress.restored, None
+        if restored is None:
+            return self.skip_batches
+        for name, generator in self._generators().items():
+            if name in restored["generators"]:
+                generator.set_state(restored["generators"][name])
+        skip = self._options.skip_batches
+        return int(restored["given"]) if skip is None else skip
+
+    def _synchronize(self) -> None:
+        """Give every rank rank 0's random states, so that all run through the same order."""
+        if num_ranks() == 1:
+            return
+        for rng_type in self.rng_types:
+            if rng_type != "generator":
+                synchronize_rng_state(rng_type)
+                continue
+            if self.synchronized_generator is not None:
+                synchronize_rng_state(rng_type, self.synchronized_generator)
+            for sampler in samplers_of(self):
+                if isinstance(sampler, SeedableRandomSampler):
+                    sampler.agree_on_seed()
+
+    def _get_iterator(self) -> Any:
+        # Torch draws the base seed of the workers from the loader's generator, alike on all
+        # ranks once it is synchronized: the ranks would then augment their samples alike.
+        own = self.generator
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=own))
+        seed += self._options.process_index * _SPREAD
+        self.generator = torch.Generator().manual_seed(seed % 2**64)
+        try:
+            return super()._get_iterator()
+        finally:
+            self.generator = own
+
+    def _read(self, position: Position) -> Iterator[Any]:
+        """The batches of this rank from ``position`` on, as the dataset made them."""
+        return self._read_from(position.given)
+
+    def _read_from(self, start: int) -> Iterator[Any]:
+        if isinstance(self.dataset, IterableDataset):
+            return itertools.islice(super().__iter__(), start, None)
+        self._index.start = start
+        return iter(super().__iter__())
+
+    def _give(self, source: Iterator[Any], position: Position) -> Iterator[Any]:
+        context = current()
+        count, active = context.count_batch, active_loaders(context)
+        stack, total, receive = active.stack, self._count_total(), self._receiver(position)
+        position.loader = self
+        try:
+            batch = next(source, _NONE)
+            if batch is not _NONE and receive is not None:
+                batch = receive(batch)
+            for following in source:
+                count(total)
+                if not stack or stack[-1] is not position:
+                    active.put_on_top(position)
+                position.given += 1
+                yield batch
+                batch = following if receive is None else receive(following)
+            self._reach_end(position)
+            if batch is not _NONE:
+                count(total)
+                active.put_on_top(position)
+                position.given += 1
+                yield batch
+        finally:
+            active.drop(position)
+            self._leave(position)
+
+    def _reach_end(self, position: Position) -> None:
+        position.end_of_dataloader = True
+        if hasattr(self._dealer, "last_round"):
+            position.last_round = self._dealer.last_round
+        if position.last_round is not None:
+            position.remainder = position.last_round.real
+        elif not self._options.is_uneven:
+            position.remainder = 0
+
+    def _leave(self, position: Position) -> None:
+        position.is_over = True
+        position.loader = None
+        if position.end_of_dataloader:
+            self._progress.iteration += 1
+
+    def _count_total(self) -> int | None:
+        # Torch warns of a dataset that gives more than it said, once its length was asked for.
+        asked = self._IterableDataset_len_called
+        try:
+            return len(self)
+        except TypeError:
+            return None
+        finally:
+            self._IterableDataset_len_called = asked
+
+    def _receiver(self, position: Position) -> Callable[[Any], Any] | None:
+        """What is done with each batch before it is given; None for nothing."""
+        move = mover(self._options.device, self._options.non_blocking)
+        if not self._marks_tail:
+            return move
+
+        def receive(batch: Any) -> Any:
+            position.last_round = None
+            if type(batch) is TailBatch:
+                batch, position.last_round = batch
+                position.remainder = position.last_round.real
+            return batch if move is None else move(batch)
+
+        return receive
+
+    @property
+    def _marks_tail(self) -> bool:
+        return isinstance(self.collate_fn, TailCollate)
+
+
+Loader = TypeVar("Loader", bound=DataLoader[Any])
+
+
+def _copy_as(kind: type[Loader], loader: DataLoader[Any]) -> Loader:
+    kinds: tuple[Any, Any] = (kind, type(loader))
+    joined = _joined(*kinds)
+    new: Loader = joined.__new__(joined)
+    vars(new).update(vars(loader), _iterator=None)
+    return new
+
+
+@lru_cache
+def _joined(kind: Any, other: Any) -> Any:
+    """A class that is both."""
+    if issubclass(kind, other) or issubclass(other, kind):
+        return kind if issubclass(kind, other) else other
+    return type(kind)(kind.__name__, (kind, other), {"__module__": kind.__module__})
+
+
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """The samplers of a loader, outer ones first, each once."""
+    found: list[Any] = []
+    waiting = [loader.batch_sampler, loader.sampler]
+    while waiting:
+        sampler = waiting.pop(0)
+        if sampler is not None and not any(sampler is other for other in found):
+            found.append(sampler)
+            waiting += [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
+    return found
+
+
+def mover(device: torch.device | None, non_blocking: bool) -> Callable[[Any], Any] | None:
+    """A function that puts a batch on ``device``; None where all batches lie there already."""
+    if device is None or (device.type == "cpu" and not torch.accelerator.is_available()):
+        return None
+    return partial(send_to_device, device=device, non_blocking=non_blocking)
+
+
+class DataLoaderShard(PreparedLoader):
+    """A loader that gives each rank its own batches, which the rank itself reads.
+
+    Args:
+        dataset: as torch's DataLoader, like all other arguments.
+        device: where batches are put; None leaves them where they are.
+        rng_types: random states that every rank takes from rank 0 at the start of a pass.
+        synchronized_generator: the generator that the order comes from.
+        skip_batches: batches at the start of each epoch that are left out.
+        non_blocking: copy to the device in the background.
+        **kwargs: further arguments of torch's DataLoader.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Iterable[str] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        *,
+        non_blocking: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        kwargs.setdefault("generator", torch.Generator().manual_seed(torch.initial_seed()))
+        super().__init__(dataset, **kwargs)
+        options = LoaderOptions(
+            device=device,
+            non_blocking=non_blocking,
+            rng_types=tuple(rng_types or ()),
+            synchronized_generator=synchronized_generator,
+            skip_batches=skip_batches or None,
+            num_processes=num_ranks(),
+            process_index=this_rank(),
+        )
+        self._settle(options, _Progress())
+
+
+class SkipDataLoader(DataLoader[Any]):
+    """A loader, not prepared, without the first batches of an iterable dataset.
+
+    Args:
+        dataset: as torch's DataLoader, like all other arguments.
+        skip_batches: batches at the start of each epoch that are left out.
+        **kwargs: further arguments of torch's DataLoader.
+    """
+
+    def __init__(self, dataset: Any, skip_batches: int = 0, **kwargs: Any) -> None:
+        super().__init__(dataset, **kwargs)
+        self.skip_batches = skip_batches
+
+    @classmethod
+    def around(cls, loader: DataLoader[Any], skip_batches: int) -> SkipDataLoader:
+        """``loader`` without its first batches."""
+        new = _copy_as(cls, loader)
+        new.skip_batches = skip_batches
+        return new
+
+    def __iter__(self) -> Any:
+        return itertools.islice(super().__iter__(), self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self.skip_batches)

@@ -1,0 +1,76 @@
+"""Random numbers: seeds, and the same state on every rank."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from notebook_accel.launch.rank import current
+from notebook_accel.training.collectives import broadcast, num_ranks, this_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed the random numbers of Python, numpy and torch, on every device.
+
+    Args:
+        seed: the seed.
+        device_specific: add the number of the rank, so that each draws its own.
+        deterministic: make torch take deterministic algorithms (some operations then raise).
+    """
+    if device_specific:
+        seed += this_rank() if num_ranks() > 1 else current().rank
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def synchronize_rng_state(
+    rng_type: str | None = None, generator: torch.Generator | None = None
+) -> None:
+    """Give every rank the random state of rank 0.
+
+    Args:
+        rng_type: "torch" (of the CPU), "generator", or a device type that torch knows, such as
+            "cuda".
+        generator: whose state, where ``rng_type`` is "generator".
+
+    Raises:
+        ValueError: "generator" without a generator, or an unknown type.
+    """
+    kind = str(getattr(rng_type, "value", rng_type))
+    if kind == "generator":
+        if generator is None:
+            raise ValueError("rng_type 'generator' needs a generator, but generator is None")
+        generator.set_state(broadcast(generator.get_state()))
+    elif kind == "torch":
+        torch.set_rng_state(broadcast(torch.get_rng_state()))
+    else:
+        device = _device_module(kind)
+        device.set_rng_state(broadcast(device.get_rng_state()))
+
+
+def _device_module(kind: str) -> Any:
+    try:
+        return torch.get_device_module(kind)
+    except RuntimeError:
+        raise ValueError(
+            f"rng_type={kind!r}: expected 'torch', 'generator', or a device type that torch knows"
+        ) from None
+
+
+def synchronize_rng_states(
+    rng_types: Iterable[str], generator: torch.Generator | None = None
+) -> None:
+    """:func:`synchronize_rng_state` for each of several types."""
+    for rng_type in rng_types:
+        synchronize_rng_state(rng_type, generator=generator)
