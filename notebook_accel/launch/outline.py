@@ -28,6 +28,7 @@ class Advance:
         count: "130/200" or "1,240".
         rate: "12.3 it/s", or "".
         remaining: "0:05", or "".
+        text: label and count in one phrase.
     """
 
     label: str = ""
@@ -35,6 +36,7 @@ class Advance:
     count: str = ""
     rate: str = ""
     remaining: str = ""
+    text: str = ""
 
 
 def advance(rank: RankState, *, pace: float | None = None) -> Advance:
@@ -42,7 +44,7 @@ def advance(rank: RankState, *, pace: float | None = None) -> Advance:
 
     Args:
         rank: the rank.
-        pace: batches or steps a second, for a rank that draws no bar.
+        pace: batches (else steps) a second, for a rank that draws no bar.
     """
     if rank.bars:
         return _by_bar(rank)
@@ -53,20 +55,49 @@ def _by_bar(rank: RankState) -> Advance:
     # The newest bar is kept once closed: between two epochs the row would flicker otherwise.
     bar = rank.bars[-1]
     outer = [_position(bar) for bar in rank.bars[:-1] if not bar.closed]
-    rate = bar.rate or 0.0
-    going_on = bar.total is not None and not (bar.closed or rank.has_ended)
-    left = (bar.total or 0.0) - bar.n if going_on else 0.0
+    label = ", ".join(part for part in [bar.name, *reversed(outer)] if part)
+    count = _of(bar.n, bar.total)
+    is_over = bar.closed or rank.has_ended
     return Advance(
-        label=" / ".join(part for part in [*outer, bar.name] if part),
+        label=label,
         fraction=_fraction(bar.n, bar.total),
-        count=_of(bar.n, bar.total),
-        rate=wording.rate(rate, bar.unit),
-        remaining=wording.clock(left / rate) if rate > 0 and left > 0 else "",
+        count=count,
+        rate=wording.rate(bar.rate or 0.0, bar.unit),
+        remaining="" if is_over else _time_left(bar.n, bar.total, bar.rate),
+        text=f"{label}: {count}" if label else count,
     )
 
 
 def _position(bar: BarState) -> str:
     return f"{bar.name} {_of(bar.n, bar.total)}".strip()
+
+
+def _by_count(rank: RankState, pace: float | None) -> Advance:
+    unit, value = ("batch", rank.batches) if rank.batches else ("step", rank.steps)
+    if not value:
+        return Advance(fraction=1.0 if rank.returned else None)
+    total = rank.total_batches or None
+    done = rank.batches - rank.pass_start if total else value
+    return Advance(
+        label=_what(rank),
+        fraction=1.0 if rank.returned else _fraction(done, total),
+        count=_of(done, total),
+        rate=wording.rate(pace or 0.0, unit),
+        remaining="" if rank.has_ended else _time_left(done, total, pace),
+        text=_counted(rank, done, total),
+    )
+
+
+def _what(rank: RankState) -> str:
+    if not rank.steps:
+        return "batches"
+    return f"{wording.count(rank.steps)} steps" if rank.batches else "steps"
+
+
+def _counted(rank: RankState, done: float, total: float | None) -> str:
+    steps = f"{wording.count(rank.steps)} steps" if rank.steps else ""
+    batches = f"{_of(done, total)} batches" if rank.batches else ""
+    return ", ".join(part for part in (steps, batches) if part)
 
 
 def _of(n: float, total: float | None) -> str:
@@ -77,20 +108,14 @@ def _fraction(n: float, total: float | None) -> float | None:
     return None if not total else min(1.0, max(0.0, n / total))
 
 
-def _by_count(rank: RankState, pace: float | None) -> Advance:
-    unit, value = ("step", rank.steps) if rank.steps else ("batch", rank.batches)
-    if not value:
-        return Advance(fraction=1.0 if rank.returned else None)
-    return Advance(
-        label="steps" if rank.steps else "batches",
-        fraction=1.0 if rank.returned else None,
-        count=wording.count(value),
-        rate=wording.rate(pace or 0.0, unit),
-    )
+def _time_left(n: float, total: float | None, per_second: float | None) -> str:
+    if total is None or not per_second or n >= total:
+        return ""
+    return wording.clock((total - n) / per_second)
 
 
 class Pace:
-    """Batches or steps a second of each rank, over the last seconds."""
+    """Batches, else steps, a second of each rank, over the last seconds."""
 
     def __init__(self) -> None:
         self._seen: dict[int, deque[tuple[float, int]]] = {}
@@ -99,7 +124,7 @@ class Pace:
         """Take the ranks' counts at ``now`` (seconds)."""
         for rank in state.ranks:
             seen = self._seen.setdefault(rank.rank, deque())
-            value = rank.steps or rank.batches
+            value = rank.batches or rank.steps
             if seen and value < seen[-1][1]:
                 seen.clear()
             seen.append((now, value))

@@ -51,12 +51,10 @@ def folded(ranks: Sequence[RankState], shown: Iterable[RankState]) -> str:
 
 def facts(rank: RankState, seconds: float) -> tuple[str, str, str, str, str]:
     """What a summary says of a rank after ``seconds``, in the order of :data:`COLUMNS`."""
-    items = rank.steps or rank.batches
+    items = rank.batches or rank.steps
     far = advance(rank, pace=items / seconds if seconds > 0 else None)
-    words = (far.label, far.count) if rank.bars else (far.count, far.label)
-    progress = " ".join(word for word in words if word)[:_MAX_PROGRESS]
     how = f"{SIGNS.get(rank.status, '●')} {rank.status}"
-    return str(rank.rank), how, progress, far.rate, memory_of(rank)
+    return str(rank.rank), how, far.text[:_MAX_PROGRESS], far.rate, memory_of(rank)
 
 
 def summarise(state: RunState, *, now: float) -> list[str]:

@@ -117,7 +117,7 @@ def _row(rank: RankState, pace: float | None) -> Html:
         "tr",
         element("td", str(rank.rank), class_="na-c-rank"),
         element("td", _how(rank), class_=f"na-c-state na-{rank.status}"),
-        element("td", cut(far.label, 60), class_="na-c-label"),
+        element("td", cut(far.label, 60), class_="na-c-label", title=cut(far.label, 120) or None),
         element("td", _bar(rank, far), class_="na-c-bar"),
         element("td", far.count, class_="na-c-count"),
         element("td", far.rate, class_="na-c-rate"),
@@ -131,11 +131,14 @@ def _how(rank: RankState) -> str:
 
 
 def _bar(rank: RankState, far: Advance) -> Html:
-    said = " ".join(part for part in (f"rank {rank.rank}:", far.label, far.count) if part)
     # A bar without a value would animate anew at every update: an empty one stands still.
     value = round(far.fraction or 0.0, 3)
     return element(
-        "progress", max=1, value=value, aria_label=cut(said, 80), class_=f"na-{rank.status}"
+        "progress",
+        max=1,
+        value=value,
+        aria_label=cut(f"rank {rank.rank}: {far.text}", 80),
+        class_=f"na-{rank.status}",
     )
 
 
@@ -203,18 +206,15 @@ def _output(state: RunState, chosen: int | None, lines: int, width: int) -> Html
     return join(
         [
             element("div", "output", class_="na-log-title na-muted"),
-            # Reversed columns start scrolled to their end, where the newest line is.
-            element(
-                "div", element("div", *blocks), class_="na-log", role="log", aria_label="output"
-            ),
+            element("div", *blocks, class_="na-log", role="log", aria_label="output"),
         ]
     )
 
 
 def _of_all(state: RunState, lines: int, width: int) -> list[Html]:
     with_output = [rank for rank in state.ranks if rank.tail]
-    each = max(1, lines // max(1, len(with_output)))
-    return [_block(rank, each, width) for rank in with_output[: max(lines, 1)]]
+    each = max(2, lines // max(1, len(with_output)))
+    return [_block(rank, each, width) for rank in with_output[:lines]]
 
 
 def _block(rank: RankState, lines: int, width: int) -> Html:
@@ -225,6 +225,7 @@ def _block(rank: RankState, lines: int, width: int) -> Html:
     return element(
         "div",
         element("span", str(rank.rank), class_=f"na-tag na-tag{rank.rank % 6}"),
-        element("pre", text),
+        # A reversed column starts scrolled to its end, where the newest line is.
+        element("div", element("pre", text)),
         class_="na-block",
     )

@@ -90,7 +90,7 @@ class _Box:
 
 def _image(curves: Mapping[str, Sequence[Point]], width: int, height: int) -> Html:
     filled = {label: thin_out(points) for label, points in curves.items() if points}
-    box = _Box(46, 8, width - 58, height - 28)
+    box = _Box(54, 8, width - 66, height - 28)
     bounds = _bounds(list(filled.values()) or [[(0.0, 0.0)]])
     lines = [
         _line(points, box, bounds, COLOURS[index % len(COLOURS)])

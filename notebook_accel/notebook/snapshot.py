@@ -34,8 +34,9 @@ _FRAME = (
     "font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;font-size:13px;"
     "line-height:1.5"
 )
-_CELL = f"text-align:left;padding:3px 12px 3px 0;border:none;border-top:{_LINE};font-size:13px"
-_HEAD = "text-align:left;padding:0 12px 3px 0;border:none;font-weight:normal;opacity:.65"
+_CELL = f"text-align:left;padding:3px 22px 3px 0;border:none;border-top:{_LINE};font-size:13px"
+_NARROW = f"{_CELL};white-space:nowrap;width:1%"
+_HEAD = "text-align:left;padding:0 22px 3px 0;border:none;font-weight:normal;opacity:.65"
 _TABLE = "border:none;border-collapse:collapse;margin:8px 0 4px;width:100%;font-size:13px"
 _TEXT = (
     f"{_MONO};white-space:pre-wrap;word-break:break-word;overflow:auto;max-height:320px;"
@@ -93,7 +94,7 @@ def _curves(metrics: Iterable[Mapping[str, Any]]) -> Curves:
         points = curves.setdefault(row["name"], {}).setdefault(row["rank"], [])
         step = row["step"]
         points.append((float(len(points) if step is None else step), float(row["value"])))
-    return curves
+    return {name: dict(sorted(by_rank.items())) for name, by_rank in curves.items()}
 
 
 def _plots(curves: Curves, *, limit: int = _MAX_PLOTS, width: int = 250) -> Html:
@@ -184,9 +185,8 @@ def _table(state: RunState, seconds: float) -> Html:
 
 def _row(facts: Sequence[str], status: str) -> Html:
     colour = _COLOURS.get(status)
-    cells = [element("td", fact, style=_CELL) for fact in facts]
-    if colour is not None:
-        cells[1] = element("td", facts[1], style=f"{_CELL};color:{colour}")
+    styles = [_NARROW, f"{_NARROW};color:{colour}" if colour else _NARROW, _CELL, _NARROW, _NARROW]
+    cells = [element("td", fact, style=style) for fact, style in zip(facts, styles, strict=True)]
     return element("tr", *cells, style="background:none")
 
 

@@ -48,7 +48,7 @@ table.na-ranks { table-layout: fixed; width: calc(100% - 28px); margin: 8px 14px
 .na-ranks td { height: 26px; padding: 0 10px 0 0; border: none; text-align: left;
   white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
 .na-ranks tr { background: none; }
-.na-c-rank { width: 40px; } .na-c-state { width: 68px; } .na-c-label { width: 150px; }
+.na-c-rank { width: 36px; } .na-c-state { width: 68px; } .na-c-label { width: 150px; }
 .na-c-count { width: 104px; } .na-c-rate { width: 92px; } .na-c-left { width: 52px; }
 .na-c-memory { width: 62px; }
 .na-ranks .na-c-count, .na-ranks .na-c-rate, .na-ranks .na-c-left, .na-ranks .na-c-memory {
@@ -57,9 +57,9 @@ table.na-ranks { table-layout: fixed; width: calc(100% - 28px); margin: 8px 14px
 .na-ranks td.na-c-label { font-size: 12px; }
 .na-ranks td.na-c-label, .na-ranks td.na-c-left, .na-ranks td.na-c-memory {
   color: var(--na-muted); }
-@container (max-width: 700px) {
-  .na-c-memory { display: none; } .na-c-label { width: 84px; } .na-c-count { width: 88px; } }
-@container (max-width: 560px) { .na-c-left, .na-c-label { display: none; } }
+@container (max-width: 760px) { .na-c-label { width: 104px; } .na-c-count { width: 80px; } }
+@container (max-width: 620px) { .na-c-label { display: none; } }
+@container (max-width: 520px) { .na-c-memory { display: none; } }
 .na progress { appearance: none; -webkit-appearance: none; display: block; width: 100%;
   height: 8px; border: none; border-radius: 4px; overflow: hidden;
   background: var(--na-soft); color: var(--na-brand); }
@@ -94,11 +94,13 @@ table.na-ranks { table-layout: fixed; width: calc(100% - 28px); margin: 8px 14px
   border-top: 1px solid var(--na-line); }
 .na-log-title { height: 34px; line-height: 34px; padding: 0 14px; font-size: 11px;
   border-top: 1px solid var(--na-line); }
-.na-log { height: 172px; overflow: auto; display: flex; flex-direction: column-reverse;
-  padding: 0 14px 8px; }
-.na-log > div { margin-bottom: auto; }
-.na-block { display: flex; gap: 10px; margin-bottom: 6px; }
-.na-block pre { flex: 1; min-width: 0; }
+.na-log { height: 174px; overflow: auto; padding: 0 14px 8px; display: grid; gap: 6px 18px;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 380px), 1fr));
+  grid-auto-rows: minmax(38px, 1fr); }
+.na-block { display: flex; gap: 8px; min-height: 0; min-width: 0; }
+.na-block > div { flex: 1; min-width: 0; overflow: auto; display: flex;
+  flex-direction: column-reverse; }
+.na-block pre { margin-bottom: auto; }
 .na-tag { flex: none; min-width: 22px; height: 18px; font: 11px/18px var(--na-mono);
   text-align: center; border-radius: 4px; background: var(--na-soft); color: var(--na-muted); }
 .na-stop, .na-filter { position: absolute; margin: 0; }
@@ -107,6 +109,6 @@ table.na-ranks { table-layout: fixed; width: calc(100% - 28px); margin: 8px 14px
   color: var(--na-bad); font-size: 13px; }
 .na-stop:hover:enabled { background: var(--na-bad); color: #fff; }
 .na-stop:disabled { color: var(--na-muted); opacity: .8; }
-.na-filter { right: 14px; bottom: 184px; width: 116px; height: 26px; }
-.na-filter select { height: 24px; line-height: 22px; font-size: 12px; border-radius: 4px; }
+.na-filter { right: 14px; bottom: 185px; width: 110px; height: 28px; }
+.na-filter select { border-radius: 6px; padding-left: 8px; background-color: transparent; }
 </style>"""

@@ -1,0 +1,148 @@
+"""Real kernels, of several versions of ipykernel, driven as a page drives them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jupyter_client.manager import KernelManager
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from jupyter_client.blocking.client import BlockingKernelClient
+
+__all__ = ["INSTALLED", "OTHERS", "Kernel", "Reply", "kernel_environment", "open_kernel", "overlay"]
+
+ROOT = Path(__file__).parents[2]
+INSTALLED = "installed"
+OTHERS = ("6.31.0", "7.3.0")
+
+
+def overlay(version: str) -> Path | None:
+    """A folder with ipykernel ``version`` alone, made if it is missing; None where it cannot be."""
+    if version == INSTALLED:
+        return None
+    folder = ROOT / ".overlays" / f"ipykernel-{version}"
+    if not (folder / "ipykernel").is_dir():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        target = ["--target", str(folder), f"ipykernel=={version}"]
+        subprocess.run([*command, *target], check=True, timeout=300)
+    return folder
+
+
+def kernel_environment(version: str) -> dict[str, str]:
+    """What a kernel of that version needs in its environment."""
+    folders = [folder for folder in (overlay(version), ROOT) if folder is not None]
+    return {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+
+
+@dataclass
+class Reply:
+    """What a cell did, as a page has it at the end.
+
+    Attributes:
+        status: "ok" or "error".
+        outputs: in their order, updates by display id applied.
+        text: all that it printed.
+        traceback: lines of its error.
+    """
+
+    status: str = ""
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    text: str = ""
+    traceback: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One message to the page: when it came, its type and its size in bytes."""
+
+    when: float
+    kind: str
+    size: int
+
+
+class Kernel:
+    """A kernel and its client."""
+
+    def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
+        self.manager = manager
+        self.client = client
+        self.seen: list[Seen] = []
+        self.displays: dict[str, dict[str, Any]] = {}
+
+    def run(self, code: str, *, timeout: float = 60, allow_stdin: bool = True) -> Reply:
+        """Run a cell to its end, and take what comes meanwhile."""
+        return self.finish(self.start(code, allow_stdin=allow_stdin), timeout=timeout)
+
+    def start(self, code: str, *, allow_stdin: bool = True) -> str:
+        """Send a cell; gives its message id."""
+        return str(self.client.execute(code, allow_stdin=allow_stdin))
+
+    def finish(self, message_id: str, *, timeout: float = 60) -> Reply:
+        """Take messages until that cell has ended."""
+        reply = Reply()
+        deadline = time.monotonic() + timeout
+        while True:
+            message = self.client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic()))
+            is_own = message["parent_header"].get("msg_id") == message_id
+            self._take(message, reply if is_own else Reply())
+            if is_own and message["content"].get("execution_state") == "idle":
+                return reply
+
+    def listen(self, seconds: float) -> None:
+        """Take what comes for that long."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                message = self.client.get_iopub_msg(timeout=deadline - time.monotonic())
+            except Exception:
+                return
+            self._take(message, Reply())
+
+    def _take(self, message: dict[str, Any], reply: Reply) -> None:
+        kind, content = message["msg_type"], message["content"]
+        size = len(json.dumps(content, default=str))
+        self.seen.append(Seen(time.monotonic(), kind, size))
+        if kind == "stream":
+            reply.text += content["text"]
+        elif kind in ("display_data", "execute_result"):
+            output = {"data": content["data"]}
+            reply.outputs.append(output)
+            display = content.get("transient", {}).get("display_id")
+            if display is not None:
+                self.displays[display] = output
+        elif kind == "update_display_data":
+            display = content["transient"]["display_id"]
+            if display in self.displays:
+                self.displays[display]["data"] = content["data"]
+        elif kind == "error":
+            reply.traceback = content["traceback"]
+            reply.status = "error"
+        if not reply.status:
+            reply.status = "ok"
+
+
+@contextmanager
+def open_kernel(version: str = INSTALLED) -> Iterator[Kernel]:
+    """A kernel for the time of the block, shut down at its end."""
+    manager = KernelManager()
+    manager.kernel_cmd = None  # type: ignore[assignment]
+    environment = {**os.environ, **kernel_environment(version)}
+    manager.start_kernel(env=environment, cwd=str(ROOT))
+    client = manager.blocking_client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=60)
+        yield Kernel(manager, client)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)

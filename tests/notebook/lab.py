@@ -1,0 +1,202 @@
+"""A real JupyterLab in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import nbformat
+
+from tests.notebook.kernels import ROOT, kernel_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from playwright.sync_api import Browser, Locator, Page
+
+__all__ = ["Lab", "Notebook", "open_browser", "open_lab"]
+
+_TOKEN = "token"
+_BROWSER_ARGUMENTS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+    "--disable-background-networking --disable-component-update --disable-sync"
+).split()
+_IS_IDLE = """() => {
+  const widget = window.jupyterapp.shell.currentWidget, context = widget && widget.sessionContext;
+  const kernel = context && context.session && context.session.kernel;
+  return context && context.isReady && kernel && kernel.connectionStatus === 'connected'
+    && kernel.status === 'idle';
+}"""
+_THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
+
+
+class Notebook:
+    """A notebook that is open in a page."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
+        self.panel.locator(".jp-Cell").first.wait_for(timeout=60_000)
+
+    def wait_until_idle(self) -> None:
+        """Wait until the kernel is there and has nothing to do."""
+        self.page.wait_for_function(_IS_IDLE, timeout=60_000)
+
+    def run_all(self) -> None:
+        """Start all cells; returns at once."""
+        run = "() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); return 0 }"
+        self.page.evaluate(run)
+
+    def output(self, cell: int) -> Locator:
+        """The outputs of a cell."""
+        return self.panel.locator(".jp-Cell").nth(cell).locator(".jp-Cell-outputArea")
+
+    def save(self) -> None:
+        self.page.evaluate(
+            "async () => { await window.jupyterapp.shell.currentWidget.context.save() }"
+        )
+
+    def set_theme(self, name: str) -> None:
+        """ "light" or "dark"."""
+        self.page.evaluate(
+            "async (theme) => { await window.jupyterapp.commands.execute("
+            "'apputils:change-theme', {theme}) }",
+            _THEMES[name],
+        )
+
+    def close(self) -> None:
+        """End the kernel and the page."""
+        shutdown = (
+            "async () => { await "
+            "window.jupyterapp.shell.currentWidget.sessionContext.shutdown() }"
+        )
+        self.page.evaluate(shutdown)
+        self.page.close()
+
+
+class Lab:
+    """A running server and the folder that it serves."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.url = url
+        self.folder = folder
+
+    def write(self, name: str, cells: Sequence[str], kernel: str) -> Path:
+        """A notebook of code cells."""
+        notebook = nbformat.v4.new_notebook(
+            cells=[nbformat.v4.new_code_cell(text) for text in cells],
+            metadata={"kernelspec": {"name": kernel, "display_name": kernel}},
+        )
+        path = self.folder / name
+        nbformat.write(notebook, path)
+        return path
+
+    def open(self, browser: Browser, name: str, **viewport: int) -> Notebook:
+        """Open a notebook in a new page, in a workspace of its own."""
+        page = browser.new_page(viewport={"width": 1100, "height": 1000, **viewport})
+        workspace = f"t{time.time_ns()}"
+        page.goto(
+            f"{self.url}/lab/workspaces/{workspace}/tree/{name}?token={_TOKEN}&reset",
+            timeout=60_000,
+        )
+        return Notebook(page)
+
+
+@contextmanager
+def open_lab(folder: Path, versions: Sequence[str]) -> Iterator[Lab]:
+    """A server with one kernel, named after it, for each version of ipykernel."""
+    data = folder / "data"
+    for version in versions:
+        _write_kernel(data / "kernels" / version, version)
+    work = folder / "work"
+    work.mkdir()
+    port = _free_port()
+    server = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "jupyterlab",
+            "--no-browser",
+            "--allow-root",
+            f"--ServerApp.port={port}",
+            "--ServerApp.port_retries=0",
+            f"--IdentityProvider.token={_TOKEN}",
+            f"--ServerApp.root_dir={work}",
+            "--LabApp.expose_app_in_browser=True",
+            "--LabApp.news_url=None",
+        ],
+        env={**os.environ, **_folders(folder), "JUPYTER_PATH": str(data)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_for(url, server)
+        yield Lab(url, work)
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+def _write_kernel(folder: Path, version: str) -> None:
+    folder.mkdir(parents=True)
+    spec = {
+        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "display_name": version,
+        "language": "python",
+        "env": kernel_environment(version),
+    }
+    (folder / "kernel.json").write_text(json.dumps(spec))
+
+
+def _folders(folder: Path) -> dict[str, str]:
+    """Settings of the tests alone: none of the person's, none left behind."""
+    names = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
+    found = {f"JUPYTER_{name}": str(folder / name.lower()) for name in names}
+    settings = folder / "settings"
+    found["JUPYTERLAB_SETTINGS_DIR"] = str(settings)
+    found["JUPYTERLAB_WORKSPACES_DIR"] = str(folder / "workspaces")
+    news = settings / "@jupyterlab" / "apputils-extension"
+    news.mkdir(parents=True)
+    quiet = {"fetchNews": "false", "checkForUpdates": False}
+    (news / "notification.jupyterlab-settings").write_text(json.dumps(quiet))
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_for(url: str, server: subprocess.Popen[Any], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/api?token={_TOKEN}", timeout=5):
+                return
+        except OSError:
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+@contextmanager
+def open_browser(executable: str) -> Iterator[Browser]:
+    """A browser without a window."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=_BROWSER_ARGUMENTS)
+        try:
+            yield browser
+        finally:
+            browser.close()
