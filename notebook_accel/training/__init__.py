@@ -1,0 +1,1 @@
+"""What runs inside a rank: the Accelerator and its parts, on torch and never on IPython."""

@@ -1,0 +1,520 @@
+"""``Accelerator``: one object through which a training loop runs on one device or on many.
+
+Each method hands over to the part that does the work: ``processes`` (the ranks), ``strategies``
+(how models are spread), ``precision``, ``accumulation``, ``prepare``, ``collectives``,
+``checkpoint``, ``tracking``.
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch.distributed.algorithms.join import Join
+
+from notebook_accel.launch.rank import current
+from notebook_accel.training import collectives, devices
+from notebook_accel.training.accumulation import Window
+from notebook_accel.training.checkpoint import Checkpoints
+from notebook_accel.training.configured import ConfiguredView
+from notebook_accel.training.data import skip_first_batches
+from notebook_accel.training.gathering import gather_for_metrics
+from notebook_accel.training.plan import make_plan, refuse_unbuilt, resolve_loaders, resolve_project
+from notebook_accel.training.prepare import Preparation, extract_model_from_parallel
+from notebook_accel.training.process_group import close_process_group
+from notebook_accel.training.profiling import profile
+from notebook_accel.training.progress import progress
+from notebook_accel.training.settings import ProfileKwargs, check_steps, pick_handler
+from notebook_accel.training.state import AcceleratorSettings
+from notebook_accel.training.tracking import run_metrics
+from notebook_accel.training.weights import save_model, save_object
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.profiler import profile as Profiler  # noqa: N812
+    from torch.utils.data import DataLoader
+    from torch.utils.hooks import RemovableHandle
+
+    from notebook_accel.training.data_config import DataLoaderConfiguration
+    from notebook_accel.training.optimizer import AcceleratedOptimizer
+    from notebook_accel.training.scheduler import AcceleratedScheduler
+    from notebook_accel.training.settings import (
+        AutocastKwargs,
+        GradientAccumulationPlugin,
+        KwargsHandler,
+        ProjectConfiguration,
+    )
+
+    Path_ = str | os.PathLike[str]
+
+__all__ = ["Accelerator"]
+
+_Item = TypeVar("_Item")
+
+
+class Accelerator(ConfiguredView):
+    """Makes the objects of a training loop ready for where it runs, and runs its steps."""
+
+    _notebook_accel_stays_home: ClassVar[str] = "make it inside the function"
+
+    def __init__(
+        self,
+        *,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        rng_types: Sequence[Any] | None = None,
+        project_dir: Path_ | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dispatch_batches: bool | None = None,
+        even_batches: bool | None = None,
+        use_seedable_sampler: bool | None = None,
+        **others: Any,
+    ) -> None:
+        """Find out where this rank stands; make the process group if there are several ranks.
+
+        Args:
+            device_placement: whether ``prepare`` puts models and batches on the device.
+            mixed_precision: "no", "bf16" or "fp16"; None asks the environment.
+            gradient_accumulation_steps: batches a step; None asks the environment.
+            cpu: compute on the host whatever else is there.
+            dataloader_config: how batches are shared out; ``split_batches``,
+                ``dispatch_batches``, ``even_batches`` and ``use_seedable_sampler`` set fields
+                of it.
+            rng_types: random numbers that ranks take from rank 0 as a loader begins.
+            project_dir: folder of the project, for numbered checkpoints.
+            project_config: more about that folder.
+            gradient_accumulation_plugin: more about windows, instead of the number of steps.
+            step_scheduler_with_optimizer: False moves prepared schedulers at each call.
+            kwargs_handlers: arguments for things of torch, each of another class.
+            **others: what other versions take: refused unless it asks for nothing.
+
+        Raises:
+            ConfigError: a setting makes no sense, or is not built.
+        """
+        refuse_unbuilt(others)
+        loaders = resolve_loaders(
+            dataloader_config,
+            split_batches=split_batches,
+            dispatch_batches=dispatch_batches,
+            even_batches=even_batches,
+            use_seedable_sampler=use_seedable_sampler,
+        )
+        plan = make_plan(
+            cpu=cpu,
+            mixed_precision=mixed_precision,
+            num_steps=gradient_accumulation_steps,
+            plugin=gradient_accumulation_plugin,
+            handlers=kwargs_handlers or (),
+            loaders=loaders,
+            device_placement=device_placement,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            rng_types=rng_types,
+        )
+        super().__init__(plan, resolve_project(project_config, project_dir))
+        self._accumulation = plan.accumulation
+        self._strategy = plan.strategy
+        self._scaling = plan.precision.scaling
+        self._prepared = Preparation(plan)
+        self._checkpoints = Checkpoints(self._prepared, self.project_configuration)
+        self._triggered = False
+        self._accumulation.show()
+        AcceleratorSettings(self.mixed_precision, self._strategy.distributed_type).show()
+        self._prepared.watch.start(self)
+
+    # Making objects ready.
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Make models, optimizers, data loaders and schedulers ready, in any order.
+
+        Args:
+            *args: the objects; others are given back as they are.
+            device_placement: for each object, whether it is put on the device.
+
+        Returns:
+            the objects to use instead, in the same order; a single one not as a tuple.
+
+        Raises:
+            TypeError: an object belongs to another framework.
+        """
+        placement: Sequence[bool | None] = device_placement or [None] * len(args)
+        ready = self._prepared.prepare(args, placement)
+        return ready[0] if len(ready) == 1 else tuple(ready)
+
+    def prepare_model(
+        self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """The model on its device, in its precision, spread over the ranks unless it is only
+        evaluated."""
+        return self._prepared.model(model, device_placement, evaluation=evaluation_mode)
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+    ) -> DataLoader[Any]:
+        """The loader that gives this rank's batches."""
+        return self._prepared.loader(data_loader, device_placement)
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """The optimizer that steps at the end of a window."""
+        return self._prepared.optimizer(optimizer, device_placement)
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """The scheduler that moves with its optimizer's steps."""
+        return self._prepared.scheduler(scheduler)
+
+    def unwrap_model(
+        self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> Any:
+        """The user's model inside what ``prepare`` put around it.
+
+        Args:
+            model: as ``prepare`` gave it.
+            keep_fp32_wrapper: leave its forward in the mixed precision; False gives it back
+                the forward that it had, for good.
+            keep_torch_compile: leave a model that was compiled before ``prepare`` compiled.
+        """
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def skip_first_batches(
+        self, dataloader: DataLoader[Any], num_batches: int = 0
+    ) -> DataLoader[Any]:
+        """The loader from batch ``num_batches`` of the epoch on."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget what was prepared, begin windows anew, and free what nobody else holds.
+
+        Returns:
+            a None for each object, to assign to their names.
+        """
+        self._prepared.clear()
+        self._accumulation.reset()
+        given = len(objects)
+        del objects
+        gc.collect()
+        devices.empty_cache(self.device)
+        return [None] * given
+
+    clear = free_memory
+
+    # A step.
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of fp16; None otherwise."""
+        return None if self._scaling is None else self._scaling.scaler
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the next step of a prepared optimizer is a real one."""
+        return self._accumulation.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._accumulation.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Batches a window."""
+        return self._accumulation.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        check_steps("gradient_accumulation_steps", value)
+        self._accumulation.num_steps = value
+        self._prepared.watch.start(self)
+
+    @property
+    def step(self) -> int:
+        """Batches since the last window that a loader's end closed."""
+        return self._accumulation.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._accumulation.step = value
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether a prepared optimizer left out its last step because a gradient overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients of the loss, which is divided by the batches of a window."""
+        num_steps = self._accumulation.num_steps
+        if num_steps > 1:
+            loss = loss / num_steps
+        if self._scaling is not None:
+            loss = self._scaling.scale(loss)
+        self._strategy.backward(loss, **kwargs)
+
+    def accumulate(self, *models: Module) -> Window:
+        """A block for one batch of a window; gradients are exchanged and used at its last."""
+        return Window(self._accumulation, models, self._strategy.gradient_sync)
+
+    def no_sync(self, model: Module) -> AbstractContextManager[Any]:
+        """A block in which backward exchanges no gradients between ranks."""
+        return self._strategy.gradient_sync(model, False)
+
+    def trigger_sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
+        """A block whose backward exchanges gradients though its forward was in ``no_sync``."""
+        return self._strategy.gradient_sync(model, True)
+
+    def autocast(
+        self, autocast_handler: AutocastKwargs | None = None
+    ) -> AbstractContextManager[Any, bool | None]:
+        """A block whose operations compute in the mixed precision."""
+        return self._plan.precision.autocast(autocast_handler)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide the gradients of one, several or all prepared optimizers by the loss scale."""
+        if self._scaling is None:
+            return
+        given = self._prepared.optimizers if optimizer is None else optimizer
+        several = given if isinstance(given, (list, tuple)) else [given]
+        self._scaling.unscale(getattr(one, "optimizer", one) for one in several)
+
+    def clip_grad_norm_(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+    ) -> torch.Tensor:
+        """Clip the gradients of a complete window to a norm; within one nothing is clipped.
+
+        Returns:
+            the norm before, a tensor of one number.
+        """
+        own = self._ready_to_clip(parameters)
+        if not self.sync_gradients:
+            scale = 1.0 if self._scaling is None else self._scaling.scaler.get_scale()
+            return self._strategy.clip_grad_norm(own, float("inf"), norm_type) / scale
+        return self._strategy.clip_grad_norm(own, max_norm, norm_type)
+
+    def clip_grad_value_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
+    ) -> None:
+        """Clip each gradient of a complete window to [-clip_value, clip_value]."""
+        own = self._ready_to_clip(parameters)
+        if self.sync_gradients:
+            self._strategy.clip_grad_value(own, clip_value)
+
+    def _ready_to_clip(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        own = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if self._scaling is not None and self.sync_gradients:
+            self._scaling.unscale(self._prepared.owners(own))
+        return own
+
+    # Between the ranks.
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all ranks are here."""
+        self._strategy.barrier()
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors of all ranks, joined along the first dimension, in any nesting."""
+        return collectives.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """What all ranks computed from their batches, each sample counted once."""
+        return gather_for_metrics(input_data, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The tensors of all ranks combined: "sum", "mean", "max", "min" or "none"."""
+        return collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> Any:
+        """The tensors, padded along ``dim`` to the largest size that a rank has."""
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """A block in which ranks may have different numbers of batches.
+
+        Args:
+            joinables: the prepared models.
+            even_batches: what holds for prepared loaders within the block.
+        """
+        with self._prepared.even_batches(even_batches):
+            if self.num_processes == 1:
+                yield
+                return
+            with Join(list(joinables)):
+                yield
+
+    def set_trigger(self) -> None:
+        """Let the next ``check_trigger`` of all ranks be True."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether a rank called ``set_trigger`` since the last check; all ranks call it."""
+        flag = torch.tensor(float(self._triggered), device=self.device)
+        self._triggered = False
+        return bool(collectives.reduce(flag, "max") > 0)
+
+    # Saving and loading.
+
+    def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole weights of a model; all ranks call it.
+
+        Args:
+            model: as ``prepare`` gave it.
+            unwrap: False keeps the names that the wrapper gives.
+        """
+        if not unwrap:
+            return model.state_dict()
+        return self._strategy.state_dict(self.unwrap_model(model, True, False), full=True)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object once, by rank 0; the file is whole or not there.
+
+        Args:
+            obj: the object, such as a state dict.
+            f: path or open file.
+            safe_serialization: write a dictionary of tensors as safetensors.
+        """
+        if self._writes:
+            save_object(obj, f, safe=safe_serialization)
+
+    def save_model(
+        self,
+        model: Module,
+        save_directory: Path_,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights, in several files where they are large; all ranks call it."""
+        state = self.get_state_dict(model)
+        if self._writes:
+            save_model(state, Path(save_directory), max_shard_size, safe=safe_serialization)
+        self.wait_for_everyone()
+
+    @property
+    def _writes(self) -> bool:
+        each_machine = self.project_configuration.save_on_each_node
+        return self.is_local_main_process if each_machine else self.is_main_process
+
+    def save_state(self, output_dir: Path_ | None = None, safe_serialization: bool = True) -> str:
+        """Write a checkpoint of everything prepared and registered; all ranks call it.
+
+        Args:
+            output_dir: the folder, replaced in one step if it exists; None takes the next
+                number in ``project_dir/checkpoints``.
+            safe_serialization: weights as safetensors.
+
+        Returns:
+            the folder.
+
+        Raises:
+            ConfigError: no folder was given and checkpoints are not numbered.
+        """
+        return self._checkpoints.save(output_dir, safe=safe_serialization)
+
+    def load_state(
+        self,
+        input_dir: Path_ | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        strict: bool = True,
+    ) -> None:
+        """Read a checkpoint into everything prepared and registered; all ranks call it.
+
+        Args:
+            input_dir: the folder; None takes the newest number in ``project_dir/checkpoints``.
+            load_kwargs: arguments of ``torch.load`` for all but weights.
+            strict: whether names of weights must match.
+
+        Raises:
+            FileNotFoundError: there is no such checkpoint, or it lacks something.
+        """
+        self._checkpoints.load(input_dir, load_kwargs=load_kwargs, strict=strict)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Keep the state of more objects in checkpoints.
+
+        Raises:
+            ConfigError: one has no ``state_dict`` or no ``load_state_dict``.
+        """
+        self._checkpoints.register(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, weights, folder)`` on every rank before weights are written."""
+        return self._checkpoints.add_save_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, folder)`` on every rank before weights are read."""
+        return self._checkpoints.add_load_hook(hook)
+
+    # What a person sees.
+
+    @property
+    def should_stop(self) -> bool:
+        """True, on all ranks at the same step, once the run was asked to stop."""
+        return current().should_stop()
+
+    def progress(
+        self, iterable: Iterable[_Item], desc: str | None = None, total: float | None = None
+    ) -> Iterable[_Item]:
+        """``iterable`` with a progress bar: each rank's in the run's view, one in all elsewhere."""
+        return progress(iterable, desc, total, is_shown=self.is_local_main_process)
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Accepted: a run's own metrics need no start."""
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Show numbers live and keep them in ``run.metrics``: those of rank 0 alone.
+
+        Args:
+            values: Python numbers, tensors and arrays of one number, or dictionaries of them.
+            step: of the training.
+            log_kwargs: accepted, for trackers.
+        """
+        if self.is_main_process:
+            run_metrics.report(values, step)
+
+    def profile(
+        self, profile_handler: ProfileKwargs | None = None
+    ) -> AbstractContextManager[Profiler]:
+        """A block under torch's profiler, with a trace a rank if a folder was given for it."""
+        options = profile_handler or pick_handler(self._plan.handlers, ProfileKwargs)
+        return profile(options, self.process_index)
+
+    def end_training(self) -> None:
+        """Give back what the training made; the launcher ends its own process groups."""
+        self._strategy.close()
+        if not current().launched:
+            close_process_group()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        return self

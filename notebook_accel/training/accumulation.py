@@ -1,0 +1,136 @@
+"""Windows of several batches between two steps: when gradients are exchanged and used."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch.rank import current
+from notebook_accel.training import environment
+from notebook_accel.training.active import active_loaders
+from notebook_accel.training.notices import notice_once
+from notebook_accel.training.settings import GradientAccumulationPlugin, check_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    import torch
+
+    GradientSync = Callable[[torch.nn.Module, bool], AbstractContextManager[Any]]
+
+__all__ = ["Accumulation", "Window", "current_accumulation", "resolve_plugin"]
+
+_CURRENT = "accumulation"
+
+
+class Accumulation:
+    """Where one training stands within its window.
+
+    Attributes:
+        plugin: the settings of the windows.
+        num_steps: batches a window; may be set at any time.
+        sync_gradients: whether the next step of a prepared optimizer is a real one.
+        step: batches since the last loader began anew.
+        inside: whether a block of ``accumulate`` is running.
+    """
+
+    def __init__(self, plugin: GradientAccumulationPlugin) -> None:
+        self.plugin = plugin
+        self.num_steps = plugin.num_steps
+        self.sync_gradients = True
+        self.step = 0
+        self.inside = False
+        self.loaders = active_loaders()
+
+    def show(self) -> None:
+        """Let ``GradientState`` show this one."""
+        current().shared[_CURRENT] = self
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients that no step has used belong to a window that is still open."""
+        return self.num_steps > 1 and (self.inside or not self.sync_gradients)
+
+    def advance(self) -> None:
+        """One more batch of the window begins."""
+        if self.plugin.sync_with_dataloader and self.loaders.end_of_dataloader:
+            self.step = 0
+            self.sync_gradients = True
+        else:
+            self.step += 1
+            self.sync_gradients = self.step % self.num_steps == 0
+
+    def reset(self) -> None:
+        """Begin anew, as after construction."""
+        self.step = 0
+        self.sync_gradients = True
+
+
+class Window:
+    """One block of ``accumulate``: a batch of the window."""
+
+    __slots__ = ("_accumulation", "_models", "_outer", "_stack", "_sync")
+
+    def __init__(
+        self, accumulation: Accumulation, models: Sequence[torch.nn.Module], sync: GradientSync
+    ) -> None:
+        self._accumulation = accumulation
+        self._models = models
+        self._sync = sync
+        self._outer = False
+        self._stack: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        accumulation = self._accumulation
+        accumulation.advance()
+        self._outer = accumulation.inside
+        accumulation.inside = True
+        if accumulation.sync_gradients or accumulation.plugin.sync_each_batch:
+            return
+        self._stack = ExitStack()
+        for model in self._models:
+            self._stack.enter_context(self._sync(model, False))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._accumulation.inside = self._outer
+        if self._stack is not None:
+            self._stack.__exit__(kind, error, traceback)
+
+
+def current_accumulation() -> Accumulation:
+    """That of this rank's newest ``Accelerator``, or one with the environment's settings."""
+    shared = current().shared
+    if _CURRENT not in shared:
+        shared[_CURRENT] = Accumulation(resolve_plugin(None, None))
+    accumulation: Accumulation = shared[_CURRENT]
+    return accumulation
+
+
+def resolve_plugin(
+    num_steps: int | None, plugin: GradientAccumulationPlugin | None
+) -> GradientAccumulationPlugin:
+    """The settings of the windows: an argument, else the environment, else one batch a step.
+
+    Raises:
+        ConfigError: the number makes no sense.
+    """
+    told = environment.read_count("GRADIENT_ACCUMULATION_STEPS")
+    if num_steps is not None:
+        check_steps("gradient_accumulation_steps", num_steps)
+        plugin = GradientAccumulationPlugin(num_steps=num_steps)
+    if plugin is None:
+        return GradientAccumulationPlugin(num_steps=told or 1)
+    if told is not None and told != plugin.num_steps:
+        notice_once(
+            "accumulation",
+            f"gradient_accumulation_steps={plugin.num_steps} of the code is used, not the "
+            f"environment's {told}",
+        )
+    return plugin

@@ -1,0 +1,106 @@
+"""What an ``Accelerator`` was made with, to read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from notebook_accel.training.processes import ProcessView
+from notebook_accel.training.state import AcceleratorState, GradientState
+
+if TYPE_CHECKING:
+    from notebook_accel.training.data_config import DataLoaderConfiguration
+    from notebook_accel.training.plan import Plan
+    from notebook_accel.training.settings import DistributedType, ProjectConfiguration
+
+__all__ = ["ConfiguredView"]
+
+
+class ConfiguredView(ProcessView):
+    """Base of ``Accelerator``: its settings.
+
+    Attributes:
+        project_configuration: where the project's files are.
+    """
+
+    def __init__(self, plan: Plan, project_configuration: ProjectConfiguration) -> None:
+        self._plan = plan
+        self.project_configuration = project_configuration
+
+    @property
+    def state(self) -> AcceleratorState:
+        """Where this rank stands, with the settings of the newest ``Accelerator``."""
+        return AcceleratorState()
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the training stands in its window and its loader."""
+        return GradientState()
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the ranks belong together."""
+        return self._plan.strategy.distributed_type or super().distributed_type
+
+    @property
+    def mixed_precision(self) -> str:
+        """ "no", "bf16" or "fp16"."""
+        return self._plan.precision.name
+
+    @property
+    def device_placement(self) -> bool:
+        """Whether ``prepare`` puts models and batches on the device."""
+        return self._plan.device_placement
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether prepared schedulers move with their optimizers' steps."""
+        return self._plan.step_scheduler_with_optimizer
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How batches are shared out."""
+        return self._plan.loaders
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether each batch of a loader is divided over the ranks."""
+        return self._plan.loaders.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 alone reads the data; None: for iterable datasets."""
+        return self._plan.loaders.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the end of the data is filled up so that all ranks get as many batches."""
+        return self._plan.loaders.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self._plan.loaders.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the order of an epoch depends on the seed and its number alone."""
+        return self._plan.loaders.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device while the host goes on."""
+        return self._plan.loaders.non_blocking
+
+    @property
+    def project_dir(self) -> str | None:
+        """Folder of the project."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Folder of the project's logs."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next numbered checkpoint, at least."""
+        return self.project_configuration.iteration

@@ -1,0 +1,139 @@
+"""The one file that knows device types, and it asks torch.
+
+``torch.accelerator`` tells the kind, the count and the current device;
+``torch.distributed.get_default_backend_for_device`` the backend. What a kind needs beyond that is
+one entry in a table here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.settings import DistributedType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "barrier_kwargs",
+    "choose_device",
+    "default_backend",
+    "distributed_type",
+    "empty_cache",
+    "get_rng_state",
+    "inventory",
+    "memory_reader",
+    "set_rng_state",
+    "wrapper_device_ids",
+]
+
+_DISTRIBUTED_TYPES = {
+    "cpu": DistributedType.MULTI_CPU,
+    "cuda": DistributedType.MULTI_GPU,
+    "xpu": DistributedType.MULTI_XPU,
+    "npu": DistributedType.MULTI_NPU,
+    "mlu": DistributedType.MULTI_MLU,
+    "sdaa": DistributedType.MULTI_SDAA,
+    "musa": DistributedType.MULTI_MUSA,
+    "hpu": DistributedType.MULTI_HPU,
+    "neuron": DistributedType.MULTI_NEURON,
+    "tpu": DistributedType.MULTI_TPU,
+}
+# Kinds of which a process has one without an index.
+_UNINDEXED = {"cpu", "mps"}
+_HOST = torch.device("cpu")
+
+
+def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.device:
+    """The device of a rank, made the current one of its process.
+
+    Args:
+        cpu: take the host whatever else is there.
+        local_rank: of this rank on its machine.
+        shared: several ranks may sit on one device (their backend allows it).
+
+    Raises:
+        ConfigError: there are more ranks on this machine than devices.
+    """
+    if cpu or not torch.accelerator.is_available():
+        return _HOST
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type in _UNINDEXED:
+        return accelerator or _HOST
+    count = torch.accelerator.device_count()
+    # A rank that was given one device only finds it at index 0, whatever its local rank.
+    if local_rank >= count > 1 and not shared:
+        raise ConfigError(
+            f"local rank {local_rank} has no {accelerator.type} device: this machine shows "
+            f"{count}. Start at most {count} ranks here, or use "
+            'InitProcessGroupKwargs(backend="gloo") to let ranks share a device'
+        )
+    index = local_rank % count
+    torch.accelerator.set_device_index(index)
+    return torch.device(accelerator.type, index)
+
+
+def inventory() -> tuple[str, list[str]]:
+    """The accelerators that this process sees: their type ("cpu" for none) and each one's name."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return "cpu", []
+    kind = accelerator.type
+    name = getattr(torch.get_device_module(kind), "get_device_name", lambda _: kind)
+    return kind, [str(name(index)) for index in range(torch.accelerator.device_count())]
+
+
+def default_backend(device: torch.device) -> str:
+    """The backends for a group of ranks on such devices: theirs, and gloo for host tensors."""
+    own = dist.get_default_backend_for_device(device)
+    return own if device.type == "cpu" or own == "gloo" else f"cpu:gloo,{device.type}:{own}"
+
+
+def distributed_type(device: torch.device) -> DistributedType:
+    """What several ranks on such devices are called."""
+    return _DISTRIBUTED_TYPES.get(device.type, DistributedType.MULTI_GPU)
+
+
+def wrapper_device_ids(device: torch.device) -> list[torch.device] | None:
+    """What ``DistributedDataParallel`` takes as ``device_ids``: None where there is no index."""
+    return None if device.index is None else [device]
+
+
+def barrier_kwargs(device: torch.device, backend: str) -> dict[str, Any]:
+    """How ``dist.barrier`` is told the device, where its backend asks for one."""
+    return {"device_ids": [device.index]} if backend == "nccl" else {}
+
+
+def memory_reader(device: torch.device) -> Callable[[], int | None] | None:
+    """A function that gives the bytes in use on the device; None for the host."""
+    if device.type == "cpu":
+        return None
+    read: Callable[..., int] | None = getattr(
+        torch.get_device_module(device), "memory_allocated", None
+    )
+    return None if read is None else lambda: read(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give back to the driver what torch's allocator keeps for later."""
+    with contextlib.suppress(AttributeError):
+        torch.get_device_module(device).empty_cache()
+
+
+def get_rng_state(device: torch.device) -> torch.Tensor | None:
+    """The state of the device's own random numbers; None for the host."""
+    if device.type == "cpu":
+        return None
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    """Put back what :func:`get_rng_state` gave."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state)

@@ -1,0 +1,203 @@
+"""A prepared optimizer: steps at the end of a window, skips overflows, reports its steps."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from notebook_accel.launch.rank import current
+from notebook_accel.training.notices import notice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from torch.optim import Optimizer
+
+    from notebook_accel.training.accumulation import Accumulation
+    from notebook_accel.training.loss_scaling import LossScaling
+
+__all__ = ["AcceleratedOptimizer", "UnpreparedWatch", "owners", "shares_parameters"]
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """Wraps an optimizer; schedulers and other code see an optimizer like any other.
+
+    Within a window of gradient accumulation ``step`` and ``zero_grad`` do nothing until the
+    window ends, and ``zero_grad`` clears only gradients that a step has used: it may stand first
+    or last in the loop.
+
+    Attributes:
+        optimizer: the optimizer that it wraps.
+    """
+
+    _notebook_accel_stays_home = "make it inside the function"
+
+    # The wrapped optimizer has the state: the base class's __init__ would make a second one.
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        accumulation: Accumulation,
+        scaling: LossScaling | None = None,
+        device_memory: Callable[[], int | None] | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self._accumulation = accumulation
+        self._scaling = scaling
+        self._device_memory = device_memory
+        self._used = False
+        self._skipped = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last real step was left out because a gradient overflowed."""
+        return self._skipped
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step at the end of a window; nothing before it."""
+        if not self._accumulation.sync_gradients:
+            return None
+        if self._scaling is not None:
+            result, self._skipped = self._scaling.step(self.optimizer, closure)
+        elif closure is not None:
+            result = self.optimizer.step(closure)
+        else:
+            result = self.optimizer.step()
+        self._used = True
+        if not self._skipped:
+            current().count_step(self._device_memory)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, those of an open window aside."""
+        if not self._used and self._accumulation.keeps_gradients:
+            return
+        # Cleared gradients have no window yet: the next ones are kept until a step uses them.
+        self._used = False
+        if set_to_none:
+            self.optimizer.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none=False)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not yet there: a copy is being made
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+    def __notebook_accel_unwrap__(self) -> Optimizer:
+        """What a rank sends back instead: the wrapped optimizer."""
+        return self.optimizer
+
+
+def owners(
+    optimizers: Iterable[Optimizer], parameters: Collection[torch.Tensor]
+) -> list[Optimizer]:
+    """The optimizers that step at least one of the parameters."""
+    wanted = {id(parameter) for parameter in parameters}
+    return [optimizer for optimizer in optimizers if shares_parameters(optimizer, wanted)]
+
+
+def shares_parameters(optimizer: Optimizer, wanted: Collection[int]) -> bool:
+    """Whether the optimizer steps a parameter whose ``id`` is in ``wanted``."""
+    return any(
+        id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]
+    )
+
+
+class UnpreparedWatch:
+    """Warns once when an optimizer of a prepared model steps without having been prepared.
+
+    Such a step would use gradients of an open window, or gradients that are still scaled.
+    """
+
+    def __init__(
+        self,
+        *,
+        accumulation: Accumulation,
+        scaling: LossScaling | None,
+        parameters: Callable[[], set[int]],
+    ) -> None:
+        self._accumulation = accumulation
+        self._scaling = scaling
+        self._parameters = parameters
+        self._started = False
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def knows(self, optimizer: Optimizer) -> None:
+        """This one was prepared."""
+        self._known.add(optimizer)
+
+    def start(self, owner: object) -> None:
+        """Look at every optimizer's step for as long as ``owner`` lives, if there is need."""
+        if self._started or (self._scaling is None and self._accumulation.num_steps == 1):
+            return
+        self._started = True
+        watch = weakref.ref(self)
+
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
+            seen = watch()
+            if seen is not None:
+                seen._look(optimizer)
+
+        handle = register_optimizer_step_pre_hook(before_step)
+        weakref.finalize(owner, handle.remove)
+
+    def _look(self, optimizer: Optimizer) -> None:
+        reason = self._reason()
+        if not reason or optimizer in self._known:
+            return
+        self._known.add(optimizer)
+        if shares_parameters(optimizer, self._parameters()):
+            notice(
+                f"{type(optimizer).__name__} was stepped without accelerator.prepare(optimizer), "
+                f"{reason}"
+            )
+
+    def _reason(self) -> str:
+        if self._scaling is not None:
+            return "so it used gradients that are still multiplied with the loss scale"
+        if not self._accumulation.sync_gradients:
+            return "so it used the gradients of a window that is not complete"
+        return ""

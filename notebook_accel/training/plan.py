@@ -1,0 +1,146 @@
+"""What an ``Accelerator``'s arguments come to: checked, completed from the environment, joined."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training import topology
+from notebook_accel.training.accumulation import Accumulation, resolve_plugin
+from notebook_accel.training.data_config import DataLoaderConfiguration
+from notebook_accel.training.notices import notice_once
+from notebook_accel.training.precision import Precision, make_precision, resolve_precision
+from notebook_accel.training.settings import (
+    AutocastKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProjectConfiguration,
+    check_handlers,
+    pick_handler,
+)
+from notebook_accel.training.strategies import Strategy, make_strategy
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["Plan", "make_plan", "refuse_unbuilt", "resolve_loaders", "resolve_project"]
+
+# Arguments of Hugging Face's Accelerator that nothing here answers to yet.
+_UNBUILT = {
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "dynamo_backend",
+    "dynamo_plugin",
+    "fsdp_plugin",
+    "log_with",
+    "megatron_lm_plugin",
+    "parallelism_config",
+    "torch_tp_plugin",
+}
+_NOTHING = (None, "no", "NO")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What holds for everything that one ``Accelerator`` prepares."""
+
+    place: topology.Topology
+    strategy: Strategy
+    precision: Precision
+    accumulation: Accumulation
+    loaders: DataLoaderConfiguration
+    handlers: Sequence[KwargsHandler]
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    rng_types: tuple[str, ...] | None
+
+
+def make_plan(
+    *,
+    cpu: bool,
+    mixed_precision: str | None,
+    num_steps: int | None,
+    plugin: GradientAccumulationPlugin | None,
+    handlers: Iterable[KwargsHandler],
+    loaders: DataLoaderConfiguration,
+    device_placement: bool,
+    step_scheduler_with_optimizer: bool,
+    rng_types: Iterable[Any] | None,
+) -> Plan:
+    """Check everything before the process group is made: a mistake must not leave ranks waiting.
+
+    Raises:
+        ConfigError: a setting makes no sense.
+    """
+    checked = check_handlers(handlers)
+    precision_name = resolve_precision(mixed_precision)
+    if plugin is not None and num_steps not in (None, 1):
+        raise ConfigError(
+            f"gradient_accumulation_steps={num_steps} and a gradient_accumulation_plugin were "
+            "given: pass one of them"
+        )
+    window = resolve_plugin(None if plugin else num_steps, plugin)
+    place = _establish(cpu, pick_handler(checked, InitProcessGroupKwargs))
+    precision = make_precision(
+        precision_name,
+        place.device,
+        autocast=pick_handler(checked, AutocastKwargs),
+        scaler=pick_handler(checked, GradScalerKwargs),
+    )
+    return Plan(
+        place=place,
+        strategy=make_strategy(place, checked),
+        precision=precision,
+        accumulation=Accumulation(window),
+        loaders=loaders,
+        handlers=checked,
+        device_placement=device_placement,
+        step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+        rng_types=None if rng_types is None else tuple(map(str, rng_types)),
+    )
+
+
+def resolve_loaders(
+    config: DataLoaderConfiguration | None, **given: bool | None
+) -> DataLoaderConfiguration:
+    """The configuration with what was given as an argument of its own."""
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return replace(config or DataLoaderConfiguration(), **fields)
+
+
+def resolve_project(
+    config: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None
+) -> ProjectConfiguration:
+    """The configuration, which stays the user's own object, with the folder filled in."""
+    config = config or ProjectConfiguration()
+    if project_dir is not None and config.project_dir is None:
+        config.set_directories(str(project_dir))
+    return config
+
+
+def refuse_unbuilt(others: dict[str, Any]) -> None:
+    """Raise for what ``Accelerator`` does not take, unless it asks for nothing.
+
+    Raises:
+        ConfigError: the argument is known elsewhere, and not built here.
+        TypeError: nobody knows the argument.
+    """
+    for name, value in others.items():
+        if name not in _UNBUILT:
+            raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
+        if value not in _NOTHING:
+            raise ConfigError(
+                f"Accelerator({name}=...) is not built: there is training on one device and "
+                "data parallelism over ranks, in full precision, bf16 and fp16"
+            )
+
+
+def _establish(cpu: bool, options: InitProcessGroupKwargs) -> topology.Topology:
+    place = topology.establish(cpu=cpu, options=options)
+    if cpu and place.device.type != "cpu":
+        notice_once("cpu", f"cpu=True came too late: this rank computes on {place.device}")
+    return place

@@ -1,0 +1,253 @@
+"""What one ``Accelerator`` prepared: how each kind of object is made ready, and which there are."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training import devices
+from notebook_accel.training.data import prepare_data_loader
+from notebook_accel.training.models import strip_forward, uncompiled
+from notebook_accel.training.optimizer import AcceleratedOptimizer, UnpreparedWatch, owners
+from notebook_accel.training.scheduler import AcceleratedScheduler
+from notebook_accel.training.strategies import unwrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from notebook_accel.training.plan import Plan
+
+__all__ = ["Preparation", "PreparedModel", "extract_model_from_parallel"]
+
+# Packages whose objects torch cannot train: passing them through would fail much later.
+_FOREIGN = {"flax", "haiku", "jax", "jaxlib", "keras", "mlx", "mxnet", "optax", "paddle"}
+_FOREIGN |= {"tensorflow", "tf_keras", "tinygrad"}
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A model, and what the user calls instead."""
+
+    inner: Module
+    wrapped: Module
+    training: bool
+
+
+class Preparation:
+    """Makes objects ready and remembers them.
+
+    Attributes:
+        models, optimizers, schedulers, loaders: what was prepared, in that order.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.models: list[PreparedModel] = []
+        self.optimizers: list[AcceleratedOptimizer] = []
+        self.schedulers: list[AcceleratedScheduler] = []
+        self.loaders: list[DataLoader[Any]] = []
+        self.watch = UnpreparedWatch(
+            accumulation=plan.accumulation,
+            scaling=plan.precision.scaling,
+            parameters=self._parameter_ids,
+        )
+
+    def prepare(self, objects: Sequence[Any], placement: Sequence[bool | None]) -> list[Any]:
+        """Make all objects ready, whatever their order: each needs those of an earlier kind."""
+        optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+        ready = list(objects)
+        for kind, make in self._makers(optimizers):
+            for index, item in enumerate(objects):
+                if isinstance(item, kind):
+                    ready[index] = make(item, placement[index])
+        for item in objects:
+            _refuse_foreign(item)
+        return ready
+
+    def _makers(
+        self, optimizers: Sequence[Optimizer]
+    ) -> list[tuple[type, Callable[[Any, bool | None], Any]]]:
+        return [
+            (torch.nn.Module, lambda model, place: self.model(model, place, optimizers)),
+            (DataLoader, self.loader),
+            (torch.optim.Optimizer, self.optimizer),
+            ((LRScheduler, AcceleratedScheduler), lambda item, _: self.scheduler(item)),  # type: ignore[list-item]
+        ]
+
+    def model(
+        self,
+        model: Module,
+        placement: bool | None = None,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        evaluation: bool = False,
+    ) -> Module:
+        """The model on its device, in its precision, wrapped by the strategy."""
+        training = not evaluation
+        inner = unwrap(model)
+        if inner is not model:
+            return self._take_wrapped(model, inner)
+        for known in self.models:
+            if known.inner is model and (known.training or not training):
+                return known.wrapped
+        _refuse_spread_model(model, self.plan.place.num_processes)
+        self.plan.precision.wrap(model)
+        wrapped = self.plan.strategy.prepare_model(
+            model, training=training, optimizers=optimizers, device=self._device(placement)
+        )
+        self._keep(PreparedModel(model, wrapped, training))
+        return wrapped
+
+    def _take_wrapped(self, model: Module, inner: Module) -> Module:
+        """A model that is wrapped already, by us or by the user, keeps its wrapper."""
+        if not any(known.wrapped is model for known in self.models):
+            self.plan.precision.wrap(inner)
+            self._keep(PreparedModel(inner, model, True))
+        return model
+
+    def _keep(self, prepared: PreparedModel) -> None:
+        self.models = [known for known in self.models if known.inner is not prepared.inner]
+        self.models.append(prepared)
+
+    def loader(self, loader: DataLoader[Any], placement: bool | None = None) -> DataLoader[Any]:
+        """The loader that gives this rank's batches."""
+        if any(known is loader for known in self.loaders):
+            return loader
+        plan = self.plan
+        prepared = prepare_data_loader(
+            loader,
+            config=plan.loaders,
+            device=self._device(placement),
+            num_processes=plan.strategy.num_replicas,
+            process_index=plan.strategy.replica,
+            rng_types=plan.rng_types,
+            ordinal=len(self.loaders),
+        )
+        self.loaders.append(prepared)
+        return prepared
+
+    def optimizer(
+        self, optimizer: Optimizer, placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """The optimizer that steps at the end of a window."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        for known in self.optimizers:
+            if known.optimizer is optimizer:
+                return known
+        stepped = self.plan.strategy.prepare_optimizer(optimizer)
+        if self._device(placement) is not None and stepped.state:
+            # Loading moves a state that was made elsewhere to the device of its parameters.
+            stepped.load_state_dict(stepped.state_dict())
+        prepared = AcceleratedOptimizer(
+            stepped,
+            accumulation=self.plan.accumulation,
+            scaling=self.plan.precision.scaling,
+            device_memory=devices.memory_reader(self.plan.place.device),
+        )
+        self.watch.knows(stepped)
+        self.optimizers.append(prepared)
+        return prepared
+
+    def scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
+        """The scheduler that moves with its optimizer's real steps."""
+        if isinstance(scheduler, AcceleratedScheduler):
+            scheduler = scheduler.scheduler
+        for known in self.schedulers:
+            if known.scheduler is scheduler:
+                return known
+        plan = self.plan
+        own = (scheduler.optimizer, getattr(scheduler.optimizer, "optimizer", None))
+        bound = [
+            known
+            for known in self.optimizers
+            if any(known is it or known.optimizer is it for it in own)
+        ]
+        prepared = AcceleratedScheduler(
+            scheduler,
+            bound or self.optimizers,
+            accumulation=plan.accumulation,
+            num_steps=1 if plan.loaders.split_batches else plan.strategy.num_replicas,
+            step_with_optimizer=plan.step_scheduler_with_optimizer,
+        )
+        self.schedulers.append(prepared)
+        return prepared
+
+    def owners(self, parameters: Sequence[torch.Tensor]) -> list[Optimizer]:
+        """The wrapped optimizers that step at least one of the parameters."""
+        return owners([known.optimizer for known in self.optimizers], parameters)
+
+    @contextmanager
+    def even_batches(self, value: bool | None) -> Iterator[None]:
+        """A block in which prepared loaders fill up their end, or do not; None changes nothing."""
+        samplers: list[Any] = [loader.batch_sampler for loader in self.loaders]
+        found = [one for one in samplers if value is not None and hasattr(one, "even_batches")]
+        before = [one.even_batches for one in found]
+        for sampler in found:
+            sampler.even_batches = value
+        try:
+            yield
+        finally:
+            for sampler, was in zip(found, before, strict=True):
+                sampler.even_batches = was
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for known in (self.models, self.optimizers, self.schedulers, self.loaders):
+            cast("list[Any]", known).clear()
+
+    def _device(self, placement: bool | None) -> torch.device | None:
+        wanted = self.plan.device_placement if placement is None else placement
+        return self.plan.place.device if wanted else None
+
+    def _parameter_ids(self) -> set[int]:
+        return {id(weight) for known in self.models for weight in known.inner.parameters()}
+
+
+def _refuse_foreign(item: object) -> None:
+    if isinstance(item, (torch.nn.Module, torch.optim.Optimizer)):
+        return
+    for kind in type(item).__mro__:
+        package = kind.__module__.partition(".")[0]
+        if package in _FOREIGN:
+            raise TypeError(
+                f"prepare() got a {type(item).__name__} of {package}: it trains what torch made "
+                "(modules, optimizers, schedulers and data loaders)"
+            )
+
+
+def _refuse_spread_model(model: Module, num_processes: int) -> None:
+    spread = getattr(uncompiled(model), "hf_device_map", None) or {}
+    if num_processes > 1 and len(set(spread.values())) > 1:
+        raise ConfigError(
+            f"the model is spread over {len(set(spread.values()))} devices (device_map) and "
+            f"there are {num_processes} ranks: load it without device_map, or start one process"
+        )
+
+
+def extract_model_from_parallel(
+    model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+) -> Module:
+    """The user's model inside the wrappers that ``prepare`` put around it.
+
+    Args:
+        model: as ``prepare`` gave it.
+        keep_fp32_wrapper: leave its forward in the mixed precision; False gives it back the
+            forward that it had, for good.
+        keep_torch_compile: leave a model that was compiled before ``prepare`` compiled.
+    """
+    inner = unwrap(model)
+    if not keep_torch_compile or unwrap(uncompiled(inner)) is not uncompiled(inner):
+        inner = unwrap(uncompiled(inner))
+    if not keep_fp32_wrapper:
+        strip_forward(inner)
+    return inner

@@ -1,0 +1,133 @@
+"""The process group of a training: made once a rank, reachable from this machine only.
+
+Torch's own ``env://`` store listens on all interfaces without a secret, whatever MASTER_ADDR
+says. Where all ranks are on one machine, rank 0 hands it a socket that listens on the loopback
+interface instead, and gloo and NCCL are told to use that interface. A group that the user made is
+used as it is.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.launch.rank import current
+
+if TYPE_CHECKING:
+    from notebook_accel.training.settings import InitProcessGroupKwargs
+
+__all__ = ["close_process_group", "has_process_group", "open_process_group"]
+
+_OURS = "process group is ours"
+_STORE_TIMEOUT = timedelta(minutes=5)
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_LOOPBACK_NAMES = ("lo", "lo0")
+
+
+def has_process_group() -> bool:
+    """Whether this process has a default group, whoever made it."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def open_process_group(
+    *,
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    backend: str,
+    options: InitProcessGroupKwargs,
+) -> None:
+    """Make the default group of this rank, and wait until all ranks are there.
+
+    Raises:
+        ConfigError: the environment does not say where the ranks meet.
+    """
+    arguments: dict[str, Any] = {"rank": rank, "world_size": world_size}
+    if options.timeout is not None:
+        arguments["timeout"] = options.timeout
+    if options.init_method is not None:
+        arguments["init_method"] = options.init_method
+    elif local_world_size == world_size and _meets_here():
+        _use_loopback_interface()
+        arguments["store"] = _loopback_store(rank, world_size, options.timeout)
+    else:
+        arguments["init_method"] = "env://"
+    dist.init_process_group(backend, **arguments)
+    current().shared[_OURS] = True
+
+
+def close_process_group() -> None:
+    """Leave the default group, if it was made here; nothing happens otherwise."""
+    if current().shared.pop(_OURS, False) and has_process_group():
+        dist.destroy_process_group()
+
+
+def _meets_here() -> bool:
+    """Whether the ranks meet on this machine at a store that nobody else holds."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return False
+    return _is_loopback(_needed("MASTER_ADDR"))
+
+
+def _needed(variable: str) -> str:
+    value = os.environ.get(variable)
+    if not value:
+        raise ConfigError(
+            f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')} but {variable} is not set, so the "
+            "ranks do not know where to meet. Start them by notebook_launcher or torchrun, or "
+            "set it"
+        )
+    return value
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _use_loopback_interface() -> None:
+    """Keep what gloo and NCCL listen on off the network, unless the user named an interface."""
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    loopback = next((name for name in _LOOPBACK_NAMES if name in names), None)
+    for variable in _INTERFACE_VARIABLES if loopback else ():
+        os.environ.setdefault(variable, str(loopback))
+
+
+def _loopback_store(rank: int, world_size: int, timeout: timedelta | None) -> Any:
+    host, port = _needed("MASTER_ADDR"), int(_needed("MASTER_PORT"))
+    address = "127.0.0.1" if host == "localhost" else host
+    listening = _listen(address, port).detach() if rank == 0 else None
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timeout or _STORE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # The launcher's agent holds the port bound, not listening, in the same way.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"MASTER_PORT={port} cannot be listened on at {address} ({error.strerror}): "
+            "another program has it; set a free one"
+        ) from error
+    return listener

@@ -1,0 +1,45 @@
+"""The random numbers of one rank, as a checkpoint keeps them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from notebook_accel.training import devices
+
+__all__ = ["get_random_states", "set_random_states"]
+
+
+def get_random_states(device: torch.device) -> dict[str, Any]:
+    """Those of Python, numpy, torch and the rank's device, in plain values and tensors."""
+    kind, keys, *rest = np.random.get_state()
+    states = {
+        "random_state": random.getstate(),
+        "numpy_random_seed": (kind, np.asarray(keys).tolist(), *rest),
+        "torch_manual_seed": torch.get_rng_state(),
+    }
+    own = devices.get_rng_state(device)
+    return states if own is None else {**states, _device_key(device): own}
+
+
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """Put back what :func:`get_random_states` gave."""
+    random.setstate(_as_tuple(states["random_state"]))
+    kind, keys, *rest = states["numpy_random_seed"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(states["torch_manual_seed"])
+    own = states.get(_device_key(device))
+    if own is not None:
+        devices.set_rng_state(device, own)
+
+
+def _device_key(device: torch.device) -> str:
+    return f"torch_{device.type}_manual_seed"
+
+
+def _as_tuple(state: Any) -> tuple[Any, ...]:
+    version, internal, gauss = state
+    return version, tuple(internal), gauss

@@ -1,0 +1,127 @@
+"""A prepared scheduler: moves when its optimizers made a real step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from notebook_accel.training.notices import notice_once
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from notebook_accel.training.accumulation import Accumulation
+    from notebook_accel.training.optimizer import AcceleratedOptimizer
+
+__all__ = ["AcceleratedScheduler"]
+
+# A rate this much smaller than the highest one counts as none.
+_NOTHING = 1e-9
+
+
+class AcceleratedScheduler:
+    """Wraps a scheduler so that its length counts batches of the loader before ``prepare``.
+
+    An optimizer's step of P ranks uses P such batches, so the schedule moves P steps with it;
+    none while gradients are accumulated or when the step was skipped. A scheduler that is given
+    a metric (``ReduceLROnPlateau``) moves once a call.
+
+    Attributes:
+        scheduler: the scheduler that it wraps.
+        optimizers: the prepared optimizers whose rates it sets.
+        num_steps: steps of the schedule for one of an optimizer.
+        step_with_optimizer: False moves the schedule at each call, whatever the optimizers do.
+    """
+
+    _notebook_accel_stays_home = "make it inside the function"
+
+    def __init__(
+        self,
+        scheduler: LRScheduler,
+        optimizers: Sequence[AcceleratedOptimizer],
+        *,
+        accumulation: Accumulation,
+        num_steps: int = 1,
+        step_with_optimizer: bool = True,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = list(optimizers)
+        self.num_steps = num_steps
+        self.step_with_optimizer = step_with_optimizer
+        self._accumulation = accumulation
+        self._peak = 0.0
+        self._ran_out = False
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Move the schedule, if the optimizers made a step."""
+        if not self.step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+        elif isinstance(self.scheduler, ReduceLROnPlateau):
+            self._step_by_metric(*args, **kwargs)
+        elif not self._accumulation.sync_gradients:
+            self._pass_over()
+        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            self._move(*args, **kwargs)
+
+    def _step_by_metric(self, *args: Any, **kwargs: Any) -> None:
+        # A metric is one, however many ranks found it; after the loop a window may be open.
+        if self._accumulation.sync_gradients or not self._accumulation.inside:
+            self.scheduler.step(*args, **kwargs)
+
+    def _pass_over(self) -> None:
+        """Count the batch as seen: torch warns of a scheduler that runs before its optimizer."""
+        if self._accumulation.plugin.adjust_scheduler:
+            self.scheduler._step_count += 1
+
+    def _move(self, *args: Any, **kwargs: Any) -> None:
+        total = getattr(self.scheduler, "total_steps", None)
+        for _ in range(self.num_steps):
+            if total is None or self.scheduler.last_epoch < total:
+                self.scheduler.step(*args, **kwargs)
+        if self.num_steps > 1:
+            self._watch_the_end()
+
+    def _watch_the_end(self) -> None:
+        highest = max(float(rate) for rate in self.scheduler.get_last_lr())
+        self._peak = max(self._peak, highest)
+        if highest > _NOTHING * self._peak:
+            self._ran_out = False
+        elif self._ran_out:
+            self._warn_of_the_end()
+        else:
+            self._ran_out = self._peak > 0
+
+    def _warn_of_the_end(self) -> None:
+        notice_once(
+            "schedule ran out",
+            f"the learning rate has reached 0 while training goes on: a prepared "
+            f"{type(self.scheduler).__name__} moves {self.num_steps} steps with each step of the "
+            "optimizer, so count its length with len() of the loader before prepare()",
+        )
+
+    def get_last_lr(self) -> list[float]:
+        """The rates that the optimizers use now, one a parameter group."""
+        return [float(rate) for rate in self.scheduler.get_last_lr()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped scheduler's."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what ``state_dict`` gave."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # not yet there: a copy is being made
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedScheduler({self.scheduler!r})"
+
+    def __notebook_accel_unwrap__(self) -> LRScheduler:
+        """What a rank sends back instead: the wrapped scheduler."""
+        return self.scheduler

@@ -1,0 +1,266 @@
+"""What a user may hand to :class:`Accelerator` beside plain values: small checked dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from notebook_accel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from datetime import timedelta
+
+
+__all__ = [
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "pick_handler",
+]
+
+
+class _Text(str, Enum):
+    """Members equal their text, so ``x == "bf16"`` and ``x == Kind.BF16`` are both right."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class DistributedType(_Text):
+    """How the ranks of a training belong together; users compare against the members."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    MULTI_TPU = "MULTI_TPU"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+
+
+class DDPCommunicationHookType(_Text):
+    """How gradients are compressed on their way between ranks."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+@dataclass
+class KwargsHandler:
+    """Arguments for something of torch that the Accelerator makes."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name."""
+        return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        default = type(self)()
+        return {
+            name: value for name, value in self.to_dict().items() if getattr(default, name) != value
+        }
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """How ``torch.autocast`` is entered."""
+
+    enabled: bool = True
+    """Whether to cast at all."""
+    cache_enabled: bool | None = None
+    """Whether weights that were cast are kept until the outermost autocast ends."""
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """How fp16's loss is scaled (``torch.amp.GradScaler``)."""
+
+    init_scale: float = 65536.0
+    """The first scale."""
+    growth_factor: float = 2.0
+    """What the scale is multiplied with after ``growth_interval`` steps without an overflow."""
+    backoff_factor: float = 0.5
+    """What the scale is multiplied with after an overflow."""
+    growth_interval: int = 2000
+    """Steps without an overflow before the scale grows."""
+    enabled: bool = True
+    """Whether to scale at all."""
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """How models are wrapped by ``torch.nn.parallel.DistributedDataParallel``."""
+
+    dim: int = 0
+    """Dimension of the batch."""
+    broadcast_buffers: bool = True
+    """Whether rank 0's buffers are sent to all at each forward."""
+    bucket_cap_mb: int = 25
+    """Size, in MiB, of the buckets in which gradients travel."""
+    find_unused_parameters: bool = False
+    """Whether to look, after each forward, for parameters that took no part in it."""
+    check_reduction: bool = False
+    """Accepted; torch no longer uses it."""
+    gradient_as_bucket_view: bool = False
+    """Whether gradients live in the buckets: less memory."""
+    static_graph: bool = False
+    """Whether each step uses the same parameters."""
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    """How gradients are compressed."""
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    """fp16 or bf16: what the compression itself computes in."""
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+    """Arguments of PowerSGD's state, such as ``matrix_approximation_rank``."""
+
+    def __post_init__(self) -> None:
+        self.comm_hook = DDPCommunicationHookType(self.comm_hook)
+        self.comm_wrapper = DDPCommunicationHookType(self.comm_wrapper)
+
+    def wrapper_kwargs(self) -> dict[str, Any]:
+        """What the wrapper itself takes: without the hook's part."""
+        return {
+            name: value for name, value in self.to_kwargs().items() if not name.startswith("comm_")
+        }
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """How the process group is made (``torch.distributed.init_process_group``)."""
+
+    backend: str | None = None
+    """Such as "gloo"; None takes the device's own."""
+    init_method: str | None = None
+    """An URL such as ``file:///shared/meet``; None takes MASTER_ADDR and MASTER_PORT."""
+    timeout: timedelta | None = None
+    """How long a collective may take; None takes the backend's default."""
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """How ``accelerator.profile`` looks at a stretch of code (``torch.profiler.profile``)."""
+
+    activities: list[str] | None = None
+    """Such as ["cpu", "cuda"]; None takes all that there are."""
+    schedule_option: dict[str, int] | None = None
+    """Arguments of ``torch.profiler.schedule``."""
+    on_trace_ready: Callable[[Any], None] | None = None
+    """Called with the profiler when a trace is ready."""
+    record_shapes: bool = False
+    """Whether to note the shapes of the operators' inputs."""
+    profile_memory: bool = False
+    """Whether to follow allocations."""
+    with_stack: bool = False
+    """Whether to note where in the source each operator was called."""
+    with_flops: bool = False
+    """Whether to estimate the operations of matrix products and convolutions."""
+    with_modules: bool = False
+    """Whether to note the module of each operator."""
+    output_trace_dir: str | None = None
+    """Folder for one ``profile_{rank}.json`` a rank, to open in a trace viewer."""
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients are summed over several batches before a step."""
+
+    num_steps: int = 1
+    """Batches a window."""
+    adjust_scheduler: bool = True
+    """Whether a prepared scheduler counts the batches between two steps as seen."""
+    sync_with_dataloader: bool = True
+    """Whether the last batch of a loader ends a window that is still short."""
+    sync_each_batch: bool = False
+    """Whether ranks exchange gradients at every batch: slower, with less memory for some."""
+
+    def __post_init__(self) -> None:
+        check_steps("GradientAccumulationPlugin(num_steps=...)", self.num_steps)
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a project's files are, and how its checkpoints are named."""
+
+    project_dir: str | None = None
+    """Folder of the project."""
+    logging_dir: str | None = None
+    """Folder for what trackers write; None takes ``project_dir``."""
+    automatic_checkpoint_naming: bool = False
+    """Whether checkpoints are numbered, in ``project_dir/checkpoints/checkpoint_{n}``."""
+    total_limit: int | None = None
+    """How many numbered checkpoints are kept; None keeps all."""
+    iteration: int = 0
+    """The least number for the next checkpoint."""
+    save_on_each_node: bool = False
+    """Whether each machine writes what rank 0 writes: for machines without a shared disk."""
+
+    def __post_init__(self) -> None:
+        if self.logging_dir is None:
+            self.logging_dir = self.project_dir
+        if self.total_limit is not None and self.total_limit < 1:
+            raise ConfigError(
+                f"ProjectConfiguration(total_limit={self.total_limit}): expected at least 1, "
+                "or None to keep all checkpoints"
+            )
+
+    def set_directories(self, project_dir: str | None = None) -> None:
+        """Use ``project_dir`` from now on, for logs too where they had no folder."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+
+def check_steps(what: str, num_steps: object) -> None:
+    """Raise ConfigError unless ``num_steps`` can be the length of a window."""
+    if not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1:
+        raise ConfigError(f"{what} is {num_steps!r}: expected a whole number of at least 1")
+
+
+_Handler = TypeVar("_Handler", bound=KwargsHandler)
+
+
+def pick_handler(handlers: Iterable[KwargsHandler], kind: type[_Handler]) -> _Handler:
+    """The one of this class among ``handlers``, or one with the defaults."""
+    return next((handler for handler in handlers if isinstance(handler, kind)), kind())
+
+
+_KNOWN = (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+
+
+def check_handlers(handlers: Iterable[KwargsHandler]) -> list[KwargsHandler]:
+    """The handlers as a list: each of a known class, none of a class twice."""
+    checked: list[KwargsHandler] = []
+    for handler in handlers:
+        if not isinstance(handler, _KNOWN):
+            names = ", ".join(kind.__name__ for kind in _KNOWN)
+            raise ConfigError(f"kwargs_handlers has a {type(handler).__name__}: there is {names}")
+        if any(type(other) is type(handler) for other in checked):
+            raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}: pass one")
+        checked.append(handler)
+    return checked

@@ -1,0 +1,191 @@
+"""The three state classes: made twice, they show the same state.
+
+They hold nothing of their own: what they show lives in the rank's context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from notebook_accel.launch.rank import current
+from notebook_accel.training import topology
+from notebook_accel.training.accumulation import current_accumulation
+from notebook_accel.training.active import active_loaders
+from notebook_accel.training.precision import resolve_precision
+from notebook_accel.training.process_group import close_process_group
+from notebook_accel.training.processes import ProcessView
+from notebook_accel.training.settings import DistributedType, InitProcessGroupKwargs
+
+__all__ = [
+    "AcceleratorSettings",
+    "AcceleratorState",
+    "DistributedType",
+    "GradientState",
+    "PartialState",
+]
+
+_SETTINGS = "accelerator settings"
+
+
+class PartialState(ProcessView):
+    """Which rank this is, where it computes, and what it does together with the others."""
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        """Make the process group if there are several ranks and none has been made.
+
+        Args:
+            cpu: compute on the host whatever else is there.
+            **kwargs: fields of :class:`InitProcessGroupKwargs`.
+        """
+        topology.establish(cpu=cpu, options=InitProcessGroupKwargs(**kwargs))
+
+    @property
+    def backend(self) -> str | None:
+        """Backend of the process group for this rank's device, None where there is no group."""
+        return topology.topology().backend
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state was found out: always so."""
+        return True
+
+    def destroy_process_group(self) -> None:
+        """Leave the process group, unless somebody else made it."""
+        close_process_group()
+
+    def __repr__(self) -> str:
+        here = topology.topology()
+        return (
+            f"Distributed environment: {self.distributed_type}"
+            f"{f'  Backend: {here.backend}' if here.backend else ''}\n"
+            f"Num processes: {here.num_processes}\n"
+            f"Process index: {here.process_index}\n"
+            f"Local process index: {here.local_process_index}\n"
+            f"Device: {here.device}\n"
+        )
+
+    @staticmethod
+    def _reset_state() -> None:
+        topology.forget()
+
+
+@dataclass(frozen=True)
+class AcceleratorSettings:
+    """What the newest ``Accelerator`` of this rank was made with."""
+
+    mixed_precision: str
+    distributed_type: DistributedType | None = None
+    """None: as the topology says."""
+
+    def show(self) -> None:
+        """Let ``AcceleratorState`` show this."""
+        current().shared[_SETTINGS] = self
+
+
+class AcceleratorState(PartialState):
+    """``PartialState`` with the settings of this rank's newest ``Accelerator``."""
+
+    deepspeed_plugin: None = None
+    """There is none; code that asks for it gets its answer."""
+
+    def __init__(
+        self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(cpu=cpu, **kwargs)
+        if mixed_precision is not None or _SETTINGS not in current().shared:
+            AcceleratorSettings(resolve_precision(mixed_precision)).show()
+
+    @property
+    def mixed_precision(self) -> str:
+        """Precision of the newest ``Accelerator``: "no", "bf16" or "fp16"."""
+        return self._settings.mixed_precision
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the ranks belong together."""
+        return self._settings.distributed_type or super().distributed_type
+
+    @property
+    def _settings(self) -> AcceleratorSettings:
+        settings: AcceleratorSettings = current().shared[_SETTINGS]
+        return settings
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        current().shared.pop(_SETTINGS, None)
+        if reset_partial_state:
+            PartialState._reset_state()
+
+
+class GradientState:
+    """Where the training stands in its window of batches, and in the loader that it reads."""
+
+    @property
+    def num_steps(self) -> int:
+        """Batches a window."""
+        return current_accumulation().num_steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the next step of a prepared optimizer is a real one."""
+        return current_accumulation().sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        current_accumulation().sync_gradients = value
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether a prepared scheduler counts the batches between two steps as seen."""
+        return current_accumulation().plugin.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the last batch of a loader ends a window that is still short."""
+        return current_accumulation().plugin.sync_with_dataloader
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The plugin's fields that differ from their defaults."""
+        return current_accumulation().plugin.to_kwargs()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is a state: always so."""
+        return True
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return active_loaders().in_dataloader
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The prepared loader that gave a batch last; None outside of loops."""
+        return active_loaders().active_dataloader
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The prepared loaders that are being iterated, after a None."""
+        return [None, *(position.loader for position in active_loaders().stack)]
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch of the active loader is its last."""
+        return active_loaders().end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Samples of all ranks in the last round that are no repeats; 0 for all, -1 unknown."""
+        return active_loaders().remainder
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+        )

@@ -1,0 +1,99 @@
+"""Data parallelism: each rank has the whole model, and gradients are averaged at backward."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from notebook_accel.training import devices, topology
+from notebook_accel.training.settings import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    pick_handler,
+)
+from notebook_accel.training.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import torch
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+__all__ = ["DataParallel"]
+
+_HOOKS: dict[DDPCommunicationHookType, Callable[..., Any]] = {
+    DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
+    DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
+    DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
+    DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+}
+_WRAPPERS: dict[DDPCommunicationHookType, Callable[..., Any]] = {
+    DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
+    DDPCommunicationHookType.BF16: default_hooks.bf16_compress_wrapper,
+}
+_WITH_STATE = {DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD}
+
+
+class DataParallel(Strategy):
+    """Torch's ``DistributedDataParallel``."""
+
+    wrappers: ClassVar[tuple[str, ...]] = ("torch.nn.parallel.distributed.DistributedDataParallel",)
+
+    def prepare_model(
+        self,
+        model: Module,
+        *,
+        training: bool,
+        optimizers: Sequence[Optimizer],
+        device: torch.device | None,
+    ) -> Module:
+        model = super().prepare_model(
+            model, training=training, optimizers=optimizers, device=device
+        )
+        if not training or not any(weight.requires_grad for weight in model.parameters()):
+            return model
+        options = pick_handler(self.handlers, DistributedDataParallelKwargs)
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=None if device is None else devices.wrapper_device_ids(device),
+            **options.wrapper_kwargs(),
+        )
+        _register_hook(wrapped, options)
+        return wrapped
+
+    def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
+        if not isinstance(model, DistributedDataParallel):
+            return super().gradient_sync(model, enabled)
+        return _resumed(model) if enabled else model.no_sync()
+
+    def barrier(self) -> None:
+        topology.barrier()
+
+
+@contextmanager
+def _resumed(model: DistributedDataParallel) -> Iterator[None]:
+    """Exchange gradients in the next backward although its forward ran without."""
+    before = model.require_backward_grad_sync, model.require_forward_param_sync
+    model.require_backward_grad_sync = model.require_forward_param_sync = True
+    # The forward under no_sync left the reducer unprepared for an exchange.
+    model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+
+def _register_hook(model: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:
+    if options.comm_hook not in _HOOKS:
+        return
+    hook = _HOOKS[options.comm_hook]
+    if options.comm_wrapper in _WRAPPERS:
+        hook = _WRAPPERS[options.comm_wrapper](hook)
+    state = None
+    if options.comm_hook in _WITH_STATE:
+        state = powerSGD_hook.PowerSGDState(process_group=None, **options.comm_state_option)
+    model.register_comm_hook(state, hook)

@@ -1,0 +1,11 @@
+"""One device: every hook has the meaning that the base class gives it."""
+
+from __future__ import annotations
+
+from notebook_accel.training.strategies.base import Strategy
+
+__all__ = ["SingleDevice"]
+
+
+class SingleDevice(Strategy):
+    """Nothing is spread."""

@@ -1,0 +1,159 @@
+"""Where this rank stands among the others: found once, and the same for all who ask.
+
+The launcher or the environment says which rank this is; a process group that the user made comes
+before both. Where there are several ranks and no group yet, it is made here.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
+
+from notebook_accel.launch.rank import RankContext, current
+from notebook_accel.training import devices, environment
+from notebook_accel.training.process_group import has_process_group, open_process_group
+from notebook_accel.training.settings import DistributedType, InitProcessGroupKwargs
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Topology", "barrier", "establish", "forget", "topology"]
+
+_KEY = "topology"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One rank's place."""
+
+    process_index: int
+    """Rank of this process."""
+    num_processes: int
+    """Number of ranks."""
+    local_process_index: int
+    """Rank of this process on its machine."""
+    local_num_processes: int
+    """Number of ranks on this machine."""
+    device: torch.device
+    """Where this rank computes."""
+    backend: str | None
+    """Backend of the process group for this device; None where there is no group."""
+    pid: int
+    """Process that found this out."""
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """What this kind of distribution is called."""
+        if self.num_processes == 1:
+            return DistributedType.NO
+        return devices.distributed_type(self.device)
+
+
+def topology() -> Topology:
+    """The place of this rank, found out by the first who asks."""
+    found: Topology | None = current().shared.get(_KEY)
+    return establish() if found is None else found
+
+
+def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Topology:
+    """Find out the place of this rank, and make its process group where there is none.
+
+    What is known stays: ``cpu`` and ``options`` count for the first call.
+
+    Raises:
+        ConfigError: the environment does not say where the ranks meet, or this machine has fewer
+            devices than ranks.
+    """
+    shared = current().shared
+    found: Topology | None = shared.get(_KEY)
+    options = options or InitProcessGroupKwargs()
+    if found is None or _is_stale(found):
+        found = shared[_KEY] = _find(cpu=cpu, options=options)
+    elif found.num_processes > 1 and not has_process_group():
+        _open(_whereabouts(), found.device, options)
+    return found
+
+
+def forget() -> None:
+    """Find out anew at the next question."""
+    current().shared.pop(_KEY, None)
+
+
+def barrier() -> None:
+    """Wait until all ranks are here."""
+    here = topology()
+    if here.num_processes > 1:
+        dist.barrier(**devices.barrier_kwargs(here.device, here.backend or ""))
+
+
+def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
+    place = _whereabouts()
+    device = devices.choose_device(
+        cpu=cpu or environment.read_flag("USE_CPU"),
+        local_rank=place.local_rank,
+        shared=options.backend == "gloo",
+    )
+    if place.world_size > 1:
+        _open(place, device, options)
+    return Topology(
+        process_index=place.rank,
+        num_processes=place.world_size,
+        local_process_index=place.local_rank,
+        local_num_processes=place.local_world_size,
+        device=device,
+        backend=_backend_of(device),
+        pid=os.getpid(),
+    )
+
+
+def _whereabouts() -> RankContext:
+    if has_process_group():
+        return _of_group()
+    context = current()
+    # Outside our launcher the environment may have been set after the context was first asked.
+    return context if context.launched else RankContext.from_environment()
+
+
+def _of_group() -> RankContext:
+    said = RankContext.from_environment()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    named = "LOCAL_RANK" in os.environ
+    return RankContext(
+        rank=rank,
+        local_rank=said.local_rank if named else rank,
+        world_size=world_size,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))),
+    )
+
+
+def _open(place: RankContext, device: torch.device, options: InitProcessGroupKwargs) -> None:
+    # A worker of a DataLoader inherits the environment of its rank, and is none itself.
+    if has_process_group() or get_worker_info() is not None:
+        return
+    open_process_group(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_world_size=place.local_world_size,
+        backend=options.backend or devices.default_backend(device),
+        options=options,
+    )
+
+
+def _backend_of(device: torch.device) -> str | None:
+    if not has_process_group():
+        return None
+    pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
+    by_device = {kind: backend for kind, _, backend in pairs}
+    return by_device.get(device.type, dist.get_backend())
+
+
+def _is_stale(found: Topology) -> bool:
+    """Whether this process is a rank of its own, forked from one that knew another place."""
+    if found.pid == os.getpid() or current().launched:
+        return False
+    said = RankContext.from_environment()
+    return (said.rank, said.world_size) != (found.process_index, found.num_processes)

@@ -1,0 +1,196 @@
+"""Weights in files: safetensors, whole or in shards, with tied tensors written once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.atomic import publish_folder, replacing_file, staging_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from torch.nn import Module
+
+__all__ = [
+    "load_weights",
+    "numbered",
+    "save_model",
+    "save_object",
+    "save_weights",
+    "with_ties",
+    "write_safely",
+]
+
+_MODEL_FILE = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def numbered(stem: str, index: int, suffix: str) -> str:
+    """Name of the ``index``-th of several files: the first has no number."""
+    return f"{stem}{f'_{index}' if index else ''}{suffix}"
+
+
+def save_weights(state: Mapping[str, Any], folder: Path, index: int, *, safe: bool) -> None:
+    """Write the weights of the ``index``-th model.
+
+    Safetensors hold tensors alone: a state with other values goes into a torch file.
+    """
+    if safe and all(isinstance(value, torch.Tensor) for value in state.values()):
+        write_safely(state, folder / numbered("model", index, ".safetensors"))
+    else:
+        torch.save(dict(state), folder / numbered("pytorch_model", index, ".bin"))
+
+
+def load_weights(folder: Path, index: int) -> dict[str, Any] | None:
+    """What :func:`save_weights` wrote, on the CPU; None where there is no such file."""
+    safe = folder / numbered("model", index, ".safetensors")
+    if safe.exists():
+        return _read_safely(safe)
+    plain = folder / numbered("pytorch_model", index, ".bin")
+    if not plain.exists():
+        return None
+    state: dict[str, Any] = torch.load(plain, map_location="cpu", weights_only=True)
+    return state
+
+
+def write_safely(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write tensors as safetensors; a name that is tied to another goes into the header."""
+    tensors, ties = _untie(state)
+    save_file(tensors, path, metadata={"format": "pt", **ties})
+
+
+def with_ties(state: dict[str, Any], model: Module) -> dict[str, Any]:
+    """``state`` with the names that ``model`` ties to others, where they were left out."""
+    own = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
+    _, ties = _untie(own)
+    names = {name: kept for name, kept in ties.items() if name not in state and kept in state}
+    return {**state, **{name: state[kept] for name, kept in names.items()}}
+
+
+def save_object(obj: Any, target: Any, *, safe: bool) -> None:
+    """Write an object to a path, where the file is whole or not there, or to an open file.
+
+    Args:
+        obj: the object.
+        target: path or open file.
+        safe: write a dictionary of tensors as safetensors.
+    """
+    if not isinstance(target, (str, os.PathLike)):
+        torch.save(obj, target)
+        return
+    with replacing_file(target) as path:
+        if safe:
+            write_safely(obj, path)
+        else:
+            torch.save(obj, path)
+
+
+def save_model(
+    state: Mapping[str, Any], folder: Path, max_shard_size: int | str, *, safe: bool
+) -> None:
+    """Write a model's weights into a folder, in place of those that it may have.
+
+    Raises:
+        ConfigError: the size makes no sense.
+    """
+    limit = _as_bytes(max_shard_size)
+    final = folder.expanduser().resolve()
+    staged = staging_folder(final)
+    staged.mkdir(parents=True)
+    try:
+        _save_sharded(state, staged, limit=limit, safe=safe)
+        publish_folder(staged, final, is_ours=lambda name: bool(_MODEL_FILE.fullmatch(name)))
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _save_sharded(
+    state: Mapping[str, torch.Tensor], folder: Path, *, limit: int, safe: bool
+) -> None:
+    """Write weights as one file, or several of a limited size with an index beside them.
+
+    Args:
+        state: the weights.
+        folder: where to write; it exists.
+        limit: bytes a file.
+        safe: safetensors rather than a torch file.
+    """
+    stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
+    tensors, ties = _untie(state)
+    shards = list(_shards(tensors, limit))
+    names = [f"{stem}{suffix}"]
+    if len(shards) > 1:
+        width = len(shards)
+        names = [f"{stem}-{n:05d}-of-{width:05d}{suffix}" for n in range(1, width + 1)]
+        _write_index(folder / f"{stem}{suffix}.index.json", shards, names)
+    for shard, name in zip(shards, names, strict=True):
+        if safe:
+            own = {name: kept for name, kept in ties.items() if kept in shard}
+            save_file(shard, folder / name, metadata={"format": "pt", **own})
+        else:
+            torch.save(shard, folder / name)
+
+
+def _write_index(path: Path, shards: list[dict[str, torch.Tensor]], names: list[str]) -> None:
+    where = {key: name for shard, name in zip(shards, names, strict=True) for key in shard}
+    size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    index = {"metadata": {"total_size": size}, "weight_map": where}
+    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if shard and size + tensor.nbytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    yield shard
+
+
+def _as_bytes(size: int | str) -> int:
+    if isinstance(size, int):
+        return size
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B)", size.strip().upper())
+    if found is None or found[2] not in _UNITS:
+        raise ConfigError(f'max_shard_size={size!r}: expected bytes, or a text such as "10GB"')
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _read_safely(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = load_file(path)
+    with safe_open(path, framework="pt") as opened:
+        header = opened.metadata() or {}
+    ties = {name: state[kept] for name, kept in header.items() if kept in state}
+    return {**ties, **state}
+
+
+def _untie(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors, each once and with memory of its own, and the names left out with theirs."""
+    tensors: dict[str, torch.Tensor] = {}
+    ties: dict[str, str] = {}
+    seen: dict[Any, str] = {}
+    storages: set[int] = set()
+    for name, tensor in state.items():
+        whole = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if tensor.numel() and whole in seen:
+            ties[name] = seen[whole]
+            continue
+        seen[whole] = name
+        storage = tensor.untyped_storage().data_ptr()
+        shares = storage in storages and tensor.numel() > 0
+        storages.add(storage)
+        tensors[name] = tensor.clone() if shares else tensor.contiguous()
+    return tensors, ties
