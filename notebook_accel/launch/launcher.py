@@ -6,12 +6,14 @@ import contextlib
 import os
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import payload, preflight, state, wire
 from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.engines.base import Job, Opening, Prepared
+from notebook_accel.launch.export import script_of
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.segment import seal
 from notebook_accel.launch.stores import MetricStore, RunFolder
@@ -93,7 +95,14 @@ def _open(job: Job, notices: list[str]) -> Run:
     preflight.check_machine(job.config, placement.world_size)
     folder = RunFolder()
     metrics = MetricStore(folder.path)
-    run = Run(name=job.name, config=job.config, folder=folder, metrics=metrics, view=job.view)
+    run = Run(
+        name=job.name,
+        config=job.config,
+        folder=folder,
+        metrics=metrics,
+        view=job.view,
+        source=partial(_script, job, placement.world_size),
+    )
     prepared = None
     if packed is not None:
         notices = [*notices, *packed.notices]
@@ -121,6 +130,10 @@ def _open(job: Job, notices: list[str]) -> Run:
     return run
 
 
+def _script(job: Job, world_size: int, file: str) -> str:
+    return script_of(job.function, job.args, job.kwargs, world_size=world_size, file=file)
+
+
 def _pack(job: Job) -> payload.PackedCall:
     return payload.pack_call(job.function, job.args, job.kwargs, sources=job.sources)
 
@@ -133,7 +146,12 @@ def _prepare(
     sizes = tuple(buffer.nbytes for buffer in buffers)
     is_small = sum(sizes) <= _INLINE_BYTES
     num_threads = _num_threads(job.environment, placement.world_size)
-    environment = {**job.environment, "OMP_NUM_THREADS": str(num_threads), **placement.environment}
+    environment = {
+        **job.environment,
+        "OMP_NUM_THREADS": str(num_threads),
+        **placement.environment,
+        **(job.config.env or {}),
+    }
     message = wire.Launch(
         run=run,
         world_size=placement.world_size,

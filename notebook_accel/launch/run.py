@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.errors import RunStopped, WorkerError
 from notebook_accel.launch.state import Progress
 
 if TYPE_CHECKING:
+    import os
     import threading
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.state import RunState
@@ -82,6 +83,7 @@ class Run:
         folder: RunFolder,
         metrics: MetricStore,
         view: View,
+        source: Callable[[str], str],
     ) -> None:
         self.id: str = folder.id
         self.config = config
@@ -89,6 +91,7 @@ class Run:
         self._folder = folder
         self._metrics = metrics
         self._view = view
+        self._source = source
         self._conductor: Conductor | None = None
 
     def attach(self, conductor: Conductor) -> None:
@@ -295,6 +298,15 @@ class Run:
     def stacks(self, rank: int | None = None) -> str:
         """Where each rank's Python stands now; works while a rank hangs or holds the GIL."""
         return self.conductor.stacks(rank)
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write the function, with what it needs, as a script that torchrun runs; gives the path.
+
+        What was written in cells is copied as it is now in the notebook.
+        """
+        target = Path(path)
+        target.write_text(self._source(target.name))
+        return target
 
     def show(self) -> None:
         """Draw the view of this run again, here."""

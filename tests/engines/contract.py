@@ -22,11 +22,10 @@ from notebook_accel.launch.template import template
 from notebook_accel.launch.view import View
 from tests.engines.processes import below, eventually, gone
 
-# From the event to the error, as users have it; the machine may be busy beside us.
-SOON = 1.0
-# From the error until nothing of the run is alive.
-CLEAN = 2.0
-BUSY = 4.0
+# Deadlines, wide enough for a busy machine; benchmarks/faults.py measures what users see.
+SOON = 5.0
+CLEAN = 5.0
+BUSY = 20.0
 
 
 class EngineContract:

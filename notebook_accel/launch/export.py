@@ -1,0 +1,198 @@
+"""A run's function as a script that torchrun starts.
+
+What was written in cells is copied as source, what was imported is imported, plain values are
+written down; only what has no readable form is carried along pickled.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import inspect
+import io
+import sys
+import textwrap
+import types
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["script_of"]
+
+_HEAD = '''"""{name}, exported from a notebook.
+
+Run it with: torchrun --nproc_per_node={world_size} {file}
+"""
+'''
+_LOAD = """
+def _unpickled(text):
+    import base64, pickle
+    return pickle.loads(base64.b85decode(text))
+"""
+_FUTURE = "from __future__ import annotations\n"
+
+
+def script_of(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    world_size: int,
+    file: str,
+) -> str:
+    """The text of a script that calls ``function(*args, **kwargs)``.
+
+    Args:
+        function: as the notebook has it now.
+        args, kwargs: what it is called with.
+        world_size: the number of processes that the script's first lines propose.
+        file: the name that they call the script.
+    """
+    script = _Script()
+    name = getattr(function, "__name__", "function")
+    called = script.value(function)
+    given = [script.value(arg) for arg in args]
+    given += [f"{key}={script.value(value)}" for key, value in kwargs.items()]
+    head = _HEAD.format(name=name, world_size=world_size, file=file)
+    return script.text(head, f"{called}({', '.join(given)})")
+
+
+@dataclass
+class _Script:
+    """Parts of the script, in the order in which they are written."""
+
+    imports: dict[str, None] = field(default_factory=dict)
+    values: list[str] = field(default_factory=list)
+    sources: list[tuple[int, str]] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+    needs_load: bool = False
+
+    def define(self, name: str, value: Any) -> None:
+        """Give the script a global of that name."""
+        if name in self.seen:
+            return
+        self.seen.add(name)
+        if isinstance(value, types.ModuleType):
+            self.imports[_import_line(value.__name__, name)] = None
+        elif _is_importable(value):
+            self.imports[f"from {value.__module__} import {_alias(value.__qualname__, name)}"] = (
+                None
+            )
+        elif _is_definition(value) and _source(value) and value.__name__ == name:
+            self._copy_source(value, _source(value) or "")
+        else:
+            expression = repr(value) if _is_plain(value) else self._pickled(value)
+            self.values.append(f"{name} = {expression}")
+
+    def value(self, value: Any) -> str:
+        """An expression for a value."""
+        if _is_plain(value):
+            return repr(value)
+        name = getattr(value, "__name__", "")
+        if name.isidentifier() and _is_definition(value):
+            self.define(name, value)
+            return str(name)
+        return self._pickled(value)
+
+    def _pickled(self, value: Any) -> str:
+        self.needs_load = True
+        return f"_unpickled({base64.b85encode(_pickle(value)).decode()!r})"
+
+    def _copy_source(self, value: Any, source: str) -> None:
+        self.sources.append((_place(value), source))
+        known = _globals_of(value)
+        for used in sorted(_names_in(source) & known.keys()):
+            self.define(used, known[used])
+
+    def text(self, head: str, call: str) -> str:
+        load = _LOAD if self.needs_load else ""
+        sources = [source for _, source in sorted(self.sources, key=itemgetter(0))]
+        parts = [
+            head,
+            _FUTURE,
+            "\n".join(sorted(self.imports)),
+            load,
+            "\n".join(self.values),
+            *(f"\n{source.strip()}" for source in sources),
+            f'\nif __name__ == "__main__":\n    {call}\n',
+        ]
+        return "\n".join(part for part in parts if part.strip())
+
+
+def _import_line(module: str, name: str) -> str:
+    return f"import {module}" if module == name else f"import {module} as {name}"
+
+
+def _alias(qualname: str, name: str) -> str:
+    return qualname if qualname == name else f"{qualname} as {name}"
+
+
+def _is_definition(value: Any) -> bool:
+    return isinstance(value, (type, types.FunctionType))
+
+
+def _is_importable(value: Any) -> bool:
+    """Whether the value is a class or function that its module has under its own name."""
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    name = getattr(value, "__qualname__", "")
+    if module is None or module.__name__ == "__main__" or not name.isidentifier():
+        return False
+    return getattr(module, name, None) is value
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
+
+
+def _source(value: Any) -> str | None:
+    """The source of a function or class that stands on its own: no closure, no lambda."""
+    if getattr(value, "__closure__", None) or value.__name__ == "<lambda>":
+        return None
+    try:
+        return textwrap.dedent(inspect.getsource(value))
+    except (OSError, TypeError):
+        return None
+
+
+def _names_in(source: str) -> set[str]:
+    """All names that a definition reads: in its body, decorators, bases, defaults, annotations."""
+    return {
+        node.id
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+
+
+def _globals_of(value: Any) -> Mapping[str, Any]:
+    functions = _functions(value)
+    if functions:
+        return functions[0].__globals__
+    return vars(sys.modules[value.__module__])
+
+
+def _place(value: Any) -> int:
+    """Where a definition stands: classes first, each after those that it derives from.
+
+    A class body may use the classes before it; functions are only called at the end.
+    """
+    return len(value.__mro__) if isinstance(value, type) else sys.maxsize
+
+
+def _functions(value: Any) -> list[types.FunctionType]:
+    if isinstance(value, types.FunctionType):
+        return [value]
+    return [part for part in vars(value).values() if isinstance(part, types.FunctionType)]
+
+
+def _pickle(value: Any) -> bytes:
+    file = io.BytesIO()
+    cloudpickle.Pickler(file).dump(value)
+    return file.getvalue()

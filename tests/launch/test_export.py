@@ -1,0 +1,75 @@
+"""An exported run is a script that torchrun runs, readable where it can be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Executed as __main__, with its source in a file, as a notebook's cells have it in linecache.
+_NOTEBOOK = """
+import math
+import os
+from dataclasses import dataclass
+import torch
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.view import View
+
+SIZE = 4
+TABLE = torch.arange(3)
+shift = lambda x: x + 1
+
+@dataclass
+class Box:
+    n: int = 0
+
+    def twice(self):
+        return self.n * 2 * SIZE
+
+class Big(Box):
+    def thrice(self):
+        return helper(self.n)
+
+def helper(x):
+    return x * 3 + int(TABLE.sum())
+
+def train(a, b=1):
+    box = Big(a)
+    text = f"{box.twice()} {box.thrice()} {shift(math.floor(b))}"
+    print(text, "of", os.environ["WORLD_SIZE"])
+    return text
+
+if __name__ == "__main__":
+    config = LaunchConfig(num_processes=2, devices="cpu")
+    run = launch(train, (2,), {"b": 2.5}, config=config, view=View())
+    run.export(os.environ["TARGET"])
+    print(run[0])
+"""
+
+
+def test_torchrun_runs_what_was_exported(tmp_path: Path) -> None:
+    notebook, target = tmp_path / "notebook.py", tmp_path / "exported.py"
+    notebook.write_text(_NOTEBOOK)
+    environment = {**os.environ, "TARGET": str(target), "OMP_NUM_THREADS": "1"}
+    said = _run(sys.executable, str(notebook), env=environment)
+    assert said == "16 9 3\n"
+    text = target.read_text()
+    assert "class Box:\n    n: int = 0" in text
+    assert "SIZE = 4" in text
+    assert "torchrun --nproc_per_node=2 exported.py" in text
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    said = _run(sys.executable, *torchrun, str(target), env=environment)
+    assert sorted(said.splitlines()) == ["16 9 3 of 2"] * 2
+
+
+def _run(*command: str, env: dict[str, str]) -> str:
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
