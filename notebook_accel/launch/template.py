@@ -58,6 +58,7 @@ _PRELOADED = (
     "tqdm.auto",
     "notebook_accel.launch.agent",
     "notebook_accel.launch.bars",
+    "notebook_accel.training.accelerator",
 )
 # Read when a library is loaded: a change needs a new template.
 _READ_AT_IMPORT = (
