@@ -8,4 +8,6 @@ from __future__ import annotations
 
 import lazy_loader
 
+# The doors in compat/ open under the paths that Accelerate's users import.
+__path__ = [*__path__, f"{__path__[0]}/compat"]
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,29 @@
+"""Door: ``accelerate.data_loader`` under our name."""
+
+from notebook_accel.training.data import (
+    skip_first_batches,
+)
+from notebook_accel.training.dispatch import (
+    DataLoaderDispatcher,
+)
+from notebook_accel.training.loaders import (
+    DataLoaderShard,
+    SkipDataLoader,
+)
+from notebook_accel.training.samplers import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+)
+
+__all__ = [
+    "BatchSamplerShard",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "IterableDatasetShard",
+    "SeedableRandomSampler",
+    "SkipBatchSampler",
+    "SkipDataLoader",
+    "skip_first_batches",
+]

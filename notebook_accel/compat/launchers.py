@@ -1,0 +1,9 @@
+"""Door: ``accelerate.launchers`` under our name."""
+
+from notebook_accel.notebook.launcher import (
+    notebook_launcher,
+)
+
+__all__ = [
+    "notebook_launcher",
+]

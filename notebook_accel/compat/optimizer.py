@@ -1,0 +1,9 @@
+"""Door: ``accelerate.optimizer`` under our name."""
+
+from notebook_accel.training.optimizer import (
+    AcceleratedOptimizer,
+)
+
+__all__ = [
+    "AcceleratedOptimizer",
+]

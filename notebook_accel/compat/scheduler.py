@@ -1,0 +1,9 @@
+"""Door: ``accelerate.scheduler`` under our name."""
+
+from notebook_accel.training.scheduler import (
+    AcceleratedScheduler,
+)
+
+__all__ = [
+    "AcceleratedScheduler",
+]

@@ -1,0 +1,81 @@
+"""Door: ``accelerate.utils`` under our name."""
+
+from notebook_accel.training.collectives import (
+    broadcast,
+    broadcast_object_list,
+    concatenate,
+    convert_to_fp32,
+    find_batch_size,
+    find_device,
+    gather,
+    gather_object,
+    honor_type,
+    is_namedtuple,
+    listify,
+    pad_across_processes,
+    recursively_apply,
+    reduce,
+    send_to_device,
+    slice_tensors,
+)
+from notebook_accel.training.data_config import (
+    DataLoaderConfiguration,
+)
+from notebook_accel.training.prepare import (
+    extract_model_from_parallel,
+)
+from notebook_accel.training.seeding import (
+    set_seed,
+    synchronize_rng_state,
+    synchronize_rng_states,
+)
+from notebook_accel.training.settings import (
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from notebook_accel.training.topology import (
+    barrier as wait_for_everyone,
+)
+
+__all__ = [
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "broadcast",
+    "broadcast_object_list",
+    "concatenate",
+    "convert_to_fp32",
+    "extract_model_from_parallel",
+    "find_batch_size",
+    "find_device",
+    "gather",
+    "gather_object",
+    "honor_type",
+    "is_namedtuple",
+    "listify",
+    "pad_across_processes",
+    "recursively_apply",
+    "reduce",
+    "send_to_device",
+    "set_seed",
+    "slice_tensors",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
+    "wait_for_everyone",
+]
