@@ -10,6 +10,7 @@ NotebookAccelError(RuntimeError)
 from __future__ import annotations
 
 import traceback
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,18 +40,15 @@ class NotebookAccelError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows of this error: no frame of ours, and the message whole."""
-        frames = [
-            frame
-            for frame in traceback.extract_tb(self.__traceback__)
-            if not _is_inner(Path(frame.filename))
-        ]
+        frames = list(takewhile(_is_outer, traceback.extract_tb(self.__traceback__)))
+        frames = [frame for frame in frames if "IPython" not in Path(frame.filename).parts]
         # One frame is the cell itself, right above.
         where = traceback.format_list(frames) if len(frames) > 1 else []
         return [*where, f"\x1b[0;31m{type(self).__name__}\x1b[0m: {self}"]
 
 
-def _is_inner(path: Path) -> bool:
-    return Path(__file__).parent in path.parents or "IPython" in path.parts
+def _is_outer(frame: traceback.FrameSummary) -> bool:
+    return Path(__file__).parent not in Path(frame.filename).parents
 
 
 def _rebuild(kind: type[NotebookAccelError], args: tuple[Any, ...]) -> NotebookAccelError:

@@ -1,0 +1,83 @@
+"""``%%accelerate``: a cell that runs on every rank. Loaded by ``%load_ext notebook_accel``."""
+
+# IPython's decorators carry no types.
+# mypy: disable-error-code="no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.magic import Magics, cell_magic, magics_class
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+
+from notebook_accel.launch import wording
+from notebook_accel.launch.template import warm
+from notebook_accel.notebook.cell_function import cell_function
+from notebook_accel.notebook.launcher import notebook_launcher
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["AccelerateMagics", "load_ipython_extension", "tell_apart"]
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """Register the magics and start the template, so that the first launch finds it ready."""
+    ipython.register_magics(AccelerateMagics)
+    warm()
+
+
+@magics_class
+class AccelerateMagics(Magics):
+    """The magics of this package."""
+
+    @magic_arguments()
+    @argument("-n", "--num-processes", "--num_processes", type=int, help="number of ranks")
+    @argument(
+        "--mixed-precision",
+        "--mixed_precision",
+        metavar="PRECISION",
+        help='"no", "bf16" or "fp16", for every Accelerator that does not say its own',
+    )
+    @cell_magic
+    def accelerate(self, line: str, cell: str) -> None:
+        """Run the cell on every rank of a new run.
+
+        The names of the notebook that it uses travel along by value; ``rank``, ``world_size``,
+        ``device`` and ``accelerator`` are there. The value of a last expression is shown for
+        each rank.
+        """
+        options = parse_argstring(self.accelerate, line)
+        shell: Any = self.shell
+        number = shell.execution_count
+        # Counted with the magic's own line, as the page shows it.
+        whole = f"%%accelerate {line}\n{cell}"
+        function = cell_function(
+            cell,
+            namespace=shell.user_ns,
+            filename=shell.compile.cache(whole, number),
+            name=f"In[{number}]",
+            first_line=2,
+        )
+        run = notebook_launcher(
+            function,
+            num_processes=options.num_processes,
+            mixed_precision=options.mixed_precision,
+        )
+        print(tell_apart(run.results), end="")  # noqa: T201
+
+
+def tell_apart(texts: Sequence[str | None]) -> str:
+    """What each rank shows, ranks with equal text in one: ``ranks 0-1: 3``."""
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank, text in enumerate(texts):
+        if text is not None:
+            alike[text].append(rank)
+    return "".join(
+        f"{wording.rank_list(ranks)}:{_indented(text)}\n" for text, ranks in alike.items()
+    )
+
+
+def _indented(text: str) -> str:
+    return f" {text}" if "\n" not in text else "\n" + text

@@ -1,0 +1,56 @@
+"""What a cell that runs on the ranks finds there from the start.
+
+``from notebook_accel.training.cell_names import accelerator`` makes it then and not before: a
+cell that does not speak of an accelerator gets no process group.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch.rank import current
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from notebook_accel.training.accelerator import Accelerator
+
+__all__ = ["accelerator", "device", "rank", "world_size"]  # noqa: F822
+
+
+def _rank() -> int:
+    return current().rank
+
+
+def _world_size() -> int:
+    return current().world_size
+
+
+def _device() -> torch.device:
+    from notebook_accel.training import devices, environment
+
+    return devices.choose_device(
+        cpu=environment.read_flag("USE_CPU"), local_rank=current().local_rank, shared=True
+    )
+
+
+def _accelerator() -> Accelerator:
+    from notebook_accel.training.accelerator import Accelerator
+
+    return Accelerator()
+
+
+_MAKERS: dict[str, Callable[[], Any]] = {
+    "accelerator": _accelerator,
+    "device": _device,
+    "rank": _rank,
+    "world_size": _world_size,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MAKERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _MAKERS[name]()
