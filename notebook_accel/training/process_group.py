@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ __all__ = ["close_process_group", "has_process_group", "open_process_group"]
 
 _OURS = "process group is ours"
 _STORE_TIMEOUT = timedelta(minutes=5)
+_PROBE_SECONDS = 1.0
+_POLL_SECONDS = 0.001
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK_NAMES = ("lo", "lo0")
 
@@ -105,6 +108,8 @@ def _loopback_store(rank: int, world_size: int, timeout: timedelta | None) -> An
     host, port = _needed("MASTER_ADDR"), int(_needed("MASTER_PORT"))
     address = "127.0.0.1" if host == "localhost" else host
     listening = _listen(address, port).detach() if rank == 0 else None
+    if rank != 0:
+        _await_listener(address, port, timeout or _STORE_TIMEOUT)
     return dist.TCPStore(  # type: ignore[attr-defined]
         address,
         port,
@@ -114,6 +119,18 @@ def _loopback_store(rank: int, world_size: int, timeout: timedelta | None) -> An
         wait_for_workers=False,
         master_listen_fd=listening,
     )
+
+
+def _await_listener(address: str, port: int, timeout: timedelta) -> None:
+    """Wait until rank 0 listens: a store that finds nobody there sleeps half a second and more."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((address, port), timeout=_PROBE_SECONDS).close()
+        except OSError:
+            time.sleep(_POLL_SECONDS)
+        else:
+            return
 
 
 def _listen(address: str, port: int) -> socket.socket:
