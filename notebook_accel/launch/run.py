@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.errors import RunStopped, WorkerError
+from notebook_accel.launch.plotting import plot_metrics
 from notebook_accel.launch.state import Progress
 
 if TYPE_CHECKING:
@@ -212,6 +213,7 @@ class Run:
             self._view.poll()
             if deadline is not None and time.monotonic() >= deadline:
                 return ended.is_set()
+        self._view.settle()
         return True
 
     def raise_error(self) -> None:
@@ -294,6 +296,21 @@ class Run:
         except ImportError:
             raise ImportError("run.to_pandas() needs pandas: pip install pandas") from None
         return pd.DataFrame(self.metrics, columns=["time", "rank", "step", "name", "value"])
+
+    def plot(self, *names: str) -> Any:
+        """Draw metrics over their steps with matplotlib, a line a rank.
+
+        Args:
+            names: which metrics; all, where none is named.
+
+        Returns:
+            The axes, in the order of the names.
+
+        Raises:
+            ConfigError: no metric has that name.
+            ImportError: matplotlib is not installed.
+        """
+        return plot_metrics(self.metrics, names)
 
     def stacks(self, rank: int | None = None) -> str:
         """Where each rank's Python stands now; works while a rank hangs or holds the GIL."""

@@ -91,10 +91,13 @@ class Panel:
     def finish(self, snapshot: Snapshot) -> None:
         """Leave the summary in place of the live panel."""
         # A page that was reloaded has forgotten the id, and still shows the widget.
-        for widget in (self._stop, self._filter):
-            widget.layout.display = "none"
         self._body.value = str(snapshot.html)
+        self._box.children = (self._body,)
         output.replace(snapshot.bundle, self._id)
+        # A page that connects asks for the state of every widget that there is.
+        for widget in (self._style, self._stop, self._filter):
+            for part in (widget.layout, widget.style, widget):
+                part.close()
 
     def finish_again(self, snapshot: Snapshot) -> None:
         """Send the end once more."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.state import RankState, RunState
 
-__all__ = ["MAX_BYTES", "Snapshot", "render_plots", "render_snapshot"]
+__all__ = ["MAX_BYTES", "Snapshot", "render_snapshot"]
 
 MAX_BYTES = 120_000
 _MAX_NOTICES = 8
@@ -74,13 +74,6 @@ def render_snapshot(
     return Snapshot(_html(state, _curves(metrics), now), _text(state, now))
 
 
-def render_plots(metrics: Iterable[Mapping[str, Any]], names: Sequence[str] = ()) -> Html:
-    """The plots of metrics alone: of all of them, or of those with these names."""
-    curves = _curves(metrics)
-    chosen = {name: curves[name] for name in names} if names else curves
-    return _plots(chosen, limit=max(_MAX_PLOTS, len(names)), width=420)
-
-
 # ---- metrics -------------------------------------------------------------------------------
 
 # Points of each metric by rank.
@@ -97,24 +90,25 @@ def _curves(metrics: Iterable[Mapping[str, Any]]) -> Curves:
     return {name: dict(sorted(by_rank.items())) for name, by_rank in curves.items()}
 
 
-def _plots(curves: Curves, *, limit: int = _MAX_PLOTS, width: int = 250) -> Html:
-    cards = [_card(name, by_rank, width) for name, by_rank in list(curves.items())[:limit]]
-    if not cards:
+def _plots(curves: Curves) -> Html:
+    if not curves:
         return Html("")
+    names = list(curves)
+    cards = [_card(name, curves[name]) for name in names[:_MAX_PLOTS]]
     row = element("div", *cards, style="display:flex;flex-wrap:wrap;gap:6px 22px;margin:10px 0 2px")
-    hidden = list(curves)[limit:]
-    if not hidden:
-        return row
-    return join([row, element("div", f"… and {', '.join(hidden[:20])}", style=_MUTED)])
+    hidden = names[_MAX_PLOTS : _MAX_PLOTS + 20]
+    return join(
+        [row, element("div", f"… and {', '.join(hidden)}", style=_MUTED)] if hidden else [row]
+    )
 
 
-def _card(name: str, by_rank: Mapping[int, Sequence[plot.Point]], width: int) -> Html:
+def _card(name: str, by_rank: Mapping[int, Sequence[plot.Point]]) -> Html:
     shown = dict(list(by_rank.items())[:_MAX_CURVES])
     title = [element("b", cut(name, 40)), f"\N{NO-BREAK SPACE} {_last(by_rank)}"]
     parts = [element("div", *title), *_key(shown)]
     if any(len(points) > 1 for points in shown.values()):
         labelled = {str(rank): points for rank, points in shown.items()}
-        parts.append(plot.chart(labelled, alt=_alt(name, by_rank), width=width))
+        parts.append(plot.chart(labelled, alt=_alt(name, by_rank)))
     return element("div", *parts)
 
 
