@@ -1,0 +1,198 @@
+"""Runs a function of a test module on real ranks: ``run_ranks(function, 2, *args)``.
+
+One helper process imports torch once and forks the ranks of every call; they meet over gloo
+through a file, so that no port is taken. A call has a deadline, after which every process of it is
+dead; the helper ends with the tests.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib.util
+import inspect
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["RankError", "run_ranks"]
+
+_ROOT = Path(__file__).parents[2]
+_LENGTH = struct.Struct("!Q")
+_SETTLE_SECONDS = 1.0
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not end in time; the text has the tracebacks of all."""
+
+
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60
+) -> list[Any]:
+    """What ``function(*args)`` returns on each of ``num_ranks`` ranks, in order.
+
+    The function is a module-level one of a test file; on each rank ``torch.distributed`` is
+    initialised (not so for one rank) and RANK, WORLD_SIZE and their like are set.
+    """
+    place = (inspect.getfile(function), function.__module__, function.__qualname__)
+    replies = _helper().ask((*place, args, num_ranks, timeout), timeout)
+    failed = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(replies) if not ok]
+    if failed:
+        raise RankError("\n".join(failed))
+    return [value for _, value in replies]
+
+
+class _Helper:
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            environment.pop(name, None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.training.harness"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=_ROOT,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def ask(self, request: tuple[Any, ...], timeout: float) -> Any:
+        assert self.process.stdin
+        assert self.process.stdout
+        _write(self.process.stdin, request)
+        # It keeps the deadline itself; this one is for a helper that is gone or stuck.
+        ready, _, _ = select.select([self.process.stdout], [], [], timeout + 20)
+        answer = _read(self.process.stdout) if ready else None
+        if answer is None:
+            self.close()
+            raise RankError(f"the helper gave no answer in {timeout + 20:.0f} s")
+        return answer
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+_helpers: list[_Helper] = []
+
+
+def _helper() -> _Helper:
+    if not _helpers or _helpers[0].process.poll() is not None:
+        _helpers[:] = [_Helper()]
+        atexit.register(_helpers[0].close)
+    return _helpers[0]
+
+
+def _write(stream: Any, value: Any) -> None:
+    data = pickle.dumps(value)
+    stream.write(_LENGTH.pack(len(data)) + data)
+    stream.flush()
+
+
+def _read(stream: Any) -> Any:
+    head = stream.read(_LENGTH.size)
+    return pickle.loads(stream.read(*_LENGTH.unpack(head))) if head else None
+
+
+def _serve() -> None:
+    """What the helper does: fork ranks, for each request."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # prints of ranks
+    import pytest  # noqa: F401
+    import torch.distributed
+    import torch.utils.data  # noqa: F401
+
+    while (request := _read(sys.stdin.buffer)) is not None:
+        *call, num_ranks, timeout = request
+        with tempfile.TemporaryDirectory() as folder:
+            _write(answers, _fork_ranks(call, num_ranks, timeout, Path(folder)))
+    os.killpg(0, signal.SIGKILL)
+
+
+def _fork_ranks(call: list[Any], num_ranks: int, timeout: float, folder: Path) -> list[Any]:
+    running: dict[int, int] = {}
+    for rank in range(num_ranks):
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(call, rank, num_ranks, timeout, folder)
+        running[pid] = rank
+    ends = _wait(running, time.monotonic() + timeout)
+    return [_reply(folder / str(rank), ends.get(rank)) for rank in range(num_ranks)]
+
+
+def _wait(running: dict[int, int], deadline: float) -> dict[int, int]:
+    """The exit statuses by rank; once a rank has failed the others have a second."""
+    ends: dict[int, int] = {}
+    while running and time.monotonic() < deadline:
+        for pid in list(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                ends[running.pop(pid)] = status
+                if status:
+                    deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
+        time.sleep(0.002)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return ends
+
+
+def _reply(path: Path, status: int | None) -> tuple[bool, Any]:
+    if path.exists():
+        reply: tuple[bool, Any] = pickle.loads(path.read_bytes())
+        return reply
+    if status is None:
+        return False, "did not end in time, or waited for a rank that failed"
+    return False, f"ended with status {status}, without a word"
+
+
+def _be_rank(call: list[Any], rank: int, num_ranks: int, timeout: float, folder: Path) -> None:
+    import torch.distributed as dist
+
+    faulthandler.dump_traceback_later(max(timeout - 1, 1))
+    numbers = {"RANK": rank, "LOCAL_RANK": rank}
+    sizes = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    os.environ.update({name: str(value) for name, value in {**numbers, **sizes}.items()})
+    try:
+        if num_ranks > 1:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
+            )
+        file, module, name, args = call
+        reply = (True, getattr(_load(file, module), name)(*args))
+        data = pickle.dumps(reply)
+    except BaseException:
+        data = pickle.dumps((False, traceback.format_exc()))
+    path = folder / str(rank)
+    path.with_suffix(".part").write_bytes(data)
+    path.with_suffix(".part").rename(path)
+    sys.stdout.flush()
+    os._exit(0 if data and pickle.loads(data)[0] else 1)
+
+
+def _load(file: str, module: str) -> Any:
+    spec = importlib.util.spec_from_file_location(module, file)
+    assert spec
+    assert spec.loader
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[module] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+if __name__ == "__main__":
+    _serve()

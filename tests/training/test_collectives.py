@@ -1,0 +1,330 @@
+"""What ranks tell each other, on real ranks, and the structures that it comes in."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from notebook_accel.training import collectives
+from notebook_accel.training.collectives import (
+    broadcast,
+    broadcast_object_list,
+    concatenate,
+    convert_to_fp32,
+    find_batch_size,
+    find_device,
+    gather,
+    gather_object,
+    gather_ragged,
+    listify,
+    pad_across_processes,
+    recursively_apply,
+    reduce,
+    send_to_device,
+    slice_tensors,
+    split_between,
+)
+from tests.training.harness import RankError, run_ranks
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Encoding(UserDict):
+    """As a tokenizer's batch: a mapping of its own, with more than its keys."""
+
+    note = "kept"
+
+    def to(self, device: Any) -> Encoding:
+        return Encoding({key: value.to(device) for key, value in self.items()})
+
+
+# On ranks. Each function is one start of processes, and returns what the test looks at.
+
+
+def gathers() -> dict[str, Any]:
+    rank = collectives.this_rank()
+    size = collectives.num_ranks()
+    both = torch.arange(6).reshape(2, 3) + 100 * rank
+    structure = {"a": both, "b": [torch.tensor(float(rank)), Pair(both[:1], (both,))]}
+    kinds = [torch.bool, torch.bfloat16, torch.complex64, torch.uint16, torch.float8_e4m3fn]
+    asked = torch.ones(2, requires_grad=True) * rank
+    return {
+        "plain": gather(both),
+        "scalar": gather(torch.tensor(rank)),
+        "structure": gather(structure),
+        # memory with strides: gloo would send it as it lies
+        "transposed": gather(both.t()),
+        "expanded": gather(torch.tensor([rank]).expand(3)),
+        "conjugate": gather(torch.tensor([1 + 1j * rank]).conj()),
+        "kinds": [gather(torch.tensor([rank, 1]).to(kind)).to(torch.complex64) for kind in kinds],
+        "empty": gather(torch.zeros(0, 3)),
+        "needs no gradient": gather(asked).requires_grad,
+        "objects": gather_object([f"r{rank}", {"rank": rank}]),
+        "one object": gather_object(f"word{rank}"),
+        "tuple": gather_object((rank, rank)),
+        "named": gather_object(Pair(rank, 0)),
+        "ragged": gather_ragged([torch.full((rank + 1, 2), rank), torch.zeros(size - rank)]),
+    }
+
+
+@pytest.fixture(scope="module")
+def gathered() -> list[dict[str, Any]]:
+    return run_ranks(gathers, 3)
+
+
+def test_tensors_of_all_ranks(gathered: list[dict[str, Any]]) -> None:
+    one = torch.arange(6).reshape(2, 3)
+    joined = torch.cat([one, one + 100, one + 200])
+    for got in gathered:
+        assert torch.equal(got["plain"], joined)
+        assert got["scalar"].tolist() == [0, 1, 2]
+        assert torch.equal(got["transposed"], torch.cat([one.t(), one.t() + 100, one.t() + 200]))
+        assert got["expanded"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert got["conjugate"].tolist() == [1, 1 - 1j, 1 - 2j]
+        assert got["empty"].shape == (0, 3)
+        assert not got["needs no gradient"]
+        assert torch.equal(got["structure"]["a"], joined)
+        scalar, pair = got["structure"]["b"]
+        assert scalar.tolist() == [0, 1, 2]
+        assert isinstance(pair, Pair)
+        assert pair.left.shape == (3, 3)
+        assert torch.equal(pair.right[0], joined)
+
+
+def test_types_that_backends_refuse_travel_too(gathered: list[dict[str, Any]]) -> None:
+    for got in gathered:
+        booleans, *others = got["kinds"]
+        assert booleans.tolist() == [0, 1, 1, 1, 1, 1]
+        assert [each.tolist() for each in others] == [[0, 1, 1, 1, 2, 1]] * 4
+
+
+def test_objects_of_all_ranks(gathered: list[dict[str, Any]]) -> None:
+    for got in gathered:
+        assert got["objects"] == [
+            "r0", {"rank": 0}, "r1", {"rank": 1}, "r2", {"rank": 2},
+        ]  # fmt: skip
+        assert got["one object"] == ["word0", "word1", "word2"]
+        assert got["tuple"] == [0, 0, 1, 1, 2, 2]
+        assert got["named"] == [Pair(0, 0), Pair(1, 0), Pair(2, 0)]
+
+
+def test_rows_of_ranks_that_have_more_or_fewer(gathered: list[dict[str, Any]]) -> None:
+    for got in gathered:
+        rows, other = got["ragged"]
+        assert rows.tolist() == [[0, 0], [1, 1], [1, 1], [2, 2], [2, 2], [2, 2]]
+        assert other.shape == (6,)
+
+
+def combines() -> dict[str, Any]:
+    rank = collectives.this_rank()
+    mine = torch.tensor([1.0, 10.0]) * (rank + 1)
+    sent = {"x": torch.full((2, 2), rank).t(), "y": torch.tensor(rank)}
+    returned = broadcast(sent, from_process=1)
+    objects = [rank, f"text{rank}"]
+    padded = pad_across_processes({"z": torch.ones(2, rank + 1)}, dim=1, pad_index=-1)
+    return {
+        "sum": reduce(mine, "sum"),
+        "mean": reduce([mine], "mean")[0],
+        "max": reduce(mine, "max"),
+        "min": reduce(mine, "min"),
+        "none": reduce(mine, "none"),
+        "scaled": reduce(mine, "sum", scale=0.5),
+        "counts": reduce(torch.tensor(rank), "mean"),
+        "flags": reduce(torch.tensor([True, rank == 0]), "sum"),
+        "strided": reduce(torch.arange(4).reshape(2, 2).t() + rank, "sum"),
+        "untouched": mine,
+        "broadcast": returned,
+        "in place": sent,
+        "objects": [broadcast_object_list(objects), objects],
+        "padded": padded["z"],
+        "padded in front": pad_across_processes(torch.ones(rank + 1), pad_first=True),
+        "no such dimension": pad_across_processes(torch.ones(2), dim=3),
+    }
+
+
+def test_combining() -> None:
+    for rank, got in enumerate(run_ranks(combines, 2)):
+        assert got["sum"].tolist() == [3, 30]
+        assert got["mean"].tolist() == [1.5, 15]
+        assert got["max"].tolist() == [2, 20]
+        assert got["min"].tolist() == [1, 10]
+        assert got["none"].tolist() == got["untouched"].tolist() == [1 + rank, 10 + 10 * rank]
+        assert got["scaled"].tolist() == [1.5, 15]
+        assert got["counts"] == 0.5
+        assert got["flags"].tolist() == [2, 1]
+        assert got["strided"].tolist() == [[1, 5], [3, 7]]
+        assert got["broadcast"]["x"].tolist() == [[1, 1], [1, 1]]
+        assert got["in place"]["x"].tolist() == [[1, 1], [1, 1]]
+        assert got["in place"]["y"] == 1
+        assert got["objects"] == [[0, "text0"]] * 2
+        padding = [-1] * (1 - rank)
+        assert got["padded"].tolist() == [[1] * (rank + 1) + padding] * 2
+        assert got["padded in front"].tolist() == [0] * (1 - rank) + [1] * (rank + 1)
+        assert got["no such dimension"].tolist() == [1, 1]
+
+
+def compares_shapes(debugs: bool) -> list[str]:
+    import os
+
+    texts = []
+    rank = collectives.this_rank()
+    os.environ["NOTEBOOK_ACCEL_DEBUG"] = str(debugs)
+    if debugs:
+        for operation in (gather, broadcast, reduce):
+            with pytest.raises(ValueError, match="pad_across_processes") as caught:
+                operation({"a": torch.zeros(2 + rank, 3), "b": torch.zeros(())})
+            texts.append(str(caught.value))
+    with pytest.raises(ValueError, match="pad_across_processes") as caught:
+        gather_ragged([torch.zeros(1, 2 + rank)])
+    texts.append(str(caught.value))
+    assert gather(torch.tensor([rank])).tolist() == [0, 1]
+    return texts
+
+
+def test_differing_shapes_are_named_by_rank() -> None:
+    for of_rank in run_ranks(compares_shapes, 2, True):
+        assert len(of_rank) == 4
+        for text in of_rank[:3]:
+            assert "rank 0 (2, 3) (), rank 1 (3, 3) ()" in text
+        assert "rank 0 (1, 2), rank 1 (1, 3)" in of_rank[3]
+
+
+def raises_on_one_rank() -> None:
+    if collectives.this_rank() == 1:
+        raise OSError("this one")
+    collectives.wait()
+
+
+def test_the_harness_tells_of_a_failed_rank() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 0: .*rank 1: .*OSError: this one"):
+        run_ranks(raises_on_one_rank, 2)
+
+
+# In a world of one.
+
+
+def test_alone() -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    assert gather(tensor) is tensor
+    assert gather(torch.tensor(3.0)).shape == (1,)
+    assert gather_object("word") == ["word"]
+    assert gather_object(["a", "b"]) == ["a", "b"]
+    assert broadcast(tensor) is tensor
+    assert broadcast_object_list([1]) == [1]
+    assert reduce(torch.tensor([1, 2]), "mean").dtype == torch.float32
+    assert reduce(tensor, "sum") is not tensor
+    assert pad_across_processes(tensor) is tensor
+    assert gather_ragged([tensor])[0] is tensor
+    assert collectives.num_ranks() == 1
+
+
+@pytest.mark.parametrize("function", [gather, broadcast, reduce, pad_across_processes])
+def test_what_is_no_tensor_is_refused_by_name(function: Any) -> None:
+    with pytest.raises(
+        TypeError, match=rf"{function.__name__.split('_')[0]}.*a str \('label'\).*gather_object"
+    ):
+        function({"a": torch.zeros(1), "b": ["label"]})
+
+
+def test_an_unknown_reduction_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'average': expected one of \['sum', 'mean'"):
+        reduce(torch.zeros(1), "average")
+
+
+def test_structures_keep_their_types() -> None:
+    counts: Any = defaultdict(list, a=torch.ones(1))
+    data = {
+        "named": Pair(torch.ones(1), "text"),
+        "ordered": OrderedDict(a=torch.ones(1)),
+        "default": counts,
+        "own": Encoding(ids=torch.ones(1)),
+        "frozen": MappingProxyType({"a": torch.ones(1)}),
+        "tuple": (torch.ones(1), None),
+    }
+    doubled = recursively_apply(lambda tensor: tensor * 2, data)
+    assert doubled["named"] == Pair(torch.full((1,), 2.0), "text")
+    assert type(doubled["ordered"]) is OrderedDict
+    assert doubled["default"].default_factory is list
+    assert type(doubled["own"]) is Encoding
+    assert doubled["own"].note == "kept"
+    assert doubled["own"]["ids"] == 2
+    assert doubled["frozen"]["a"] == 2
+    assert doubled["tuple"] == (2, None)
+    assert data["default"]["a"] == data["own"]["ids"] == 1, "the input was changed"
+
+
+def test_putting_on_a_device() -> None:
+    meta = torch.device("meta")
+    thing = object()
+    data = [torch.ones(2), (torch.ones(1), "text"), Encoding(ids=torch.ones(3)), thing]
+    for non_blocking in (False, True):
+        moved = send_to_device(data, meta, non_blocking=non_blocking)
+        assert moved[0].device == moved[1][0].device == moved[2]["ids"].device == meta
+        assert moved[1][1] == "text"
+        assert moved[3] is thing
+    kept = send_to_device({"a": torch.ones(1), "b": torch.ones(1)}, meta, skip_keys="a")
+    assert (kept["a"].device.type, kept["b"].device.type) == ("cpu", "meta")
+
+
+def test_looking_into_structures() -> None:
+    data = {"n": 3, "loss": torch.tensor(1.0), "x": [torch.zeros(5, 2)]}
+    assert find_batch_size(data) == 5
+    assert find_batch_size({"n": 3}) is None
+    assert find_device(data) == torch.device("cpu")
+    assert slice_tensors(data, slice(0, 2))["x"][0].shape == (2, 2)
+    joined = concatenate([{"a": (torch.zeros(2),)}, {"a": (torch.ones(1),)}])
+    assert joined["a"][0].tolist() == [0, 0, 1]
+    assert listify([torch.tensor([1.5], dtype=torch.bfloat16)]) == [[1.5]]
+    assert convert_to_fp32([torch.zeros(1, dtype=torch.float16)])[0].dtype == torch.float32
+    assert convert_to_fp32(torch.zeros(1, dtype=torch.int64)).dtype == torch.int64
+
+
+class Table:
+    """As a dataset of Hugging Face's."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, indices: Any) -> Table:
+        return Table([self.rows[index] for index in indices])
+
+
+def parts(inputs: Any, count: int, padding: bool = False) -> list[Any]:
+    return [split_between(inputs, count, index, padding) for index in range(count)]
+
+
+def test_dividing_what_everybody_has() -> None:
+    assert parts([1, 2, 3], 2) == [[1, 2], [3]]
+    assert parts([1, 2, 3], 2, padding=True) == [[1, 2], [3, 3]]
+    assert parts((1, 2, 3), 2, padding=True) == [(1, 2), (3, 3)]
+    assert parts([1], 3) == [[1], [], []]
+    assert parts([1], 3, padding=True) == [[1], [1], [1]]
+    assert parts([], 2, padding=True) == [[], []]
+    assert parts(list(range(7)), 3) == [[0, 1, 2], [3, 4], [5, 6]]
+    assert parts("text", 2) == ["text", "text"]
+    assert parts([1, 2], 1) == [[1, 2]]
+    tensors = parts(torch.arange(3), 2, padding=True)
+    assert [each.tolist() for each in tensors] == [[0, 1], [2, 2]]
+    assert [each.tolist() for each in parts(np.arange(3), 2)] == [[0, 1], [2]]
+    assert [each.rows for each in parts(Table([4, 5, 6]), 2, padding=True)] == [[4, 5], [6, 6]]
+
+
+def test_dividing_a_dict_leaves_it_as_it_was() -> None:
+    given = {"a": [1, 2, 3], "b": torch.arange(3)}
+    first, second = parts(given, 2)
+    assert (first["a"], first["b"].tolist()) == ([1, 2], [0, 1])
+    assert (second["a"], second["b"].tolist()) == ([3], [2])
+    assert given["a"] == [1, 2, 3]
+    with pytest.raises(ValueError, match=r"lengths differ: \{'a': 1, 'b': 2\}"):
+        split_between({"a": [1], "b": [1, 2]}, 2, 0)

@@ -1,0 +1,77 @@
+"""Seeds, and the same random state on every rank."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from notebook_accel.training.collectives import this_rank
+from notebook_accel.training.seeding import (
+    set_seed,
+    synchronize_rng_state,
+    synchronize_rng_states,
+)
+from tests.training.harness import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _own_random_numbers() -> Any:
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    torch.use_deterministic_algorithms(False)
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_a_seed_sets_all_three() -> None:
+    set_seed(3)
+    first = draw()
+    set_seed(3)
+    assert draw() == first
+    set_seed(4)
+    assert not set(draw()) & set(first)
+    set_seed(2**40 + 1)  # more than numpy takes
+
+
+def test_deterministic_algorithms() -> None:
+    set_seed(3, deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+
+
+def seeds_and_synchronizes() -> dict[str, Any]:
+    set_seed(7)
+    same = draw()
+    set_seed(7, device_specific=True)
+    own = draw()
+    generator = torch.Generator().manual_seed(this_rank())
+    synchronize_rng_states(["torch", "generator"], generator)
+    return {
+        "same": same,
+        "own": own,
+        "torch": float(torch.rand(())),
+        "generator": float(torch.rand((), generator=generator)),
+    }
+
+
+def test_ranks_draw_alike_or_their_own() -> None:
+    first, second = run_ranks(seeds_and_synchronizes, 2)
+    assert first["same"] == second["same"]
+    assert not set(first["own"]) & set(second["own"])
+    assert first["torch"] == second["torch"]
+    assert first["generator"] == second["generator"]
+
+
+def test_what_cannot_be_synchronized_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a generator"):
+        synchronize_rng_state("generator")
+    with pytest.raises(ValueError, match="rng_type='dice': expected 'torch'"):
+        synchronize_rng_state("dice")
