@@ -41,17 +41,24 @@ _SIGNALS = {
 }
 
 
-def main(channel: Channel, kernel: int, *, unneeded: Sequence[int] = ()) -> None:
+def main(
+    channel: Channel,
+    kernel: int,
+    first: tuple[wire.Message, list[int]],
+    *,
+    unneeded: Sequence[int] = (),
+) -> None:
     """Serve one run.
 
     Args:
         channel: to the kernel.
         kernel: a descriptor that becomes readable when the kernel's process ends.
+        first: what came over the channel first, which must be ``Launch``.
         unneeded: descriptors of the process that forked the agent, for the ranks to close.
     """
     system.adopt_orphans()
     system.raise_open_files()
-    message, fds = channel.receive()
+    message, fds = first
     if not isinstance(message, wire.Launch):
         raise ProtocolError(f"the first message must be Launch, not {type(message).__name__}")
     packet = message.payload

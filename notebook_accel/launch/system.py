@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import select
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -13,11 +14,13 @@ from typing import TYPE_CHECKING
 import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
 __all__ = [
+    "acting_on_exit",
     "adopt_orphans",
     "die_with_parent",
+    "has_ended",
     "kill_descendants",
     "kill_tree",
     "line_buffer_c_output",
@@ -30,6 +33,7 @@ __all__ = [
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _IOLBF = 1
+_LOOK_SECONDS = 0.1
 
 
 def _prctl(option: int, value: int) -> None:
@@ -53,6 +57,33 @@ def adopt_orphans() -> None:
 def watch_exit(pid: int) -> int:
     """A descriptor that becomes readable when the process ends."""
     return os.pidfd_open(pid)
+
+
+@contextlib.contextmanager
+def acting_on_exit(exit_fd: int, act: Callable[[], object]) -> Iterator[None]:
+    """Look at ``exit_fd`` all the while, and ``act`` once it is readable.
+
+    For a main thread that imports or waits for something else, and may have no second thread.
+    """
+
+    def look(*_: object) -> None:
+        if has_ended(exit_fd):
+            act()
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def has_ended(exit_fd: int) -> bool:
+    """Whether the process of :func:`watch_exit` has ended."""
+    poll = select.poll()
+    poll.register(exit_fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def signal_name(number: int) -> str:

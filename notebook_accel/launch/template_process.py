@@ -48,15 +48,22 @@ def serve(fd: int, kernel_pid: int) -> None:
     if os.getppid() != kernel_pid:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    secret = sys.stdin.buffer.read(32)
     system.adopt_orphans()
-    for name in _PRELOADED:
-        import_module(name)
-    gc.collect()
-    gc.freeze()
-    channel = accept(socket.socket(fileno=fd), secret, timeout=_START_SECONDS)
-    channel.send(wire.TemplateReady())
+    with system.acting_on_exit(kernel, _go):
+        secret = sys.stdin.buffer.read(32)
+        for name in _PRELOADED:
+            import_module(name)
+        gc.collect()
+        gc.freeze()
+        channel = accept(socket.socket(fileno=fd), secret, timeout=_START_SECONDS)
+        channel.send(wire.TemplateReady())
     _Server(channel, kernel).run()
+
+
+def _go() -> None:
+    """The kernel's process ended: nobody wants this one."""
+    system.kill_descendants()
+    os._exit(0)
 
 
 class _Server:
@@ -71,14 +78,10 @@ class _Server:
 
     def run(self) -> None:
         self._selector.register(self._channel.fileno(), selectors.EVENT_READ, self._from_kernel)
-        self._selector.register(self._kernel, selectors.EVENT_READ, self._kernel_gone)
+        self._selector.register(self._kernel, selectors.EVENT_READ, _go)
         while self._agents or not self._draining:
             for key, _ in self._selector.select():
                 key.data()
-
-    def _kernel_gone(self) -> None:
-        system.kill_descendants()
-        os._exit(0)
 
     def _from_kernel(self) -> None:
         try:
@@ -115,7 +118,11 @@ class _Server:
         unneeded = (self._channel.fileno(), self._selector.fileno(), *self._agents.values())
         for number in unneeded:
             os.close(number)
-        agent.main(accept(socket.socket(fileno=os.dup(fd)), message.secret), self._kernel)
+        # The template, which would end this process with the kernel, may be gone itself.
+        with system.acting_on_exit(self._kernel, _go):
+            channel = accept(socket.socket(fileno=fd), message.secret)
+            first = channel.receive()
+        agent.main(channel, self._kernel, first)
 
     def _reap(self, pid: int) -> None:
         exit_fd = self._agents.pop(pid)
@@ -133,13 +140,13 @@ class _Server:
         """Ask in a child: torch may have to initialise a device for the answer."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            pid = self._fork(lambda: _answer_devices(Channel(theirs), message.environment))
+            me = os.getpid()
+            pid = self._fork(lambda: _answer_devices(Channel(theirs), message.environment, me))
             theirs.close()
             ours.settimeout(_ANSWER_SECONDS)
-            try:
+            answer: wire.Message = wire.Devices(kind="cpu")
+            with system.acting_on_exit(self._kernel, _go), contextlib.suppress(EOFError, OSError):
                 answer, _ = Channel(ours).receive()
-            except (EOFError, OSError):
-                answer = wire.Devices(kind="cpu")
             answer = msgspec.structs.replace(answer, run=message.run)
             system.kill_tree([pid])
             os.waitpid(pid, 0)
@@ -159,7 +166,8 @@ class _Server:
             os._exit(code)
 
 
-def _answer_devices(channel: Channel, environment: dict[str, str]) -> None:
+def _answer_devices(channel: Channel, environment: dict[str, str], template: int) -> None:
+    system.die_with_parent(template)
     os.environ.clear()
     os.environ.update(environment)
     kind, names = import_module("notebook_accel.training.devices").inventory()

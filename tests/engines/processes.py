@@ -11,7 +11,7 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["below", "eventually", "gone", "runs_of_run"]
+__all__ = ["below", "eventually", "gone", "marked", "runs_of_run"]
 
 
 def eventually(condition: Callable[[], object], *, within: float, what: str) -> None:
@@ -33,6 +33,21 @@ def below(pid: int) -> list[psutil.Process]:
 def gone(pids: Iterable[int]) -> bool:
     """Whether none of the processes lives."""
     return not any(_lives_pid(pid) for pid in pids)
+
+
+def marked(name: str, value: str) -> list[psutil.Process]:
+    """Living processes that began with this variable in their environment, or were forked there.
+
+    It finds them wherever they went: another session, another parent, another program.
+    """
+    return [p for p in psutil.process_iter() if _lives(p) and _began_with(p).get(name) == value]
+
+
+def _began_with(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
 
 
 def runs_of_run(run_dir: str) -> list[psutil.Process]:

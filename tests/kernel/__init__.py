@@ -1,0 +1,1 @@
+"""Real kernels, from the first cell to their death."""

@@ -1,0 +1,90 @@
+"""A notebook open in a real kernel, whose every process can be found."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import uuid
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tests.engines.processes import eventually, marked
+from tests.notebook.kernels import Reply, open_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import psutil
+
+    from tests.notebook.kernels import Kernel
+
+__all__ = ["MARK", "Notebook", "open_notebook"]
+
+MARK = "NOTEBOOK_ACCEL_TEST_MARK"
+# Starting a kernel, a template, or anything else that imports torch on a busy machine.
+SLOW = 60.0
+
+
+class Notebook:
+    """Runs cells; knows which processes came of it."""
+
+    def __init__(self, kernel: Kernel, mark: str) -> None:
+        self.kernel = kernel
+        self.manager = kernel.manager
+        self._mark = mark
+
+    @property
+    def pid(self) -> int:
+        """Of the kernel's process; a restart changes it."""
+        return int(self.manager.provisioner.pid)
+
+    def run(self, code: str, *, timeout: float = SLOW) -> str:
+        """Run a cell that must end well; gives what it printed."""
+        reply = self.finish(self.start(code), timeout=timeout)
+        assert reply.status == "ok", "\n".join(reply.traceback)
+        return reply.text
+
+    def start(self, code: str) -> str:
+        """Send a cell."""
+        return self.kernel.start(textwrap.dedent(code))
+
+    def finish(self, cell: str, *, timeout: float = SLOW) -> Reply:
+        """Wait for the end of a cell."""
+        return self.kernel.finish(cell, timeout=timeout)
+
+    def fails(self, code: str, *, timeout: float = SLOW) -> str:
+        """Run a cell that must raise; gives its traceback."""
+        reply = self.finish(self.start(code), timeout=timeout)
+        assert reply.status == "error", reply.text
+        return "\n".join(reply.traceback)
+
+    def interrupt(self) -> None:
+        """What the Stop icon of the page does."""
+        self.manager.interrupt_kernel()
+
+    def others(self, *but: int) -> list[psutil.Process]:
+        """All that the kernel brought about, directly or not, without itself."""
+        return [p for p in marked(MARK, self._mark) if p.pid not in (self.pid, *but)]
+
+    def end_all(self) -> None:
+        """Kill whatever is left of it."""
+        for process in marked(MARK, self._mark):
+            process.kill()
+        eventually(lambda: not marked(MARK, self._mark), within=SLOW, what="all is killed")
+
+
+@contextmanager
+def open_notebook() -> Iterator[Notebook]:
+    """A notebook for the time of the block; nothing of it is left afterwards."""
+    mark = uuid.uuid4().hex
+    os.environ[MARK] = mark
+    try:
+        with open_kernel() as kernel:
+            del os.environ[MARK]
+            notebook = Notebook(kernel, mark)
+            try:
+                yield notebook
+            finally:
+                notebook.end_all()
+    finally:
+        os.environ.pop(MARK, None)

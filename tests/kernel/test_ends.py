@@ -1,0 +1,165 @@
+"""However a kernel ends or is interrupted, whatever its ranks do: nobody of ours is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.engines.processes import eventually, gone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.kernel.notebooks import Notebook
+
+# From the end of the kernel's process until nothing of ours is left.
+GONE = 3.0
+# From an interrupt until the cell has ended.
+ENDED = 8.0
+READY = 60.0
+KINDS = ("loop", "native", "native_with_the_gil", "stubborn")
+
+_FUNCTIONS = """
+import ctypes, os, signal, subprocess, time
+from pathlib import Path
+from torch.utils.data import DataLoader
+from notebook_accel import notebook_launcher, runs
+
+folder = Path({folder!r})
+
+def arrive(name):
+    (folder / (name + os.environ["RANK"])).touch()
+
+def lock_twice(libc):
+    mutex = ctypes.create_string_buffer(128)
+    for _ in range(2):
+        libc.pthread_mutex_lock(mutex)
+
+def loop():
+    batches = iter(DataLoader(range(10**9), num_workers=2))
+    next(batches)
+    subprocess.Popen(["setsid", "sleep", "600"])
+    arrive("loop")
+    while True:
+        time.sleep(0.001)
+
+def native():
+    arrive("native")
+    lock_twice(ctypes.CDLL(None))
+
+def native_with_the_gil():
+    arrive("native_with_the_gil")
+    lock_twice(ctypes.PyDLL(None))
+
+def stubborn():
+    arrive("stubborn")
+    while True:
+        try:
+            time.sleep(600)
+        except BaseException:
+            pass
+"""
+# A fork of the kernel holds copies of all its sockets.
+_FORK = """
+child = os.fork()
+if not child:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(600)
+    os._exit(0)
+print(child)
+"""
+
+
+def _kill(notebook: Notebook) -> None:
+    os.kill(notebook.pid, signal.SIGKILL)
+
+
+def _restart(notebook: Notebook) -> None:
+    notebook.manager.restart_kernel(now=False)
+
+
+def _restart_now(notebook: Notebook) -> None:
+    notebook.manager.restart_kernel(now=True)
+
+
+def _shut_down(notebook: Notebook) -> None:
+    notebook.manager.shutdown_kernel(now=False)
+
+
+@pytest.fixture
+def prepared(notebook: Notebook, tmp_path: Path) -> Notebook:
+    """A notebook with the functions, whose kernel has forked a child."""
+    notebook.manager.shutdown_wait_time = 1.0
+    notebook.run(_FUNCTIONS.format(folder=str(tmp_path)))
+    return notebook
+
+
+def _arrived(folder: Path, name: str) -> Callable[[], bool]:
+    return lambda: len(list(folder.glob(f"{name}[01]"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("end", "is_busy"),
+    [(_kill, False), (_restart, True), (_restart_now, True), (_shut_down, False)],
+)
+def test_nothing_outlives_the_kernel(
+    prepared: Notebook, tmp_path: Path, end: Callable[[Notebook], None], is_busy: bool
+) -> None:
+    child = int(prepared.run(_FORK))
+    kernel = prepared.pid
+    waits = KINDS[-1] if is_busy else ""
+    for kind in KINDS:
+        prepared.start(f"notebook_launcher({kind}, (), 2, block={kind == waits})")
+    for kind in KINDS:
+        eventually(_arrived(tmp_path, kind), within=READY, what=f"{kind}: both ranks are in it")
+    # A template, four agents, eight ranks, four loader workers, two in sessions of their own.
+    assert len(prepared.others(child)) >= 19
+    end(prepared)
+    eventually(lambda: gone([kernel]), within=READY, what="the kernel ended")
+    eventually(lambda: not prepared.others(child), within=GONE, what="nothing of ours is left")
+
+
+def test_nothing_outlives_a_kernel_that_dies_while_the_template_starts(prepared: Notebook) -> None:
+    prepared.run("from notebook_accel.launch.template import template; source = template()")
+    child = int(prepared.run(_FORK))
+    (template,) = prepared.others(child)
+    # It looks for its kernel before that.
+    eventually(lambda: _imports_torch(template.pid), within=READY, what="the template imports")
+    _kill(prepared)
+    eventually(lambda: not prepared.others(child), within=GONE, what="nothing of ours is left")
+
+
+def test_interrupts(prepared: Notebook, tmp_path: Path) -> None:
+    child = int(prepared.run(_FORK))
+    prepared.run("notebook_launcher(lambda: 1, (), 2)")
+
+    def is_alone() -> bool:
+        return len(prepared.others(child)) == 1
+
+    eventually(is_alone, within=GONE, what="only the template is left")
+    for kind in KINDS:
+        cell = prepared.start(f"notebook_launcher({kind}, (), 2)")
+        eventually(_arrived(tmp_path, kind), within=READY, what=f"{kind}: both ranks are in it")
+        _press(prepared, at_most=1 if kind == "loop" else 3, until=is_alone)
+        reply = prepared.finish(cell, timeout=ENDED)
+        assert "KeyboardInterrupt" in "\n".join(reply.traceback)
+        eventually(is_alone, within=GONE, what="only the template is left")
+        assert prepared.run("print(runs()[-1].status)") == "stopped\n"
+    assert prepared.run("print(notebook_launcher(lambda: 1, (), 2).results)") == "[1, 1]\n"
+
+
+def _imports_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def _press(notebook: Notebook, *, at_most: int, until: Callable[[], bool]) -> None:
+    for _ in range(at_most):
+        notebook.interrupt()
+        with suppress(AssertionError):
+            eventually(until, within=0.5, what="it ended")
+            return
