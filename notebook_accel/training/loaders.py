@@ -20,8 +20,10 @@ from notebook_accel.training.active import Position, active_loaders
 from notebook_accel.training.collectives import num_ranks, this_rank
 from notebook_accel.training.nested import send_to_device
 from notebook_accel.training.samplers import (
+    BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,
+    SkipBatchSampler,
     TailBatch,
     TailCollate,
     length_of,
@@ -78,15 +80,17 @@ class _Progress:
 
 
 class _IndexSource:
-    """What torch's iterators read: the loader's sampler, from a given batch on for one pass."""
+    """What torch's iterators read: the loader's sampler, from batch ``start`` on."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
         self.start = 0
 
     def __iter__(self) -> Iterator[Any]:
-        start, self.start = self.start, 0
-        return itertools.islice(self.sampler, start, None) if start else iter(self.sampler)
+        # Torch's iterators with workers ask twice, those whose workers stay once more a pass.
+        if not self.start:
+            return iter(self.sampler)
+        return itertools.islice(self.sampler, self.start, None)
 
     def __len__(self) -> int:
         return length_of(self.sampler)
@@ -184,9 +188,9 @@ class PreparedLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes, to the samplers and the dataset too."""
         self._progress.iteration = epoch
-        inner = getattr(self.batch_sampler, "sampler", None)
-        parts: list[Any] = [self.batch_sampler, self.sampler, inner, self.dataset]
-        for part in {id(part): part for part in parts}.values():
+        ours = (BatchSamplerShard, SkipBatchSampler)  # they only pass it on
+        users = [sampler for sampler in samplers_of(self) if not isinstance(sampler, ours)]
+        for part in (*users, self.dataset):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
