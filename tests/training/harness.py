@@ -113,6 +113,7 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints of ranks
     import pytest  # noqa: F401
+    import torch._dynamo  # what the first optimizer imports: once here, not in every rank
     import torch.distributed
     import torch.utils.data  # noqa: F401
 
