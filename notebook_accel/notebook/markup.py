@@ -15,6 +15,8 @@ __all__ = ["Html", "cut", "element", "escape", "join", "weight"]
 
 # A parser ends the document, or shows a box, at these.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+# Bytes of characters that markup writes as several.
+_ESCAPED = {"&": 5, "<": 4, ">": 4, '"': 6, "'": 6}
 _VOID = frozenset({"br", "col", "img"})
 
 
@@ -55,8 +57,13 @@ def _attribute(name: str, value: str | float | bool | None) -> str:
 
 
 def cut(text: str, limit: int) -> str:
-    """``text`` of at most ``limit`` characters; what is left out shows as an ellipsis."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    """``text`` in about ``limit`` bytes of markup; an ellipsis stands for the rest."""
+    used = 0
+    for index, letter in enumerate(text):
+        used += _ESCAPED.get(letter, 1 if letter.isascii() else 3)
+        if used > limit:
+            return text[: max(0, index - 1)] + "…"
+    return text
 
 
 def weight(markup: str) -> int:

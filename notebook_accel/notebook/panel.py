@@ -62,7 +62,7 @@ def render_panel(state: RunState, details: Details) -> Html:
         body = element("div", *head, _output(state, details.chosen, lines, width), class_="na")
         if weight(body) <= MAX_BYTES:
             return body
-    return element("div", *head[:2], class_="na")
+    return element("div", *head[:2], _error(state, 600), class_="na")
 
 
 def _title(state: RunState, now: float) -> Html:
@@ -117,7 +117,7 @@ def _row(rank: RankState, pace: float | None) -> Html:
         "tr",
         element("td", str(rank.rank), class_="na-c-rank"),
         element("td", _how(rank), class_=f"na-c-state na-{rank.status}"),
-        element("td", cut(far.label, 60), class_="na-c-label", title=cut(far.label, 120) or None),
+        element("td", cut(far.label, 60), class_="na-c-label", title=cut(far.label, 90) or None),
         element("td", _bar(rank, far), class_="na-c-bar"),
         element("td", far.count, class_="na-c-count"),
         element("td", far.rate, class_="na-c-rate"),
@@ -187,10 +187,10 @@ def _notices(state: RunState) -> Html:
     return element("div", *lines, class_="na-notices") if lines else Html("")
 
 
-def _error(state: RunState) -> Html:
+def _error(state: RunState, limit: int = 3000) -> Html:
     if not state.error:
         return Html("")
-    return element("pre", cut(state.error, 3000), class_="na-error", role="alert")
+    return element("pre", cut(state.error, limit), class_="na-error", role="alert")
 
 
 # ---- output --------------------------------------------------------------------------------

@@ -89,7 +89,9 @@ class _Box:
 
 
 def _image(curves: Mapping[str, Sequence[Point]], width: int, height: int) -> Html:
-    filled = {label: thin_out(points) for label, points in curves.items() if points}
+    # Images of many curves stay small: a notebook keeps them for good.
+    limit = max(40, min(_MAX_POINTS, 2 * _MAX_POINTS // max(1, len(curves))))
+    filled = {label: thin_out(points, limit) for label, points in curves.items() if points}
     box = _Box(54, 8, width - 66, height - 28)
     bounds = _bounds(list(filled.values()) or [[(0.0, 0.0)]])
     lines = [

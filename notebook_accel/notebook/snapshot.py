@@ -98,7 +98,9 @@ def _plots(curves: Curves) -> Html:
     row = element("div", *cards, style="display:flex;flex-wrap:wrap;gap:6px 22px;margin:10px 0 2px")
     hidden = names[_MAX_PLOTS : _MAX_PLOTS + 20]
     return join(
-        [row, element("div", f"… and {', '.join(hidden)}", style=_MUTED)] if hidden else [row]
+        [row, element("div", f"… and {', '.join(cut(name, 40) for name in hidden)}", style=_MUTED)]
+        if hidden
+        else [row]
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import nbformat
 
-from tests.notebook.kernels import ROOT, kernel_environment
+from tests.notebook.kernels import kernel_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,10 +25,16 @@ if TYPE_CHECKING:
 __all__ = ["Lab", "Notebook", "open_browser", "open_lab"]
 
 _TOKEN = "token"
-_BROWSER_ARGUMENTS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
-    "--disable-background-networking --disable-component-update --disable-sync"
-).split()
+_BROWSER_ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 _IS_IDLE = """() => {
   const widget = window.jupyterapp.shell.currentWidget, context = widget && widget.sessionContext;
   const kernel = context && context.session && context.session.kernel;
@@ -75,8 +81,7 @@ class Notebook:
     def close(self) -> None:
         """End the kernel and the page."""
         shutdown = (
-            "async () => { await "
-            "window.jupyterapp.shell.currentWidget.sessionContext.shutdown() }"
+            "async () => { await window.jupyterapp.shell.currentWidget.sessionContext.shutdown() }"
         )
         self.page.evaluate(shutdown)
         self.page.close()

@@ -1,0 +1,65 @@
+"""States of runs, made from the messages that ranks send."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.state import RunState, apply, starting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["after", "metrics", "running", "succeeded", "with_failed"]
+
+
+def after(state: RunState, *messages: wire.Message) -> RunState:
+    """The state after the messages."""
+    for message in messages:
+        state = apply(message, state)
+    return state
+
+
+def running(num_ranks: int = 2, *, name: str = "train") -> RunState:
+    """A run whose ranks were started, at time 1000."""
+    state = starting(run="id", name=name, world_size=num_ranks, started=1000.0)
+    return after(state, *(wire.RankStarted(rank=rank) for rank in range(num_ranks)))
+
+
+def succeeded(state: RunState) -> RunState:
+    """The run after all its ranks returned, at time 1042."""
+    for rank in range(state.world_size):
+        state = after(
+            state,
+            wire.Returned(rank=rank, value=wire.Packet(header=b"")),
+            wire.RankEnded(rank=rank, exitcode=0, wall=1042.0),
+        )
+    return replace(state, status="succeeded", ended=1042.0)
+
+
+def with_failed(state: RunState, ranks: Iterable[int], *, error: str = "") -> RunState:
+    """The run after some ranks raised; ended where ``error`` is given."""
+    for rank in ranks:
+        raised = wire.Raised(
+            rank=rank, kind="exception", type_name="ValueError", text="bad", traceback="..."
+        )
+        state = after(state, raised, wire.RankEnded(rank=rank, exitcode=1, wall=1040.0))
+    return replace(state, status="failed", ended=1042.0, error=error) if error else state
+
+
+def metrics(names: Iterable[str], *, ranks: int = 2, steps: int = 100) -> list[dict[str, Any]]:
+    """Rows as ``run.metrics`` has them: curves that fall."""
+    return [
+        {
+            "time": 1000.0,
+            "rank": rank,
+            "step": step,
+            "name": name,
+            "value": math.exp(-step / 30) + 0.01 * rank,
+        }
+        for name in names
+        for step in range(steps)
+        for rank in range(ranks)
+    ]

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from notebook_accel.launch import wire
+from notebook_accel.notebook.markup import weight
+from notebook_accel.notebook.snapshot import MAX_BYTES, render_snapshot
+from tests.notebook.states import after, metrics, running, succeeded, with_failed
+from tests.notebook.test_markup import HOSTILE, Tags
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.state import RunState
+
+ERROR = "rank 1 failed: ValueError: bad\n\nTraceback (most recent call last):\n  Cell In[3], line 7"
+# What JupyterLab's sanitiser keeps of an untrusted notebook.
+KEPT_TAGS = {
+    "b",
+    "details",
+    "div",
+    "img",
+    "pre",
+    "span",
+    "summary",
+    "table",
+    "tbody",
+    "td",
+    "th",
+    "thead",
+    "tr",
+}
+KEPT_ATTRIBUTES = {"alt", "height", "src", "style", "width"}
+LOST_STYLES = ("var(", "currentColor", "font-variant-numeric", "color-scheme", "stroke", "url(")
+
+
+def full() -> RunState:
+    state = after(
+        running(2),
+        wire.Output(rank=0, text="first\nlast of zero\n"),
+        wire.Output(rank=1, text="last of one\n"),
+        wire.Sample(rank=1, batches=300, steps=300, memory=400_000_000),
+        wire.Metric(rank=0, values={"loss": 0.25}),
+        wire.Notice(text="one line for you"),
+    )
+    return with_failed(state, [1], error=ERROR)
+
+
+def test_it_holds_ranks_metrics_output_and_traceback() -> None:
+    snapshot = render_snapshot(full(), metrics(["loss"]))
+    page = Tags(snapshot.html)
+    for words in (
+        "train",
+        "✗ failed",
+        "2 ranks, 42.0 s",
+        "300 steps",
+        "400 MB",
+        "rank 0: 2 lines of output",
+        "last of zero",
+        "last of one",
+        "one line for you",
+        "ValueError: bad",
+        "Cell In[3], line 7",
+    ):
+        assert words in page.text
+    assert page.tags.count("img") == 1
+    for words in ("train: failed", "300 steps", "loss: 0.25", "one line for you", ERROR):
+        assert words in snapshot.text
+
+
+def test_a_plot_says_in_words_what_it_shows() -> None:
+    page = Tags(render_snapshot(running(2), metrics(["loss", "accuracy"])).html)
+    alts = [value for name, value in page.attributes if name == "alt"]
+    assert alts == ["loss: 1 → 0.03688 at step 99", "accuracy: 1 → 0.03688 at step 99"]
+
+
+@pytest.mark.parametrize("state", [full(), succeeded(running(128)), running(1, name=HOSTILE)])
+def test_it_uses_only_what_a_sanitiser_keeps(state: RunState) -> None:
+    markup = render_snapshot(state, metrics(["loss", HOSTILE])).html
+    page = Tags(markup)
+    assert set(page.tags) <= KEPT_TAGS
+    assert {name for name, _ in page.attributes} <= KEPT_ATTRIBUTES
+    styles = " ".join(value or "" for name, value in page.attributes if name == "style")
+    assert [lost for lost in LOST_STYLES if lost in styles] == []
+    assert not re.search(r"<(script|style|svg)", markup)
+
+
+def test_text_has_no_colour_of_its_own_but_where_it_means_something() -> None:
+    """Text takes the page's colour, light or dark; the rest is in mid tones."""
+    page = Tags(render_snapshot(full(), metrics(["loss"])).html)
+    styles = " ".join(value or "" for name, value in page.attributes if name == "style")
+    for colour in re.findall(r"#[0-9a-f]{6}", styles):
+        red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+        assert 60 < 0.299 * red + 0.587 * green + 0.114 * blue < 190, colour
+
+
+def test_it_is_no_larger_than_its_limit() -> None:
+    state = running(128)
+    for rank in range(128):
+        state = after(state, wire.Output(rank=rank, text=("<" * 1000 + "\n") * 100))
+    names = [f"metric {number} " + "&" * 1000 for number in range(50)]
+    rows = metrics(names, ranks=4, steps=300)
+    state = replace(state, notices=tuple("<" * 10_000 for _ in range(50)), error="<\n" * 100_000)
+    snapshot = render_snapshot(state, rows)
+    assert weight(snapshot.html) <= MAX_BYTES
+    assert len(snapshot.text) < MAX_BYTES
+
+
+def test_lines_before_the_last_ones_are_counted() -> None:
+    state = after(running(1), wire.Output(rank=0, text="x\n" * 150, skipped=1000))
+    assert "rank 0: the last 20 of 1,150 lines" in Tags(render_snapshot(state).html).text
+
+
+def test_a_run_that_goes_on_shows_how_long_it_has_taken() -> None:
+    assert "2 ranks, 10.0 s" in render_snapshot(running(2), now=1010.0).text
