@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LaunchedContext", "RankContext", "current", "enter"]
 
-# How long a rank waits for the others to say at which step they learned of a stop.
+# How long a rank that leaves waits for one that is about to decide.
 _AGREE_SECONDS = 1.0
 _MEMORY_SECONDS = 1.0
 
@@ -176,7 +176,9 @@ class LaunchedContext(RankContext):
         row.batches = batches = row.batches + 1
         if total != self._told_total or batches > self._pass_end:
             self._begin_pass(batches - 1, total)
-        if self._board.stop_asked and not row.reads and self._leaves("batches"):
+        if not self._board.stop_asked:
+            row.passed_batches = batches
+        elif not row.reads and self._leaves("batches"):
             raise RunStopped("the run was stopped")
 
     def _begin_pass(self, start: int, total: int | None) -> None:
@@ -195,12 +197,16 @@ class LaunchedContext(RankContext):
             self._row.device_memory = device_memory() or 0
 
     def should_stop(self) -> bool:
-        self._row.reads += 1
-        return self._board.stop_asked and self._leaves("reads")
+        row = self._row
+        row.reads = reads = row.reads + 1
+        if self._board.stop_asked:
+            return self._leaves("reads")
+        row.passed_reads = reads
+        return False
 
     def _leaves(self, counter: str) -> bool:
-        """Whether the count of this rank reached the highest at which any rank saw the stop."""
-        return self._board.agree(self.local_rank, counter, timeout=_AGREE_SECONDS)
+        """Whether the count is the one at which all ranks leave."""
+        return self._board.leaves(self.local_rank, counter, timeout=_AGREE_SECONDS)
 
 
 _context: ContextVar[RankContext | None] = ContextVar("notebook_accel_rank", default=None)

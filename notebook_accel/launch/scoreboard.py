@@ -2,13 +2,17 @@
 
 A rank writes its own row, the agent reads all of them: counting a step costs a rank no system
 call, and the agent sees progress even while a rank holds the GIL. The board also carries the
-polite stop: each rank writes at which count it first saw it, and all leave at the highest.
+polite stop: each rank writes what it passed before it saw the stop, and all leave at one count.
 """
 
 from __future__ import annotations
 
 import mmap
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["Row", "Scoreboard"]
 
@@ -21,15 +25,19 @@ _FIELDS = (
     "ended",
     "saw_batches",
     "saw_reads",
-    "leave_batches",
-    "leave_reads",
+    "passed_batches",
+    "passed_reads",
+    "left_batches",
+    "left_reads",
     "pass_start",
 )
 _HEADER = 1
 _POLL_SECONDS = 0.0005
 
 
-def _column(index: int) -> property:
+def _column(name: str) -> property:
+    index = _FIELDS.index(name)
+
     def get(row: Row) -> int:
         return row.view[row.start + index]
 
@@ -46,13 +54,20 @@ class Row:
         self.view = view
         self.start = start
 
-    batches = _column(0)
-    total_batches = _column(1)
-    steps = _column(2)
-    reads = _column(3)
-    device_memory = _column(4)
-    ended = _column(5)
-    pass_start = _column(_FIELDS.index("pass_start"))
+    batches = _column("batches")
+    total_batches = _column("total_batches")
+    pass_start = _column("pass_start")
+    steps = _column("steps")
+    reads = _column("reads")
+    device_memory = _column("device_memory")
+    ended = _column("ended")
+    passed_batches = _column("passed_batches")
+    passed_reads = _column("passed_reads")
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the rank leaves on its own: its loop ends, or it decides for itself."""
+        return bool(self.get("left_batches") or self.get("saw_reads"))
 
     def get(self, name: str) -> int:
         return self.view[self.start + _FIELDS.index(name)]
@@ -79,25 +94,40 @@ class Scoreboard:
     def ask_stop(self) -> None:
         self._view[0] = 1
 
-    def agree(self, local_rank: int, counter: str, *, timeout: float) -> bool:
-        """Whether this rank has reached the count at which all leave.
+    def leaves(self, local_rank: int, counter: str, *, timeout: float) -> bool:
+        """Whether this rank leaves its loop at the count that it has reached now.
 
-        At its first call a rank says at which count of ``counter`` it saw the stop, and waits
-        for the others to say so too; the highest of them is the count for all. Ranks that never
-        come (they ended, or only one rank asks) are not waited for beyond ``timeout`` seconds.
+        A rank calls it once it has counted. All leave at the first count that no rank had passed
+        before it learned of the stop: a rank whose peer went on already must go on as well, or
+        that peer waits for it in a collective for ever. Nobody waits for a rank that did not come
+        so far; one that has counted and not decided yet is given ``timeout`` seconds. While no
+        stop is asked, a rank that has counted sets ``passed_...`` itself.
         """
         mine = self.row(local_rank)
         count = mine.get(counter)
-        if not mine.get(f"leave_{counter}"):
+        if not mine.get(f"saw_{counter}"):
             mine.set(f"saw_{counter}", count)
-            mine.set(f"leave_{counter}", self._highest(f"saw_{counter}", timeout))
-        return count >= mine.get(f"leave_{counter}")
+        others = [self.row(index) for index in range(self.num_ranks) if index != local_rank]
+        if self._has_been_passed(counter, count, others, timeout):
+            mine.set(f"passed_{counter}", count)
+            return False
+        mine.set(f"left_{counter}", 1)
+        return True
 
-    def _highest(self, column: str, timeout: float) -> int:
+    @staticmethod
+    def _has_been_passed(counter: str, count: int, others: Sequence[Row], timeout: float) -> bool:
+        """Whether a rank went on beyond ``count``; waits for those that are about to say so."""
         deadline = time.monotonic() + timeout
-        rows = [self.row(index) for index in range(self.num_ranks)]
+        # At least one pause: what another processor wrote just now may not be seen at once.
         while time.monotonic() < deadline:
-            if all(row.get(column) or row.ended for row in rows):
-                break
             time.sleep(_POLL_SECONDS)
-        return max(row.get(column) for row in rows)
+            alive = [row for row in others if not row.ended]
+            if any(row.get(f"passed_{counter}") >= count for row in alive):
+                return True
+            if not any(_is_undecided(row, counter, count) for row in alive):
+                return False
+        return False
+
+
+def _is_undecided(row: Row, counter: str, count: int) -> bool:
+    return row.get(counter) >= count and not row.get(f"saw_{counter}")

@@ -66,7 +66,7 @@ class RankProcess:
     @property
     def leaving(self) -> bool:
         """Whether the rank knows of a polite stop and leaves on its own."""
-        return bool(self.row.get("saw_reads") or self.row.get("saw_batches"))
+        return self.row.leaving
 
     def descriptors(self) -> tuple[int, ...]:
         """What later ranks must not keep."""
