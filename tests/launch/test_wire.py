@@ -1,0 +1,111 @@
+"""Every message survives its encoding, and nothing else is decoded."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import msgspec
+import pytest
+
+from notebook_accel.launch import wire
+
+HEAD = {
+    "run": "r",
+    "attempt": 1,
+    "generation": 2,
+    "process": 3,
+    "rank": 4,
+    "sequence": 5,
+    "monotonic": 6.5,
+    "wall": 7.5,
+}
+MESSAGES = sorted(wire.Message.__subclasses__(), key=lambda kind: kind.__name__)
+
+
+def _example(hint: Any) -> Any:
+    """A value of a field's type that is not its default."""
+    if typing.get_origin(hint) is tuple:
+        return (_example(typing.get_args(hint)[0]),) * 2
+    if typing.get_origin(hint) is dict:
+        key, value = typing.get_args(hint)
+        return {_example(key): _example(value)}
+    for choice in typing.get_args(hint):
+        if choice is not type(None):
+            return _example(choice)
+    if hint is wire.Packet:
+        return wire.Packet(header=b"\x00h", sizes=(1, 2), inline=(b"a", b"bc"))
+    return {int: 42, float: 0.1, str: "täxt\x00", bytes: b"\x00\xff", bool: True}[hint]
+
+
+def _full(kind: type[wire.Message]) -> wire.Message:
+    hints = typing.get_type_hints(kind)
+    own = {name: _example(hints[name]) for name in kind.__struct_fields__ if name not in HEAD}
+    return kind(**{**HEAD, **own})
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_a_message_survives(kind: type[wire.Message]) -> None:
+    message = _full(kind)
+    decoded = wire.decode(wire.encode(message))
+    assert type(decoded) is kind
+    assert decoded == message
+    assert wire.decode(memoryview(wire.encode(message))) == message
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_a_field_of_another_type_is_an_error(kind: type[wire.Message]) -> None:
+    raw = msgspec.msgpack.decode(wire.encode(_full(kind)))
+    for name in kind.__struct_fields__:
+        broken = msgspec.msgpack.encode({**raw, name: [{"no": "such thing"}, None]})
+        with pytest.raises(msgspec.DecodeError):
+            wire.decode(broken)
+
+
+def test_messages_carry_who_sent_them_and_when() -> None:
+    first, second = wire.Notice(text="a"), wire.Notice(text="a")
+    assert first.process > 0
+    assert second.monotonic >= first.monotonic
+    assert second.wall > 0
+
+
+def test_messages_cannot_be_changed() -> None:
+    with pytest.raises((AttributeError, dataclasses.FrozenInstanceError)):
+        wire.Notice(text="a").text = "b"  # type: ignore[misc]
+
+
+def test_numbers_that_json_does_not_have() -> None:
+    values = {"nan": float("nan"), "inf": float("inf"), "minus": float("-inf"), "whole": 3}
+    decoded = wire.decode(wire.encode(wire.Metric(values=values)))
+    assert isinstance(decoded, wire.Metric)
+    assert repr(decoded.values) == "{'nan': nan, 'inf': inf, 'minus': -inf, 'whole': 3.0}"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x80",
+        msgspec.msgpack.encode({"type": "Nothing"}),
+        msgspec.msgpack.encode({"type": "Message"}),
+        msgspec.msgpack.encode({"type": "Notice"}),
+        msgspec.msgpack.encode({"text": "no type"}),
+        msgspec.msgpack.encode(["Notice", "text"]),
+        wire.encode(wire.Interrupt()) + b"more",
+        b"\xff" * 100,
+    ],
+)
+def test_what_is_no_message(data: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        wire.decode(data)
+
+
+def test_every_kind_of_message_can_be_decoded() -> None:
+    exported = {getattr(wire, name) for name in wire.__all__}
+    assert {kind.__name__ for kind in MESSAGES} == {
+        kind.__name__
+        for kind in exported
+        if isinstance(kind, type) and issubclass(kind, wire.Message) and kind is not wire.Message
+    }
