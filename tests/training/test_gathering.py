@@ -1,0 +1,374 @@
+"""Each sample counted once: gather_for_metrics over every kind of loader, on real ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from notebook_accel.training.collectives import num_ranks, this_rank
+from notebook_accel.training.data import (
+    DataLoaderDispatcher,
+    active_loaders,
+    prepare_data_loader,
+    skip_first_batches,
+)
+from notebook_accel.training.data_config import DataLoaderConfiguration
+from notebook_accel.training.gathering import gather_for_metrics
+from notebook_accel.training.seeding import set_seed
+from tests.training.harness import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def prepare(loader: Any, **config: Any) -> Any:
+    return prepare_data_loader(
+        loader,
+        config=DataLoaderConfiguration(**config),
+        device=torch.device("cpu"),
+        num_processes=num_ranks(),
+        process_index=this_rank(),
+    )
+
+
+def numbers(count: int, size: int = 3, **options: Any) -> DataLoader[Any]:
+    return DataLoader(range(count), batch_size=size, **options)  # type: ignore[arg-type]
+
+
+class Stream(IterableDataset):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return self.count
+
+
+class Sharded(Stream):
+    """Divides itself, into parts of different lengths."""
+
+    num_shards = 8
+    part = (0, 1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.part[0], self.count, self.part[1]))
+
+    def shard(self, num_shards: int, index: int) -> Sharded:
+        new = Sharded(self.count)
+        new.part = (index, num_shards)
+        return new
+
+
+def seen(loader: Any) -> list[int]:
+    """What all ranks have seen, by ``gather_for_metrics`` of each batch."""
+    return [value for batch in loader for value in gather_for_metrics(batch).tolist()]
+
+
+# What each kind of loader gives, as a table that one start of processes goes through.
+
+CASES: dict[str, Any] = {
+    **{f"n={n} b={b}": lambda n=n, b=b: (prepare(numbers(n, b)), n)
+       for n, b in [(7, 3), (8, 3), (9, 3), (10, 3), (12, 3), (2, 3), (1, 4), (5, 1)]},
+    "workers": lambda: (prepare(numbers(10, num_workers=1)), 10),
+    "split": lambda: (prepare(numbers(10, 6), split_batches=True), 10),
+    "stream": lambda: (prepare(DataLoader(Stream(10), batch_size=3), dispatch_batches=False), 10),
+    "stream, workers": lambda: (
+        prepare(DataLoader(SizedStream(10), batch_size=3, num_workers=1), dispatch_batches=False),
+        10,
+    ),
+    "stream, split": lambda: (
+        prepare(DataLoader(Stream(10), batch_size=6), dispatch_batches=False, split_batches=True),
+        10,
+    ),
+    "dispatched": lambda: (prepare(DataLoader(Stream(10), batch_size=3)), 10),
+    "dispatched, split": lambda: (
+        prepare(numbers(9, 6), dispatch_batches=True, split_batches=True), 9,
+    ),
+    "tiny, dispatched": lambda: (prepare(DataLoader(Stream(1), batch_size=3)), 1),
+}  # fmt: skip
+
+# In these, ranks have batches of different sizes at the same step. All have as many batches: a
+# rank without one would gather nothing, and the others wait for it.
+UNEVEN: dict[str, Any] = {
+    "even_batches=False": lambda: prepare(numbers(num_ranks() * 6 - 2), even_batches=False),
+    "stream": lambda: prepare(
+        DataLoader(Stream(num_ranks() * 6 - 2), batch_size=3),
+        dispatch_batches=False,
+        even_batches=False,
+    ),
+    "dispatched": lambda: prepare(
+        DataLoader(Stream(num_ranks() * 4 + 1), batch_size=3), even_batches=False
+    ),
+    "batches of one's own": lambda: prepare(
+        DataLoader(range(6), batch_sampler=[[0], [1, 2], [3, 4, 5]])  # type: ignore[arg-type]
+    ),
+    "samples, not batches": lambda: prepare(
+        DataLoader(torch.arange(5).reshape(5, 1), batch_size=None)  # type: ignore[arg-type]
+    ),
+    "divides itself": lambda: prepare(
+        DataLoader(Sharded(num_ranks() * 3 - 1), batch_size=3), dispatch_batches=False
+    ),
+}
+
+
+def counts_of_uneven(size: int) -> dict[str, int]:
+    return {
+        "even_batches=False": size * 6 - 2,
+        "stream": size * 6 - 2,
+        "dispatched": size * 4 + 1,
+        "batches of one's own": 6,
+        "samples, not batches": 5,
+        "divides itself": size * 3 - 1,
+    }
+
+
+def gathers_even() -> dict[str, Any]:
+    return {name: (seen(loader), count) for name, (loader, count) in made(CASES)}
+
+
+def gathers_uneven() -> dict[str, Any]:
+    return {name: seen(loader) for name, loader in made(UNEVEN)}
+
+
+def made(cases: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((name, make()) for name, make in cases.items())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_sample_counts_once(size: int) -> None:
+    for results in run_ranks(gathers_even, size, timeout=30):
+        assert results.keys() == CASES.keys()
+        for name, (values, count) in results.items():
+            assert values == list(range(count)), name
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_sample_counts_once_where_ranks_have_more_or_fewer(size: int) -> None:
+    for results in run_ranks(gathers_uneven, size, timeout=30):
+        assert results.keys() == UNEVEN.keys()
+        for name, count in counts_of_uneven(size).items():
+            assert sorted(results[name]) == list(range(count)), name
+
+
+class Result(dict):  # type: ignore[type-arg]
+    """As a model's output."""
+
+
+def gathers_structures() -> dict[str, Any]:
+    rank = this_rank()
+    loader = prepare(numbers(7))
+    results: dict[str, Any] = {"before": gather_for_metrics(torch.tensor([rank]))}
+    for batch in loader:  # the last: [6, 0, 1] and [2, 3, 4], of which 6 alone is real
+        words = [f"w{value}" for value in batch.tolist()]
+        results |= {
+            "loss": gather_for_metrics(batch.float().mean()),
+            "losses": gather_for_metrics({"loss": torch.tensor(float(rank)), "x": batch}),
+            "rows": gather_for_metrics((batch.reshape(3, 1), [batch])),
+            "classes": gather_for_metrics(torch.zeros(5)),
+            "words": gather_for_metrics(words),
+            "tuple of words": gather_for_metrics(tuple(words)),
+            "word": gather_for_metrics("one"),
+            "both": gather_for_metrics(Result(x=batch, words=words)),
+            "pair": gather_for_metrics((batch, words)),
+            "objects": gather_for_metrics([{"id": word} for word in words]),
+            "boxes": gather_for_metrics(
+                [{"box": torch.zeros(value + 1), "id": value} for value in batch.tolist()]
+            ),
+            "asked": gather_for_metrics(list(batch), use_gather_object=True),
+            "other length": gather_for_metrics([1, 2]),
+        }
+        if active_loaders().end_of_dataloader:
+            break
+    results["after"] = gather_for_metrics(batch)
+    return results
+
+
+def test_structures() -> None:
+    for got in run_ranks(gathers_structures, 2):
+        assert got["before"].tolist() == [0, 1]
+        assert got["loss"].tolist() == pytest.approx([7 / 3, 3])
+        assert got["losses"]["loss"].tolist() == [0, 1]
+        assert got["losses"]["x"].tolist() == [6]
+        assert got["rows"][0].tolist() == [[6]]
+        assert got["rows"][1][0].tolist() == [6]
+        assert got["classes"].shape == (10,)
+        assert got["words"] == got["tuple of words"] == ["w6"]
+        assert got["word"] == ["one", "one"]
+        assert type(got["both"]) is Result
+        assert (got["both"]["x"].tolist(), got["both"]["words"]) == ([6], ["w6"])
+        assert (got["pair"][0].tolist(), got["pair"][1]) == ([6], ["w6"])
+        assert got["objects"] == [{"id": "w6"}]
+        assert [box["id"] for box in got["boxes"]] == [6]
+        assert got["boxes"][0]["box"].shape == (7,)
+        assert [each.tolist() for each in got["asked"]] == [6]
+        assert got["other length"] == [1, 2, 1, 2]
+        assert got["after"].tolist() == [6, 0, 1, 2, 3, 4], "cut outside of the loop"
+
+
+def gathers_in_odd_loops() -> dict[str, Any]:
+    loader, other = prepare(numbers(10)), prepare(numbers(7))
+    results: dict[str, Any] = {"skipped": seen(skip_first_batches(loader, 1))}
+    left = iter(other)
+    next(left), next(left)  # at its end, and never closed
+    results["beside one that was left"] = seen(loader)
+    nested = []
+    for batch in loader:
+        for _ in other:
+            break
+        nested += gather_for_metrics(batch).tolist()
+    results["nested"] = nested
+    taken = skip_first_batches(prepare(DataLoader(Stream(10), batch_size=3)), 1)
+    results["dispatched, skipped"] = seen(taken)
+    try:
+        gather_for_metrics([open])  # a builtin travels by name
+        gather_for_metrics([lambda: 0])
+    except Exception as error:
+        results["error"] = type(error).__name__
+    return results
+
+
+def test_odd_loops() -> None:
+    for got in run_ranks(gathers_in_odd_loops, 2):
+        assert got["skipped"] == [6, 7, 8, 9]
+        assert got["beside one that was left"] == list(range(10))
+        assert got["nested"] == list(range(10))
+        assert got["dispatched, skipped"] == [6, 7, 8, 9]
+        assert got["error"] in ("PicklingError", "AttributeError"), "an error was swallowed"
+
+
+# Order, agreed on by real ranks.
+
+
+def orders() -> dict[str, Any]:
+    rank = this_rank()
+    results: dict[str, Any] = {}
+    set_seed(1, device_specific=True)
+    for name, config in {"default": {}, "seedable": {"use_seedable_sampler": True}}.items():
+        loader = prepare(numbers(8, 2, shuffle=True), **config)
+        epochs = [[value for batch in loader for value in batch.tolist()] for _ in range(2)]
+        results[name] = epochs
+    batches = BatchSampler(
+        torch.utils.data.WeightedRandomSampler([1.0] * 8, 8, replacement=False), 2, drop_last=False
+    )
+    weighted = prepare(DataLoader(range(8), batch_sampler=batches))  # type: ignore[arg-type]
+    results["weighted"] = [[value for batch in weighted for value in batch.tolist()]]
+    before = torch.rand(()) if rank else None  # ranks that drew differently still agree
+    results["after"] = [[v for b in prepare(numbers(8, 2, shuffle=True)) for v in b.tolist()]]
+    del before
+    return results
+
+
+def test_ranks_agree_on_the_order() -> None:
+    first, second = run_ranks(orders, 2)
+    again, _ = run_ranks(orders, 2)
+    assert first == again, "two launches with one seed differ"
+    for name in first:
+        for mine, other in zip(first[name], second[name], strict=True):
+            assert sorted(mine + other) == list(range(8)), name
+    assert first["default"][0] != first["default"][1]
+    assert first["seedable"][0] != first["seedable"][1]
+
+
+# Loaders that rank 0 reads.
+
+
+class Reads(Stream):
+    """Says which rank reads it."""
+
+    def __iter__(self) -> Iterator[int]:
+        assert this_rank() == 0
+        return super().__iter__()
+
+
+class Widening(IterableDataset):
+    """Batches of their own widths, as padding to the longest of a batch makes them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for width in (1, 2, 3, 4, 5):
+            yield {"x": torch.full((2, width), width), "text": [f"t{width}"] * 2, "n": width}
+
+
+class Failing(Stream):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+        raise OSError("unreadable")
+
+
+def with_text(samples: list[int]) -> Any:
+    return [torch.tensor(samples), tuple(f"t{sample}" for sample in samples), {"n": len(samples)}]
+
+
+def dispatches() -> dict[str, Any]:
+    def batches(loader: Any) -> list[Any]:
+        assert isinstance(loader, DataLoaderDispatcher)
+        given = [batch.tolist() for batch in loader]
+        assert len(loader) == len(given)
+        return given
+
+    def stream(count: int, size: int = 3, **options: Any) -> Any:
+        kind = SizedStream if this_rank() else type("Read", (Reads, SizedStream), {})
+        return DataLoader(kind(count), batch_size=size, **options)
+
+    results: dict[str, Any] = {
+        "golden": batches(prepare(stream(10))),
+        "split": batches(prepare(stream(9, 4), split_batches=True)),
+        "padded": batches(prepare(stream(9))),
+        "drop_last": batches(prepare(stream(10, drop_last=True))),
+        "uneven": batches(prepare(stream(9), even_batches=False)),
+        "less than ranks": batches(prepare(stream(7), even_batches=False)),
+        "map-style": batches(prepare(numbers(10), dispatch_batches=True)),
+        "twice": [batches(loader := prepare(stream(10))), batches(loader)][1],
+        "shuffled": batches(prepare(numbers(12, 3, shuffle=True), dispatch_batches=True)),
+        "mixed": list(prepare(numbers(10, collate_fn=with_text), dispatch_batches=True)),
+        "widths": list(prepare(DataLoader(Widening(), batch_size=None))),
+    }
+    active = active_loaders()
+    loader = prepare(stream(10))
+    results["ends"] = [(active.end_of_dataloader, active.remainder) for _ in loader]
+    try:
+        list(prepare(DataLoader(Failing(9), batch_size=2)))
+    except Exception as error:
+        results["failure"] = repr(error)
+    try:
+        list(prepare(DataLoader(Widening(), batch_size=None, collate_fn=str), split_batches=True))
+    except Exception as error:
+        results["no rows"] = repr(error)
+    return results
+
+
+def test_rank_0_reads_for_all() -> None:
+    first, second = run_ranks(dispatches, 2)
+    assert (first["golden"], second["golden"]) == ([[0, 1, 2], [6, 7]], [[3, 4, 5], [8, 9]])
+    assert (first["split"][-1], second["split"]) == ([8], [[2, 3], [6, 7], [0]])
+    assert (first["padded"], second["padded"]) == ([[0, 1, 2], [6, 7]], [[3, 4, 5], [8, 0]])
+    assert (first["drop_last"], second["drop_last"]) == ([[0, 1, 2]], [[3, 4, 5]])
+    assert (first["uneven"][1:], second["uneven"][1:]) == ([[6, 7]], [[8]])
+    assert (first["less than ranks"][1:], second["less than ranks"][1:]) == ([[6]], [])
+    assert first["map-style"] == first["twice"] == first["golden"]
+    assert second["map-style"] == second["twice"] == second["golden"]
+    assert sorted(itertools.chain(*first["shuffled"], *second["shuffled"])) == list(range(12))
+    assert first["ends"] == second["ends"] == [(False, -1), (True, 0)]
+    assert first["failure"] == "OSError('unreadable')"
+    assert "rank 0 could not read the next batch: OSError: unreadable" in second["failure"]
+    for got in (first, second):
+        assert "has no rows to divide" in got["no rows"]
+
+
+def test_batches_of_any_form_are_dispatched() -> None:
+    first, second = run_ranks(dispatches, 2)
+    numbers, texts, counts = second["mixed"][1]
+    assert numbers.tolist() == [8, 9]
+    assert texts == ("t8", "t9")
+    assert counts["n"] in (1, 3)
+    assert [batch["x"].shape[1] for batch in first["widths"]] == [1, 3, 5]
+    assert [batch["x"].shape[1] for batch in second["widths"]] == [2, 4, 5]
+    assert [batch["text"] for batch in second["widths"]] == [["t2"] * 2, ["t4"] * 2, ["t5"]]
+    assert [batch["n"] for batch in second["widths"][:2]] == [2, 4]
