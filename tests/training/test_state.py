@@ -1,0 +1,249 @@
+"""Where a rank stands: states that are views, groups that stay on this machine, rank by rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from notebook_accel import (
+    Accelerator,
+    AcceleratorState,
+    ConfigError,
+    DistributedType,
+    GradientState,
+    InitProcessGroupKwargs,
+    PartialState,
+)
+from notebook_accel.launch import rank
+from notebook_accel.training import devices
+from notebook_accel.training.process_group import close_process_group
+from tests.training.harness import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _fresh_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    context = rank.RankContext(rank=0, local_rank=0, world_size=1, local_world_size=1)
+    monkeypatch.setattr(rank, "_process_context", context)
+
+
+def meet(port: int) -> dict[str, Any]:
+    """Make a group of our own, twice in a row, and look at what listens."""
+    dist.destroy_process_group()
+    os.environ.pop("GLOO_SOCKET_IFNAME")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sums, addresses = [], set()
+    for _ in range(2):
+        state = PartialState(cpu=True, timeout=timedelta(seconds=30))
+        total = torch.ones(())
+        dist.all_reduce(total)
+        sums.append(total.item())
+        addresses |= {c.laddr.ip for c in listening()}
+        num_listening = len(listening())
+        state.destroy_process_group()
+        assert not dist.is_initialized()
+    # What was known stays, and nothing reaches for the others any more.
+    return {
+        "sums": sums,
+        "addresses": addresses,
+        "num_listening": num_listening,
+        "index": state.process_index,
+        "interface": os.environ["GLOO_SOCKET_IFNAME"],
+    }
+
+
+def listening() -> list[Any]:
+    found = psutil.Process().net_connections(kind="inet")
+    return [connection for connection in found if connection.status == psutil.CONN_LISTEN]
+
+
+def test_our_groups_listen_on_the_loopback_interface_alone() -> None:
+    with socket.socket() as held:
+        # As the launcher's agent does: bound, not listening, so that nobody else takes it.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        found = run_ranks(meet, 2, held.getsockname()[1])
+    assert [one["sums"] for one in found] == [[2.0, 2.0]] * 2
+    assert all(one["num_listening"] for one in found), "gloo listens: else nothing was seen"
+    assert {address for one in found for address in one["addresses"]} == {"127.0.0.1"}
+    assert [one["index"] for one in found] == [0, 1]
+    assert {one["interface"] for one in found} == {"lo"}
+
+
+def test_a_port_that_another_program_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        with pytest.raises(ConfigError, match=f"MASTER_PORT={port}.*free one"):
+            PartialState(cpu=True)
+
+
+def test_ranks_that_do_not_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 2 but MASTER_ADDR is not set"):
+        PartialState(cpu=True)
+
+
+def use_the_users_group() -> dict[str, Any]:
+    before = dist.group.WORLD
+    accelerator = Accelerator(cpu=True)
+    close_process_group()
+    return {
+        "same": dist.group.WORLD is before,
+        "ranks": (accelerator.num_processes, accelerator.process_index),
+        "type": str(accelerator.distributed_type),
+        "backend": PartialState().backend,
+    }
+
+
+def test_a_group_of_the_user_is_used_and_left_alone() -> None:
+    found = run_ranks(use_the_users_group, 2)
+    assert found == [
+        {"same": True, "ranks": (2, index), "type": "MULTI_CPU", "backend": "gloo"}
+        for index in (0, 1)
+    ]
+
+
+def act_by_rank() -> dict[str, Any]:
+    """Everything that differs from rank to rank."""
+    state = PartialState(cpu=True)
+    me = state.process_index
+    entered = {}
+    with state.main_process_first():
+        if me == 0:
+            time.sleep(0.2)
+        entered["main"] = time.monotonic()
+    with state.local_main_process_first():
+        entered["local"] = time.monotonic()
+
+    @state.on_process(process_index=1)
+    def on_one() -> int:
+        return me
+
+    parts = {}
+    given = {"x": [1, 2, 3], "y": torch.arange(3)}
+    for name, inputs, pad in [
+        ("list", [1, 2, 3], False),
+        ("padded", [1, 2, 3], True),
+        ("tuple", (1, 2, 3), True),
+        ("dict", given, True),
+        ("few", [1], False),
+    ]:
+        with state.split_between_processes(inputs, apply_padding=pad) as part:
+            parts[name] = part
+    parts["dict"] = {key: list(map(int, value)) for key, value in parts["dict"].items()}
+    return {
+        "entered": entered,
+        "flags": (state.is_main_process, state.is_local_main_process, state.is_last_process),
+        "main": state.on_main_process(lambda: me)(),
+        "local main": state.on_local_main_process(lambda: me)(),
+        "last": state.on_last_process(lambda: me)(),
+        "one": on_one(),
+        "local one": state.on_local_process(lambda: me, local_process_index=1)(),
+        "parts": parts,
+        "untouched": given["x"] == [1, 2, 3],
+    }
+
+
+def test_what_ranks_do_by_their_number() -> None:
+    first, second = run_ranks(act_by_rank, 2)
+    assert first["entered"]["main"] < second["entered"]["main"]
+    assert (first["flags"], second["flags"]) == ((True, True, False), (False, False, True))
+    only = {"main": 0, "local main": 0, "last": 1, "one": 1, "local one": 1}
+    for name, owner in only.items():
+        assert [first[name], second[name]] == [
+            index if index == owner else None for index in (0, 1)
+        ]
+    assert first["parts"] == {
+        "list": [1, 2],
+        "padded": [1, 2],
+        "tuple": (1, 2),
+        "dict": {"x": [1, 2], "y": [0, 1]},
+        "few": [1],
+    }
+    assert second["parts"] == {
+        "list": [3],
+        "padded": [3, 3],
+        "tuple": (3, 3),
+        "dict": {"x": [3, 3], "y": [2, 2]},
+        "few": [],
+    }
+    assert first["untouched"]
+    assert second["untouched"]
+
+
+def test_states_made_twice_show_the_same() -> None:
+    first, second = Accelerator(cpu=True, mixed_precision="bf16"), Accelerator(cpu=True)
+    assert (first.mixed_precision, second.mixed_precision) == ("bf16", "no")
+    assert AcceleratorState().mixed_precision == second.state.mixed_precision == "no"
+    assert PartialState().device == AcceleratorState().device == torch.device("cpu")
+    second.gradient_accumulation_steps = 4
+    assert GradientState().num_steps == 4
+    GradientState().sync_gradients = False
+    assert second.sync_gradients is False
+    assert first.sync_gradients is True, "each Accelerator has windows of its own"
+    for state in (PartialState(), AcceleratorState(), GradientState()):
+        assert "cpu" in repr(state) or "Sync Gradients: False" in repr(state)
+
+
+def test_a_single_process_needs_no_group() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert not dist.is_initialized()
+    assert accelerator.distributed_type == DistributedType.NO == "NO"
+    assert (accelerator.num_processes, accelerator.process_index) == (1, 0)
+    assert accelerator.is_main_process
+    assert accelerator.is_last_process
+    assert not accelerator.use_distributed
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def test_a_rank_that_was_forked_from_a_single_process_finds_its_own_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = PartialState(cpu=True)
+    assert state.num_processes == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert PartialState(cpu=True).num_processes == 1, "in one process the topology stays"
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        PartialState(cpu=True)
+
+
+def test_the_group_s_settings_are_checked_by_name() -> None:
+    with pytest.raises(TypeError, match="backnd"):
+        PartialState(backnd="gloo")
+    two = [InitProcessGroupKwargs(), InitProcessGroupKwargs()]
+    with pytest.raises(ConfigError, match="two InitProcessGroupKwargs"):
+        Accelerator(kwargs_handlers=two)
+
+
+def test_asking_for_the_cpu_too_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "choose_device", lambda **_: torch.device("meta"))
+    assert PartialState().device.type == "meta"
+    with pytest.warns(UserWarning, match="cpu=True came too late"):
+        Accelerator(cpu=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Accelerator(cpu=True)
+
+
+@pytest.mark.gpu
+def test_one_process_takes_the_first_gpu() -> None:
+    accelerator = Accelerator()
+    assert accelerator.device == torch.device("cuda", 0)
+    assert torch.ones(1, device="cuda").device == accelerator.device
