@@ -46,6 +46,11 @@ class Culprit:
         return f"`{self.path}` ({_type_name(self.value)})"
 
     @property
+    def reason(self) -> str:
+        """What Python says, in one line."""
+        return str(self.error).partition("\n")[0]
+
+    @property
     def remedy(self) -> str | None:
         """What to do instead, where somebody has said so."""
         return str(self.error) if isinstance(self.error, Refused) else None
@@ -63,38 +68,44 @@ class Part:
 class _Search:
     """Looks for the innermost value for which ``attempt`` gives an error.
 
-    Functions that use each other fail together, so a value all of whose failing parts were seen
-    before is not to blame.
+    What refers to each other fails together. A value is to blame if none of its parts is, those
+    aside that only refer back to it; a part that refers back to a value further up is not.
     """
 
     def __init__(self, attempt: Callable[[Any], Exception | None]) -> None:
         self._attempt = attempt
-        self._seen: set[int] = set()
+        self._leads_to: dict[int, set[int]] = {}
 
-    def first(self, parts: Iterable[Part], depth: int = 0) -> tuple[Culprit | None, bool]:
-        """The first culprit among the parts, and whether any of them fails at all."""
-        fails = False
+    def first(self, parts: Iterable[Part]) -> Culprit | None:
+        """The first culprit among the parts."""
+        found = self._among(parts, 0)
+        return found if isinstance(found, Culprit) else None
+
+    def _among(self, parts: Iterable[Part], depth: int) -> Culprit | set[int]:
+        """A culprit; without one, the values that the parts that fail lead back to."""
+        leads_to: set[int] = set()
         for part in parts:
             error = self._attempt(part.value)
             if error is None:
                 continue
-            fails = True
-            culprit = self._inside(part, error, depth)
-            if culprit:
-                return culprit, True
-        return None, fails
+            found = self._inside(part, error, depth)
+            if isinstance(found, Culprit):
+                return found
+            leads_to |= found
+        return leads_to
 
-    def _inside(self, part: Part, error: Exception, depth: int) -> Culprit | None:
-        """The culprit in a part that fails; None where only parts seen before do."""
-        if id(part.value) in self._seen:
-            return None
-        self._seen.add(id(part.value))
-        if not isinstance(error, Refused) or remedy_of(type(part.value)) is None:
-            below = _parts(part) if depth < _MAX_DEPTH else ()
-            culprit, fails = self.first(below, depth + 1)
-            if culprit or fails:
-                return culprit
-        return Culprit(part.path, part.value, part.user, error)
+    def _inside(self, part: Part, error: Exception, depth: int) -> Culprit | set[int]:
+        key = id(part.value)
+        known = self._leads_to.get(key)
+        if known is not None:
+            return known
+        self._leads_to[key] = {key}
+        refused = isinstance(error, Refused) and remedy_of(type(part.value)) is not None
+        found = set() if refused or depth > _MAX_DEPTH else self._among(_parts(part), depth + 1)
+        if isinstance(found, set):
+            found.discard(key)
+            self._leads_to[key] = found
+        return found or Culprit(part.path, part.value, part.user, error)
 
 
 def _parts(part: Part) -> Iterator[Part]:
@@ -132,10 +143,12 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    is_own = type(value).__module__ == "__main__"
     for name, member in getattr(value, "__dict__", {}).items():
         if name in _FLATTENED and isinstance(member, dict):
             yield from ((f".{inner}", part) for inner, part in member.items())
-        else:
+        elif is_own or not name.startswith("_"):
+            # What a library's object has inside tells a person nothing.
             yield f".{name}", member
 
 
@@ -187,7 +200,7 @@ def cannot_travel(
     """The error for a call that could not be pickled, which raised ``error``."""
     name = _name_of(function)
     search = _Search(_attempt(CallPickler))
-    culprit, _ = search.first(
+    culprit = search.first(
         [
             Part(name, function, ""),
             *(Part(*part, name) for part in arguments(function, args, kwargs).items()),
@@ -196,16 +209,16 @@ def cannot_travel(
     if culprit is None:
         return LaunchError(f"`{name}` cannot travel to the ranks; {error}")
     used = f"used in {culprit.user}, " if culprit.user else ""
-    what = culprit.remedy or f"create it inside ({culprit.error})"
+    what = culprit.remedy or f"create it inside ({culprit.reason})"
     return LaunchError(f"{culprit.title}, {used}cannot travel; {what}")
 
 
 def cannot_return(value: object, sent: Sequence[Any], error: Exception) -> TypeError:
     """The error for a result that could not be pickled, which raised ``error``."""
     search = _Search(_attempt(functools.partial(ResultPickler, sent=sent)))
-    culprit, _ = search.first([Part("result", value, "")])
+    culprit = search.first([Part("result", value, "")])
     culprit = culprit or Culprit("result", value, "", error)
-    what = culprit.remedy or f"return values, tensors or models instead ({culprit.error})"
+    what = culprit.remedy or f"return values, tensors or models instead ({culprit.reason})"
     return TypeError(f"{culprit.title}, returned, cannot travel to the notebook; {what}")
 
 

@@ -7,19 +7,22 @@ object; and what would arrive wrong is refused.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import os
 import pickle
 import sys
 import types
+from collections import ChainMap
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import cloudpickle
 
 from notebook_accel.launch import cells
 from notebook_accel.launch.refusals import Refused, remedy_of
+from notebook_accel.launch.remade import BY_TYPE, NAMED_TYPES, remake
 
 if TYPE_CHECKING:
     import importlib.machinery
@@ -112,6 +115,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         moved: device and number of bytes of each storage that was copied to the CPU.
     """
 
+    dispatch_table: ClassVar[Any] = ChainMap(BY_TYPE, cloudpickle.Pickler.dispatch_table)
+
     def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.moved: list[tuple[str, int]] = []
@@ -137,7 +142,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _route(self, kind: type) -> Callable[[Any], Any]:
         """How instances of ``kind`` are pickled."""
-        if issubclass(kind, (type, types.FunctionType, TypeVar)):
+        if issubclass(kind, NAMED_TYPES):
             return self._reduce_definition
         if issubclass(kind, types.ModuleType):
             return self._reduce_module
@@ -160,7 +165,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _reduce_typed_storage
         if issubclass(kind, getattr(torch, "Tensor", ())):
             return self._reduce_tensor
-        return _as_usual
+        return _reduce_parametrized if _is_parametrized(kind) else _as_usual
 
     def _reduce_tensor(self, tensor: Any) -> Any:
         reduced = tensor.__reduce_ex__(5)
@@ -186,7 +191,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_definition(self, value: Any) -> Any:
         self._settle_module(getattr(value, "__module__", None))
-        return super().reducer_override(value)
+        reduced = remake(value) or super().reducer_override(value)
+        if isinstance(value, type) and _goes_by_value(reduced):
+            _keep_slots(value, reduced)
+        return reduced
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
         self._settle_module(module.__name__)
@@ -206,11 +214,40 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._by_value.append(module)
 
 
+def _goes_by_value(reduced: Any) -> bool:
+    return isinstance(reduced, tuple) and len(reduced) == _BY_VALUE
+
+
+def _is_made_anew(value: Any, reduced: Any) -> bool:
+    if isinstance(value, TypeVar):
+        return bool(value.__module__ == "__main__")
+    return isinstance(reduced, tuple) and not isinstance(value, type)
+
+
+def _keep_slots(kind: type, reduced: tuple[Any, ...]) -> None:
+    """cloudpickle makes the class without its slots, whose instances then pickle otherwise."""
+    arguments = reduced[1]
+    slots = vars(kind).get("__slots__")
+    if slots and arguments[0] is type(kind):
+        arguments[3]["__slots__"] = slots
+
+
 def _memory(storage: Any) -> Any:
     """An array on the memory of a CPU storage, which it keeps alive."""
     import torch
 
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+
+
+def _is_parametrized(kind: type) -> bool:
+    getstate = getattr(kind, "__getstate__", None)
+    return getattr(getstate, "__module__", "") == "torch.nn.utils.parametrize"
+
+
+def _reduce_parametrized(module: Any) -> Any:
+    # torch refuses it (weight_norm and the like), since plain pickle cannot send the class that
+    # it made for the module; cloudpickle can.
+    return copyreg.__newobj__, (type(module),), vars(module)  # type: ignore[attr-defined]
 
 
 def _reduce_typed_storage(storage: Any) -> Any:
@@ -275,13 +312,10 @@ class CallPickler(_Pickler):
 
     def _reduce_definition(self, value: Any) -> Any:
         reduced = super()._reduce_definition(value)
-        if isinstance(value, TypeVar):
-            if value.__module__ == "__main__":
-                self.sent.append(value)
-        elif isinstance(reduced, tuple) and len(reduced) == _BY_VALUE:
+        if _goes_by_value(reduced) or _is_made_anew(value, reduced):
             self.sent.append(value)
-            if isinstance(value, types.FunctionType):
-                self._note_globals(value, reduced[2][1]["__globals__"])
+        if _goes_by_value(reduced) and isinstance(value, types.FunctionType):
+            self._note_globals(value, reduced[2][1]["__globals__"])
         return reduced
 
     def _note_globals(self, function: types.FunctionType, used: dict[str, Any]) -> None:

@@ -144,6 +144,84 @@ def test_classes_of_every_make_travel(notebook: Notebook) -> None:
     assert notebook["Base"].made == 0
 
 
+def test_what_pickle_knows_by_name_alone_travels(notebook: Notebook) -> None:
+    notebook.cell("""
+        import functools
+        from dataclasses import dataclass
+        from typing import Callable, NewType, ParamSpec, TypeVar
+
+        P, R, Id = ParamSpec("P"), TypeVar("R"), NewType("Id", int)
+
+        @functools.lru_cache(maxsize=50)
+        def fibonacci(n):
+            return fibonacci(n - 1) + fibonacci(n - 2) if n > 1 else n
+
+        @functools.singledispatch
+        def kind(x): return "any"
+        @kind.register
+        def _(x: int): return "int"
+
+        @dataclass(slots=True)
+        class Slotted:
+            n: int = 1
+            @functools.cache
+            def cached(): return "cached"
+
+        class Lazy:
+            @functools.cached_property
+            def value(self): return 3
+            @functools.singledispatchmethod
+            def of(self, x): return "any"
+            @of.register
+            def _(self, x: int): return "int"
+
+        def same(f: Callable[P, R]) -> Callable[P, R]:
+            def inner(*args: P.args, **kwargs: P.kwargs) -> R: return f(*args, **kwargs)
+            return inner
+
+        lazy, slotted = Lazy(), Slotted(2)
+
+        @same
+        def train(i: Id = Id(4)):
+            return (fibonacci(30), fibonacci.cache_info().maxsize, kind(1), kind(""), lazy.value,
+                    Lazy().of(1), slotted.n, Slotted.cached(), hasattr(slotted, "__dict__"),
+                    fibonacci, slotted, Lazy(), Id, P)
+    """)
+    found = notebook.launch("train")
+    assert found[:9] == (832040, 50, "int", "any", 3, "int", 2, "cached", False)
+    assert found[9] is notebook["fibonacci"]
+    assert found[10] == notebook["slotted"]
+    assert type(found[11]) is notebook["Lazy"]
+    assert found[11].value == 3
+    assert found[12:] == (notebook["Id"], notebook["P"])
+    assert notebook["fibonacci"].cache_info().currsize == 0
+
+
+def test_compiled_and_parametrized_models_travel(notebook: Notebook) -> None:
+    notebook.cell("""
+        import torch
+        from torch.nn.utils.parametrizations import weight_norm
+
+        compiled = torch.compile(torch.nn.Linear(2, 1), backend="eager")
+        normed = weight_norm(torch.nn.Linear(2, 1))
+
+        @torch.compile(backend="eager", dynamic=True)
+        def double(x): return 2 * x
+
+        def train():
+            x = torch.ones(1, 2)
+            with torch.no_grad():
+                normed.parametrizations.weight.original0.fill_(0)
+            return double(x)[0, 0].item(), compiled(x).shape, normed, compiled
+    """)
+    doubled, shape, normed, compiled = notebook.launch("train")
+    assert (doubled, shape) == (2, (1, 1))
+    assert type(normed) is type(notebook["normed"])
+    assert not normed.weight.any()
+    assert notebook["normed"].weight.any()
+    assert torch.equal(compiled.weight, notebook["compiled"].weight)
+
+
 def test_only_what_is_used_travels_and_main_is_one_namespace(notebook: Notebook) -> None:
     notebook.cell("""
         import sys
@@ -422,6 +500,28 @@ def test_the_strategys_wrapper_stays_in_the_rank(notebook: Notebook) -> None:
     assert result["inner"][0] is result["model"]
     assert type(result["optimizer"]) is torch.optim.SGD
     assert result["optimizer"].param_groups[0]["params"][0] is result["model"].weight
+
+
+def test_what_is_not_on_the_cpu_is_told_of(notebook: Notebook) -> None:
+    notebook.cell("""
+        import torch
+        class Elsewhere(torch.UntypedStorage):
+            device = torch.device("cuda", 1)
+            def cpu(self): return torch.UntypedStorage(self.tolist())
+        class Thing:
+            device = Elsewhere.device
+            def __init__(self): self.memory = Elsewhere([1, 2, 3])
+            def untyped_storage(self): return self.memory
+        thing, others = Thing(), {"a": Thing()}
+        def train(): return thing.memory.tolist(), others["a"].memory.device.type
+    """)
+    assert notebook.pack("train").notices == (
+        (
+            "2 tensors (0.0 MB) of `thing`, `others` on cuda:1 arrive in the ranks on the CPU: "
+            "prepare the model there, or move them with `.to(accelerator.device)`."
+        ),
+    )
+    assert notebook.launch("train") == ([1, 2, 3], "cpu")
 
 
 @pytest.mark.gpu

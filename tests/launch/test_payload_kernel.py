@@ -45,7 +45,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
     manager.start_kernel(cwd=str(tmp_path))
     client = manager.client()
     client.start_channels()
-    client.wait_for_ready(timeout=_SECONDS)
 
     def run(text: str) -> str:
         printed: list[str] = []
@@ -53,6 +52,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
         def show(message: dict[str, Any]) -> None:
             printed.append(message["content"].get("text", ""))
 
+        client.wait_for_ready(timeout=_SECONDS)
         reply = client.execute_interactive(
             textwrap.dedent(text), timeout=_SECONDS, output_hook=show, allow_stdin=False
         )
@@ -60,8 +60,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
         return "".join(printed)
 
     yield run
-    run("ranks.close()")
     client.stop_channels()
+    # The process of the ranks ends with it, by the end of their connection.
     manager.shutdown_kernel(now=True)
 
 
