@@ -1,0 +1,255 @@
+"""What a notebook really holds travels to the ranks and comes back, in a real kernel."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.engines.processes import eventually
+from tests.kernel.notebooks import open_notebook
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.kernel.notebooks import Notebook
+
+SOON = 1.0
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """One notebook for all tests of this file, as a person uses one for a day."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path_factory.mktemp("runs")))
+        with open_notebook() as notebook:
+            notebook.run(_BEGIN)
+            yield notebook
+
+
+_BEGIN = """
+import os, threading, time
+from dataclasses import dataclass
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from notebook_accel import notebook_launcher, runs
+
+def launch(function, *args, n=2, **options):
+    return notebook_launcher(function, args, n, **options)
+
+def summed(value):
+    total = torch.tensor([float(value)])
+    dist.all_reduce(total)
+    return total.item()
+"""
+
+
+def test_what_cells_define_comes_back_as_itself(book: Notebook) -> None:
+    book.run("""
+        def helper():
+            return "old"
+
+        class Net(torch.nn.Linear):
+            def says(self):
+                return helper()
+
+        @dataclass
+        class Point:
+            x: int
+            y: int = 0
+
+        factor = 3
+        scale = lambda value: value * factor
+
+        def make(seen):
+            def closure(rank):
+                return seen + [rank]
+            return closure
+    """)
+    book.run("""
+        def train(closure, point):
+            rank = int(os.environ["RANK"])
+            assert isinstance(point, Point)
+            net = Net(2, 2)
+            return closure(rank), scale(rank), Point(point.x, rank), net, net.says(), Net, scale
+
+        run = launch(train, make([7]), Point(5))
+        for rank, (closed, scaled, point, net, said, kind, function) in enumerate(run):
+            assert closed == [7, rank]
+            assert scaled == 3 * rank
+            assert type(point) is Point and point == Point(5, rank)
+            assert type(net) is Net and kind is Net and isinstance(net, Net)
+            assert function is scale
+            assert said == "old" == net.says()
+        assert Net.says.__globals__ is globals()
+    """)
+    book.run("""
+        def helper():
+            return "new"
+    """)
+    book.run("""
+        assert Net(2, 2).says() == "new" == net.says()
+        assert launch(train, make([]), Point(1))[1][4] == "new"
+    """)
+
+
+def test_loader_workers_make_batches_of_a_dataclass_of_the_notebook(book: Notebook) -> None:
+    book.run("""
+        @dataclass
+        class Batch:
+            x: torch.Tensor
+            names: list
+
+        def collate(samples):
+            return Batch(torch.tensor(samples), [str(sample) for sample in samples])
+
+        def read():
+            loader = DataLoader(range(8), batch_size=4, num_workers=2, collate_fn=collate)
+            batches = list(loader)
+            assert all(type(batch) is Batch for batch in batches)
+            return batches
+
+        for batches in launch(read):
+            assert [type(batch) for batch in batches] == [Batch, Batch]
+            assert batches[1].x.tolist() == [4, 5, 6, 7] and batches[0].names == list("0123")
+    """)
+
+
+def test_a_kernel_that_has_threads_gradients_and_a_group_of_its_own(book: Notebook) -> None:
+    book.run("""
+        torch.set_num_threads(2)
+        weight = torch.randn(600, 600, requires_grad=True)
+        (torch.randn(600, 600) @ weight).relu().sum().backward()
+        store = dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        dist.all_reduce(torch.ones(1))
+
+        def train():
+            dist.init_process_group("gloo")
+            grad, = torch.autograd.grad((torch.ones(300, 600) @ weight).sum(), weight)
+            return summed(grad.mean().item())
+
+        assert [launch(train).results for _ in range(2)] == [[600.0, 600.0]] * 2
+        assert dist.is_initialized() and dist.get_world_size() == 1
+        dist.destroy_process_group()
+    """)
+
+
+def test_the_notebooks_model_is_untouched_and_the_returned_one_is_trained(book: Notebook) -> None:
+    book.run("""
+        from notebook_accel import Accelerator
+
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        inputs = torch.randn(64, 4)
+        targets = inputs.sum(dim=1, keepdim=True)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+
+        def train():
+            accelerator = Accelerator()
+            data = torch.utils.data.TensorDataset(inputs, targets)
+            loader = DataLoader(data, batch_size=8, shuffle=True)
+            net, opt, loader = accelerator.prepare(model, optimizer, loader)
+            for _ in range(20):
+                for x, y in loader:
+                    opt.zero_grad()
+                    accelerator.backward(torch.nn.functional.mse_loss(net(x), y))
+                    opt.step()
+            return net
+
+        first, second = launch(train)
+        loss = lambda net: torch.nn.functional.mse_loss(net(inputs), targets).item()
+        assert type(first) is torch.nn.Linear
+        assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+        assert not optimizer.state
+        assert loss(first) < 0.1 * loss(model), (loss(first), loss(model))
+        assert torch.equal(first.weight, second.weight)
+    """)
+
+
+def test_a_launch_from_a_thread(book: Notebook) -> None:
+    book.run("""
+        done = []
+        thread = threading.Thread(target=lambda: done.append(launch(lambda: os.environ["RANK"])))
+        thread.start()
+        thread.join()
+        assert done[0].results == ["0", "1"]
+    """)
+
+
+def test_the_notebook_stays_free_while_a_run_goes_on(book: Notebook) -> None:
+    book.run("""
+        def work():
+            while not os.path.exists(flag):
+                sum(range(10_000))
+            return 5
+
+        flag = os.path.join(str(runs()[-1].log_dir), "go")
+        run = launch(work, block=False)
+    """)
+    began = time.monotonic()
+    assert book.run("print(1 + 1)") == "2\n"
+    assert time.monotonic() - began < SOON
+    book.run("""
+        assert run.status in ("starting", "running")
+        open(flag, "w").close()
+        assert run.wait(30).results == [5, 5]
+    """)
+
+
+def test_a_failure_names_the_cells_line_and_the_run_is_kept(book: Notebook) -> None:
+    number = int(book.run("print(len(In))"))
+    book.run("""
+        def broken(rank):
+            if rank == 1:
+                print("about to break")
+                values = {}
+                return values["missing"]
+            time.sleep(600)
+
+        def train():
+            return broken(int(os.environ["RANK"]))
+    """)
+    text = book.fails("launch(train)")
+    assert f"Cell In[{number}], line 5" in text
+    assert 'return values["missing"]' in text
+    assert "rank 1" in text
+    assert "KeyError" in text
+    book.run("""
+        last = runs()[-1]
+        assert last.status == "failed" and last.results == [None, None]
+        assert last.logs(1).startswith("about to break\\n"), last.logs(1)
+        try:
+            last.wait()
+        except Exception as error:
+            assert error.run is last and error.ranks == [1]
+        assert launch(lambda: 1).results == [1, 1]
+        assert [run.status for run in runs()[-2:]] == ["failed", "succeeded"]
+    """)
+
+
+def test_two_notebooks_at_once(book: Notebook) -> None:
+    work = """
+        def meet(count):
+            dist.init_process_group("gloo")
+            for number in range(count):
+                total = summed(number)
+                time.sleep(0.01)
+            return total
+
+        results = [launch(meet, 50).results for _ in range(2)]
+        assert results == [[98.0, 98.0]] * 2, results
+    """
+    with open_notebook() as other:
+        other.run(_BEGIN)
+        other.run("assert launch(lambda: 1).results == [1, 1]")
+        cells = [(notebook, notebook.start(work)) for notebook in (book, other)]
+        for notebook, cell in cells:
+            reply = notebook.finish(cell)
+            assert reply.status == "ok", "\n".join(reply.traceback)
+        other.manager.shutdown_kernel(now=True)
+        eventually(lambda: not other.others(), within=3, what="its template ended with it")
+    assert book.run("print(launch(lambda: 1).results)") == "[1, 1]\n"
