@@ -7,9 +7,18 @@ from .errors import WorkerError as WorkerError
 from .launch.run import Run as Run
 from .launch.run import runs as runs
 from .notebook.launcher import notebook_launcher as notebook_launcher
+from .notebook.magics import load_ipython_extension as load_ipython_extension
 from .training.accelerator import Accelerator as Accelerator
+from .training.collectives import broadcast as broadcast
+from .training.collectives import gather_object as gather_object
+from .training.data import DataLoaderDispatcher as DataLoaderDispatcher
+from .training.data import DataLoaderShard as DataLoaderShard
+from .training.data import skip_first_batches as skip_first_batches
+from .training.data_config import DataLoaderConfiguration as DataLoaderConfiguration
 from .training.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from .training.scheduler import AcceleratedScheduler as AcceleratedScheduler
+from .training.seeding import set_seed as set_seed
+from .training.seeding import synchronize_rng_states as synchronize_rng_states
 from .training.settings import AutocastKwargs as AutocastKwargs
 from .training.settings import DDPCommunicationHookType as DDPCommunicationHookType
 from .training.settings import DistributedDataParallelKwargs as DistributedDataParallelKwargs
@@ -22,4 +31,3 @@ from .training.settings import ProjectConfiguration as ProjectConfiguration
 from .training.state import AcceleratorState as AcceleratorState
 from .training.state import GradientState as GradientState
 from .training.state import PartialState as PartialState
-from .notebook.magics import load_ipython_extension as load_ipython_extension
