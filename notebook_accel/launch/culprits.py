@@ -17,7 +17,7 @@ from notebook_accel.launch.refusals import Refused, remedy_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["arguments", "cannot_return", "cannot_travel", "variables"]
+__all__ = ["arguments", "cannot_return", "cannot_travel", "cause", "variables"]
 
 _MAX_DEPTH = 12
 # Attributes of torch modules whose entries a person knows as attributes of the module.
@@ -220,6 +220,16 @@ def cannot_return(value: object, sent: Sequence[Any], error: Exception) -> TypeE
     culprit = culprit or Culprit("result", value, "", error)
     what = culprit.remedy or f"return values, tensors or models instead ({culprit.reason})"
     return TypeError(f"{culprit.title}, returned, cannot travel to the notebook; {what}")
+
+
+def cause(error: Exception) -> Exception | None:
+    """The error itself where code of the user's raised it, whose traceback then helps."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    module = entry.tb_frame.f_globals.get("__name__", "") if entry is not None else ""
+    is_picklers = str(module).startswith(("cloudpickle.", "notebook_accel."))
+    return None if is_picklers else error
 
 
 def _attempt(

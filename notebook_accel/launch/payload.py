@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import cells
 from notebook_accel.launch.cells import CellSource, name_cells
-from notebook_accel.launch.culprits import arguments, cannot_return, cannot_travel, variables
+from notebook_accel.launch.culprits import (
+    arguments,
+    cannot_return,
+    cannot_travel,
+    cause,
+    variables,
+)
 from notebook_accel.launch.pickling import CallPickler, ResultPickler, load
 
 if TYPE_CHECKING:
@@ -128,7 +134,7 @@ def pack_call(
             # The list is pickled last, when all that it names is known and in the memo.
             pickler.dump((function, args, kwargs, pickler.sent))
         except Exception as error:  # whatever a user's object raises when it is pickled
-            raise cannot_travel(function, args, kwargs, error) from error
+            raise cannot_travel(function, args, kwargs, error) from cause(error)
     labelled = tuple(_labelled(function, args, kwargs, pickler))
     return PackedCall(
         packed=_seal_pickle(file, buffers, _sources_of(pickler, sources)),
@@ -263,7 +269,7 @@ def pack_result(value: object, call: Call | None = None) -> Packed:
         try:
             pickler.dump(value)
         except Exception as error:  # whatever a user's object raises when it is pickled
-            raise cannot_return(value, sent, error) from error
+            raise cannot_return(value, sent, error) from cause(error)
     return _seal_pickle(file, buffers)
 
 

@@ -182,6 +182,23 @@ def test_a_result_that_cannot_be_pickled_is_named(notebook: Notebook) -> None:
         payload.pack_result(notebook["Prepared"]())
 
 
+def test_an_error_of_the_users_own_keeps_its_traceback(notebook: Notebook) -> None:
+    notebook.cell("""
+        class Shy:
+            def __getstate__(self): raise OSError("stay away\\nplease")
+        shy = Shy()
+        def train(): return shy
+        def locked(): return lock
+    """)
+    vars(notebook.main)["lock"] = threading.Lock()
+    with pytest.raises(LaunchError, match=r"`shy` \(Shy\).*inside \(stay away\)$") as caught:
+        notebook.pack("train")
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(LaunchError) as caught:
+        notebook.pack("locked")
+    assert caught.value.__cause__ is None
+
+
 def test_endless_nesting_is_refused(notebook: Notebook) -> None:
     notebook.cell("""
         deep = []
