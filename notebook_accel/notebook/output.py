@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from IPython.display import display, update_display
@@ -18,5 +20,10 @@ def put(bundle: Mapping[str, Any], display_id: str | None = None) -> None:
 
 
 def replace(bundle: Mapping[str, Any], display_id: str) -> None:
-    """Replace the outputs that were put under ``display_id``, from any thread."""
-    update_display(dict(bundle), raw=True, display_id=display_id)  # type: ignore[no-untyped-call]
+    """Replace the outputs that were put under ``display_id``, from any thread.
+
+    nbclient drops what belongs to a cell that has ended. In a context of its own the message
+    belongs to the cell that runs now, whatever cell started the thread.
+    """
+    show = partial(update_display, dict(bundle), raw=True, display_id=display_id)
+    contextvars.Context().run(show)

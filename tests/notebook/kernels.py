@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import subprocess
 import sys
 import time
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jupyter_client.manager import KernelManager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from jupyter_client.blocking.client import BlockingKernelClient
 
@@ -71,12 +73,18 @@ class Seen:
 
 
 class Kernel:
-    """A kernel and its client."""
+    """A kernel and its client.
+
+    Attributes:
+        seen: the messages that came.
+        first: what outputs held when they were first shown.
+    """
 
     def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
         self.manager = manager
         self.client = client
         self.seen: list[Seen] = []
+        self.first: list[dict[str, Any]] = []
         self.displays: dict[str, dict[str, Any]] = {}
 
     def run(self, code: str, *, timeout: float = 60, allow_stdin: bool = True) -> Reply:
@@ -98,15 +106,13 @@ class Kernel:
             if is_own and message["content"].get("execution_state") == "idle":
                 return reply
 
-    def listen(self, seconds: float) -> None:
-        """Take what comes for that long."""
+    def listen_until(self, condition: Callable[[], bool], *, seconds: float) -> bool:
+        """Take what comes until ``condition`` holds; whether it did in time."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            try:
-                message = self.client.get_iopub_msg(timeout=deadline - time.monotonic())
-            except Exception:
-                return
-            self._take(message, Reply())
+        while not condition() and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                self._take(self.client.get_iopub_msg(timeout=0.05), Reply())
+        return condition()
 
     def _take(self, message: dict[str, Any], reply: Reply) -> None:
         kind, content = message["msg_type"], message["content"]
@@ -116,6 +122,7 @@ class Kernel:
             reply.text += content["text"]
         elif kind in ("display_data", "execute_result"):
             output = {"data": content["data"]}
+            self.first.append(content["data"])
             reply.outputs.append(output)
             display = content.get("transient", {}).get("display_id")
             if display is not None:
@@ -135,7 +142,6 @@ class Kernel:
 def open_kernel(version: str = INSTALLED) -> Iterator[Kernel]:
     """A kernel for the time of the block, shut down at its end."""
     manager = KernelManager()
-    manager.kernel_cmd = None  # type: ignore[assignment]
     environment = {**os.environ, **kernel_environment(version)}
     manager.start_kernel(env=environment, cwd=str(ROOT))
     client = manager.blocking_client()

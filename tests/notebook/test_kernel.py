@@ -1,0 +1,242 @@
+"""The view in a real kernel, driven as a page drives it."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import TYPE_CHECKING
+
+import nbclient
+import nbformat
+import pytest
+
+from tests.notebook.kernels import Kernel, Reply, Seen, open_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SETUP = """
+%load_ext notebook_accel
+from notebook_accel import notebook_launcher, runs
+def train(steps):
+    from tqdm.auto import tqdm
+    from notebook_accel import Accelerator
+    accelerator = Accelerator()
+    for step in tqdm(range(steps), desc="train"):
+        accelerator.log({"loss": 1 / (step + 1)}, step=step)
+    print("done on", accelerator.process_index)
+    return accelerator.process_index
+def fail():
+    raise ValueError("bad batch")
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with open_kernel() as kernel:
+        assert kernel.run(SETUP).status == "ok"
+        yield kernel
+
+
+def run(kernel: Kernel, code: str, *, allow_stdin: bool = True) -> Reply:
+    return kernel.run(textwrap.dedent(code), allow_stdin=allow_stdin)
+
+
+def kinds(reply: Reply) -> list[set[str]]:
+    """The MIME types of each output that a notebook saves."""
+    return [set(output["data"]) for output in reply.outputs]
+
+
+def test_the_live_panel_gives_way_to_a_summary(kernel: Kernel) -> None:
+    kernel.first.clear()
+    reply = run(kernel, "run = notebook_launcher(train, (20,), num_processes=2)")
+    (shown,) = kernel.first
+    assert "application/vnd.jupyter.widget-view+json" in shown
+    assert kinds(reply) == [{"text/html", "text/plain"}]
+    html = reply.outputs[0]["data"]["text/html"]
+    for words in ("succeeded", "train: 20/20", "data:image/svg+xml", "done on 0", "done on 1"):
+        assert words in html
+    assert reply.text == ""
+    assert run(kernel, "print(run.results)").text == "[0, 1]\n"
+
+
+def test_the_summary_is_sent_again_and_widgets_do_not_pile_up(kernel: Kernel) -> None:
+    count = "import comm; print(len(comm.get_comm_manager().comms))"
+    before = int(run(kernel, count).text)
+    run(kernel, "notebook_launcher(train, (2,), num_processes=1)")
+    kernel.seen.clear()
+    assert kernel.listen_until(lambda: _sent(kernel, "update_display_data") >= 1, seconds=20)
+    assert int(run(kernel, count).text) - before <= 5
+
+
+def _sent(kernel: Kernel, kind: str) -> int:
+    return sum(seen.kind == kind for seen in kernel.seen)
+
+
+def test_a_run_can_be_shown_again_in_another_cell(kernel: Kernel) -> None:
+    run(kernel, "run = notebook_launcher(train, (2,), num_processes=1)")
+    assert kinds(run(kernel, "run.show()")) == [{"text/html", "text/plain"}]
+
+
+def test_an_error_is_the_ranks_traceback_and_no_frame_of_ours(kernel: Kernel) -> None:
+    reply = run(kernel, "notebook_launcher(fail, num_processes=2)")
+    text = "\n".join(reply.traceback)
+    assert "rank 0 failed: ValueError: bad batch" in text
+    assert re.search(r"Cell In\[1\], line \d+, in fail", text)
+    assert 'raise ValueError("bad batch")' in text
+    assert "notebook_accel/launch" not in text
+    assert "run_code" not in text
+
+
+def test_an_error_keeps_its_traceback_for_the_debugger(kernel: Kernel) -> None:
+    run(kernel, "1 / 0")
+    run(kernel, "notebook_launcher(fail, num_processes=1)")
+    reply = run(
+        kernel,
+        """
+        import sys
+        print(type(sys.last_value).__name__, sys.last_traceback.tb_next is not None)
+        print(get_ipython().InteractiveTB.tb)
+        """,
+    )
+    assert reply.text == "WorkerError True\nNone\n"
+
+
+def test_an_error_inside_of_the_persons_own_function_names_its_lines(kernel: Kernel) -> None:
+    reply = run(
+        kernel,
+        """
+        def launch_it():
+            notebook_launcher(train, num_processes=-1)
+        launch_it()
+        """,
+    )
+    text = "\n".join(reply.traceback)
+    assert "notebook_launcher(train, num_processes=-1)" in text
+    assert "num_processes=-1: expected" in text
+    assert "notebook_accel/launch" not in text
+
+
+def test_an_interrupt_is_told_in_few_lines(kernel: Kernel, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    cell = kernel.start(
+        f"""
+def wait():
+    import pathlib, time
+    pathlib.Path({str(ready)!r}).touch()
+    time.sleep(600)
+notebook_launcher(wait, num_processes=1)
+"""
+    )
+    assert kernel.listen_until(ready.exists, seconds=60)
+    kernel.manager.interrupt_kernel()
+    reply = kernel.finish(cell)
+    (line,) = reply.traceback
+    assert "KeyboardInterrupt" in line
+    assert "runs()[-1]" in line
+    assert run(kernel, "print(runs()[-1].status)").text == "stopped\n"
+
+
+def test_the_notebook_stays_free_and_the_page_is_not_flooded(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    """Two ranks print as fast as they can until another cell has answered."""
+    answered = tmp_path / "answered"
+    run(
+        kernel,
+        f"""
+        def flood():
+            import pathlib
+            number = 0
+            while number < 100_000 or not pathlib.Path({str(answered)!r}).exists():
+                for number in range(number, number + 1000):
+                    print("line", number, "x" * 60)
+                number += 1
+            return number
+        """,
+    )
+    run(kernel, "run = notebook_launcher(flood, num_processes=2, block=False)")
+    kernel.seen.clear()
+    kernel.listen_until(lambda: _span(kernel.seen) > 2.0, seconds=30)
+    seen = list(kernel.seen)
+    assert run(kernel, "1 + 1").outputs[0]["data"]["text/plain"] == "2"
+    assert run(kernel, "print(run.status)").text in ("starting\n", "running\n")
+    answered.touch()
+    reply = run(
+        kernel,
+        """
+        for rank, lines in enumerate(run):
+            numbers = [int(line.split()[1]) for line in run.logs(rank).splitlines()]
+            print(lines >= 100_000, numbers == list(range(lines)))
+        """,
+    )
+    assert reply.text == "True True\nTrue True\n"
+    assert len(seen) / _span(seen) < 20
+    assert sum(message.size for message in seen) / _span(seen) < 1_000_000
+    assert max(message.size for message in seen) < 20_000
+
+
+def _span(seen: list[Seen]) -> float:
+    return seen[-1].when - seen[0].when if seen else 0.0
+
+
+def test_where_nobody_can_answer_lines_are_printed(kernel: Kernel) -> None:
+    code = "notebook_launcher(train, (20,), num_processes=2)"
+    reply = run(kernel, code, allow_stdin=False)
+    assert "[rank 0] done on 0\n" in reply.text
+    assert "[rank 1] done on 1\n" in reply.text
+    # The handle itself is the cell's last expression.
+    assert kinds(reply) == [{"text/html", "text/plain"}, {"text/plain"}]
+
+
+def test_an_executed_notebook_holds_the_summary_once(tmp_path: Path) -> None:
+    cells = [
+        SETUP,
+        "run = notebook_launcher(train, (20,), num_processes=2)",
+        "run = notebook_launcher(train, (20,), num_processes=1, block=False)",
+        "run.wait(); print(run.results)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
+    nbclient.NotebookClient(
+        notebook, timeout=60, resources={"metadata": {"path": tmp_path}}
+    ).execute()
+    outputs = [cell.outputs for cell in notebook.cells]
+    for cell in (1, 2):
+        (summary,) = [output for output in outputs[cell] if output.output_type == "display_data"]
+        assert "succeeded" in summary["data"]["text/html"]
+        assert "data:image/svg+xml" in summary["data"]["text/html"]
+        assert "widget" not in str(summary["data"].keys())
+    printed = "".join(output.get("text", "") for output in outputs[1])
+    assert "[rank 1] done on 1\n" in printed
+    assert outputs[3][-1]["text"].endswith("[0]\n")
+
+
+# ---- the magic -----------------------------------------------------------------------------
+
+
+def test_a_cell_runs_on_every_rank_with_the_names_of_the_notebook(kernel: Kernel) -> None:
+    run(kernel, "scale = 10\ndef scaled(value):\n    return value * scale")
+    reply = run(
+        kernel,
+        """\
+        %%accelerate -n 2 --mixed-precision bf16
+        import torch
+        total = accelerator.reduce(torch.tensor(scaled(rank + 1), device=device))
+        total.item(), world_size, accelerator.mixed_precision
+        """,
+    )
+    assert reply.text == "ranks 0-1: (30, 2, 'bf16')\n"
+    assert run(kernel, "print('total' in dir())").text == "False\n"
+
+
+def test_a_cells_error_names_its_line_as_the_page_shows_it(kernel: Kernel) -> None:
+    reply = run(kernel, "%%accelerate -n 2\nx = 1\nif rank == 1:\n    raise KeyError(x)")
+    text = "\n".join(reply.traceback)
+    assert "rank 1 failed: KeyError: 1" in text
+    assert "line 4, in cell" in text
+
+
+def test_an_unknown_option_of_the_magic_is_refused(kernel: Kernel) -> None:
+    reply = run(kernel, "%%accelerate --ranks-per-moon 3\n1")
+    assert "unrecognized arguments: --ranks-per-moon" in reply.text + "".join(reply.traceback)

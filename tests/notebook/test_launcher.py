@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from notebook_accel import ConfigError, notebook_launcher, runs
+from notebook_accel.launch.plain_view import PlainView
+from notebook_accel.launch.view import View
+from notebook_accel.notebook import frontend
+from notebook_accel.notebook.dashboard import Dashboard
+from notebook_accel.notebook.launcher import choose_view
+from notebook_accel.notebook.transcript import Transcript
+
+ACCELERATES = (
+    "function",
+    "args",
+    "num_processes",
+    "mixed_precision",
+    "use_port",
+    "master_addr",
+    "node_rank",
+    "num_nodes",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_conf",
+    "rdzv_id",
+    "max_restarts",
+    "monitor_interval",
+    "log_line_prefix_template",
+)
+
+
+class FakeKernel:
+    """A kernel as the choice of a view sees it."""
+
+    def __init__(self, *, live: bool) -> None:
+        self._allow_stdin = live
+
+
+def train() -> None:
+    raise AssertionError("nothing may be started")
+
+
+def test_the_first_arguments_are_accelerates_and_the_rest_are_keywords() -> None:
+    parameters = inspect.signature(notebook_launcher).parameters
+    positional = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    assert tuple(positional) == ACCELERATES
+    assert parameters["grace"].default == 10.0
+    assert parameters["view"].default == "auto"
+
+
+def test_every_argument_is_documented() -> None:
+    documentation = inspect.getdoc(notebook_launcher) or ""
+    missing = [
+        name
+        for name in inspect.signature(notebook_launcher).parameters
+        if f"\n    {name}:" not in documentation
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"view": "pretty"}, ["view='pretty'", "'auto'", "'widgets'", "'text'", "'none'"]),
+        ({"view": "widgets"}, ["view='widgets'", "kernel", "view='text'"]),
+        ({"num_processes": 0}, ["num_processes=0", "1 or more"]),
+        ({"mixed_precision": "fp8"}, ["mixed_precision='fp8'", "'bf16'"]),
+        ({"engine": "elastic"}, ["engine='elastic'", "'local'", "'inline'"]),
+        ({"num_nodes": 2}, ["num_nodes=2", "not supported yet", "'local'", "Leave it out"]),
+        ({"max_restarts": 3, "session": True}, ["max_restarts=3, session=True", "Leave them out"]),
+        ({"join_token": "secret"}, ["join_token", "not supported yet"]),
+        ({"use_port": "http"}, ["use_port='http'", "1 to 65535"]),
+        ({"config": 3}, ["config=3", "LaunchConfig"]),
+        ({"args": "text"}, ["args='text'", "tuple"]),
+        ({"args": (1,)}, ["train()", "too many positional"]),
+    ],
+)
+def test_bad_input_says_what_was_given_and_what_to_do(
+    arguments: dict[str, Any], words: list[str]
+) -> None:
+    before = runs()
+    with pytest.raises(ConfigError) as caught:
+        notebook_launcher(train, **arguments)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert runs() == before
+
+
+def test_calling_the_function_by_mistake_is_explained() -> None:
+    with pytest.raises(ConfigError, match="without calling it"):
+        notebook_launcher(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "live", "expected"),
+    [
+        ("auto", None, PlainView),
+        ("auto", False, Transcript),
+        ("auto", True, Dashboard),
+        ("text", None, PlainView),
+        ("text", True, Transcript),
+        ("widgets", False, Dashboard),
+        ("none", True, View),
+    ],
+)
+def test_the_view_fits_the_place(
+    monkeypatch: pytest.MonkeyPatch, name: str, live: bool | None, expected: type[View]
+) -> None:
+    kernel = None if live is None else FakeKernel(live=live)
+    monkeypatch.setattr(frontend, "find_kernel", lambda: kernel)
+    assert type(choose_view(name)) is expected
