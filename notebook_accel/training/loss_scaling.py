@@ -23,7 +23,7 @@ class LossScaling:
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
         self._stepped = False
-        self._unscaled: set[int] = set()
+        self._done: set[int] = set()
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
@@ -37,10 +37,10 @@ class LossScaling:
         return self._scaler.scale(loss)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divide the optimizers' gradients by the scale, once between two steps."""
+        """Divide the optimizers' gradients by the scale, once from one backward to the next."""
         for optimizer in optimizers:
-            if id(optimizer) not in self._unscaled and _has_gradients(optimizer):
-                self._unscaled.add(id(optimizer))
+            if id(optimizer) not in self._done and _has_gradients(optimizer):
+                self._done.add(id(optimizer))
                 self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
@@ -53,13 +53,14 @@ class LossScaling:
             return _step_plainly(optimizer, closure), False
         result = self._scaler.step(optimizer, *([] if closure is None else [closure]))
         self._stepped = True
-        self._unscaled.discard(id(optimizer))
+        self._done.add(id(optimizer))
         found = self._scaler._found_inf_per_device(optimizer)
         return result, any(bool(value.item()) for value in found.values())
 
     def _settle(self) -> None:
         if self._stepped:
             self._stepped = False
+            self._done.clear()
             self._scaler.update()
 
 

@@ -1,0 +1,226 @@
+"""Prepared optimizers: windows, whose gradients are cleared, and optimizers nobody prepared."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from notebook_accel import AcceleratedOptimizer, Accelerator, GradientAccumulationPlugin
+from notebook_accel.launch import rank
+from tests.training.single import Told, fresh_rank  # noqa: F401
+
+GRADIENTS = [1.0, 10.0, 100.0, 1000.0]
+
+
+class Recorder(torch.optim.Optimizer):
+    """Notes the gradient that each step uses."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+        self.used: list[float] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            closure()
+        (weight,) = self.param_groups[0]["params"]
+        self.used.append(0.0 if weight.grad is None else weight.grad.item())
+
+
+class Scalar(nn.Module):
+    """One weight, whose gradient is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return self.weight * factor
+
+
+def setup(steps: int = 2, **settings: Any) -> tuple[Accelerator, Any, Any, Recorder]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **settings)
+    model = Scalar()
+    recorder = Recorder(model.parameters())
+    model, optimizer = accelerator.prepare(model, recorder)
+    return accelerator, model, optimizer, recorder
+
+
+def loop(accelerator: Accelerator, model: Any, optimizer: Any, order: str) -> None:
+    for gradient in GRADIENTS:
+        if order == "before the block":
+            optimizer.zero_grad()
+        with accelerator.accumulate(model):
+            if order == "first":
+                optimizer.zero_grad()
+            accelerator.backward(model(gradient))
+            optimizer.step()
+            if order == "last":
+                optimizer.zero_grad()
+        if order == "after the block":
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("order", ["first", "last", "before the block", "after the block"])
+def test_zero_grad_may_stand_anywhere_in_the_loop(order: str) -> None:
+    accelerator, model, optimizer, recorder = setup()
+    loop(accelerator, model, optimizer, order)
+    assert recorder.used == [5.5, 550.0]
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_one_batch_a_window_clears_as_without_windows(order: str) -> None:
+    accelerator, model, optimizer, recorder = setup(1)
+    model.weight.grad = torch.tensor(7.0)  # of whatever came before
+    loop(accelerator, model, optimizer, order)
+    assert recorder.used == [1.0 + 7.0 * (order == "last"), *GRADIENTS[1:]]
+
+
+def test_gradients_of_no_window_are_cleared_at_once() -> None:
+    accelerator, model, optimizer, recorder = setup()
+    accelerator.backward(model(4.0))
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+    accelerator.backward(model(4.0))
+    optimizer.zero_grad(set_to_none=False)
+    assert model.weight.grad == 0
+    accelerator.backward(model(4.0))
+    optimizer.step()
+    assert recorder.used == [2.0], "outside of accumulate every step is real"
+
+
+def test_steps_may_be_taken_where_gradients_are_synchronised() -> None:
+    accelerator, model, optimizer, recorder = setup()
+    for gradient in GRADIENTS:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(gradient))
+            if accelerator.sync_gradients:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert recorder.used == [5.5, 550.0]
+
+
+def test_the_number_of_steps_may_change_on_the_way() -> None:
+    accelerator, model, optimizer, recorder = setup(1)
+    accelerator.gradient_accumulation_steps = 2
+    loop(accelerator, model, optimizer, "last")
+    assert recorder.used == [5.5, 550.0]
+    accelerator.gradient_accumulation_steps = 4
+    accelerator.step = 0
+    loop(accelerator, model, optimizer, "last")
+    assert recorder.used[2:] == [sum(GRADIENTS) / 4]
+
+
+def test_a_plugin_counts_on_over_the_ends_of_loaders() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(4), batch_size=1))
+    synced = []
+    for _ in range(2):
+        for _ in loader:
+            with accelerator.accumulate():
+                synced.append(accelerator.sync_gradients)
+    assert synced == [False, False, True, False, False, True, False, False]
+
+
+def test_the_end_of_a_loader_closes_a_short_window() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(7), batch_size=1))
+    synced = []
+    for _ in range(2):
+        for _ in loader:
+            with accelerator.accumulate():
+                synced.append(accelerator.sync_gradients)
+    assert synced == [False, False, True, False, False, True, True] * 2
+
+
+def test_other_code_sees_an_optimizer() -> None:
+    _, model, optimizer, recorder = setup()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert isinstance(optimizer, AcceleratedOptimizer)
+    assert optimizer.param_groups is recorder.param_groups
+    assert optimizer.state is recorder.state
+    assert optimizer.defaults == {"lr": 1.0}
+    assert optimizer.used is recorder.used
+    optimizer.state[model.weight]["seen"] = torch.ones(())
+    loaded = optimizer.state_dict()
+    optimizer.load_state_dict(loaded)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(()))]})
+    assert len(recorder.param_groups) == 2
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in recorder.param_groups] == [0.5, 0.5]
+    assert "Recorder" in repr(optimizer)
+    assert optimizer.__notebook_accel_unwrap__() is recorder
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = optimizer.nothing
+
+
+def test_hooks_and_closures_reach_the_wrapped_optimizer() -> None:
+    accelerator, model, optimizer, recorder = setup(1)
+    seen = []
+    optimizer.register_step_pre_hook(lambda stepped, *_: seen.append(stepped))
+    optimizer.step(lambda: accelerator.backward(model(3.0)))
+    assert seen == [recorder]
+    assert recorder.used == [3.0]
+
+
+def test_real_steps_are_counted_for_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    monkeypatch.setattr(rank, "_process_context", told)
+    accelerator, model, optimizer, _ = setup()
+    loop(accelerator, model, optimizer, "last")
+    assert told.steps == 2
+
+
+def step_unprepared(*, precision: str = "no", steps: int = 1, guarded: bool = False) -> None:
+    accelerator = Accelerator(
+        cpu=True, mixed_precision=precision, gradient_accumulation_steps=steps
+    )
+    model = nn.Linear(2, 1)
+    model, other = accelerator.prepare(model, torch.optim.SGD(nn.Linear(2, 1).parameters()))
+    bare = torch.optim.SGD(model.parameters())
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            if accelerator.sync_gradients or not guarded:
+                bare.step()
+                other.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"precision": "fp16"}, "SGD was stepped without .*loss scale"),
+        ({"steps": 2}, "SGD was stepped without .*not complete"),
+    ],
+)
+def test_an_optimizer_that_was_not_prepared_is_named_once(
+    settings: dict[str, Any], reason: str
+) -> None:
+    with pytest.warns(UserWarning, match=reason) as caught:
+        step_unprepared(**settings)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"steps": 2, "guarded": True}])
+def test_an_optimizer_that_needs_no_preparing_is_not_named(settings: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step_unprepared(**settings)
+
+
+def test_nobody_watches_optimizers_once_the_accelerator_is_gone() -> None:
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks  # type: ignore[attr-defined]
+    gc.collect()
+    before = dict(hooks)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    assert len(hooks) == len(before) + 1
+    del accelerator
+    assert dict(hooks) == before

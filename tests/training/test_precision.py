@@ -1,0 +1,252 @@
+"""Mixed precision: settings, the forward under autocast and back, loss scaling on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from notebook_accel import Accelerator, AutocastKwargs, ConfigError, GradScalerKwargs
+from tests.training.single import fresh_rank  # noqa: F401
+
+
+class Outputs(NamedTuple):
+    logits: torch.Tensor
+    ids: torch.Tensor
+
+
+class Net(nn.Module):
+    """Shows the type in which it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.computed_in: torch.dtype | None = None
+
+    def forward(self, inputs: torch.Tensor, *, nested: bool = False) -> Any:
+        logits = self.layer(inputs)
+        self.computed_in = logits.dtype
+        outputs = Outputs(logits, torch.arange(3))
+        return {"a": [outputs]} if nested else logits
+
+    def helper(self) -> str:
+        return "still here"
+
+
+INPUTS = torch.ones(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("argument", "ours", "theirs", "expected"),
+    [
+        (None, None, None, "no"),
+        (None, None, "bf16", "bf16"),
+        (None, "fp16", "bf16", "fp16"),
+        (None, "FP16", None, "fp16"),
+        ("no", "fp16", "bf16", "no"),
+        ("bf16", None, "fp16", "bf16"),
+    ],
+)
+def test_the_first_setting_wins(
+    argument: str | None,
+    ours: str | None,
+    theirs: str | None,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {"NOTEBOOK_ACCEL_MIXED_PRECISION": ours, "ACCELERATE_MIXED_PRECISION": theirs}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value or "")
+    accelerator = Accelerator(cpu=True, mixed_precision=argument)
+    assert accelerator.mixed_precision == expected
+    assert (accelerator.scaler is not None) == (expected == "fp16")
+
+
+def test_an_unknown_precision_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = r"mixed_precision='fp8' \(from the argument\): expected one of 'no', 'bf16', 'fp16'"
+    with pytest.raises(ConfigError, match=expected):
+        Accelerator(cpu=True, mixed_precision="fp8")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "half")
+    with pytest.raises(ValueError, match=r"'half' \(from the environment\)"):
+        Accelerator(cpu=True)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_prepared_model_computes_in_half_and_gives_float32(name: str, dtype: torch.dtype) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=name)
+    net = Net()
+    plain = net.forward
+    model = accelerator.prepare(net)
+    assert model(INPUTS).dtype == torch.float32
+    assert net.computed_in == dtype
+    nested = model(INPUTS, nested=True)["a"][0]
+    assert (type(nested), nested.logits.dtype, nested.ids.dtype) == (
+        Outputs,
+        torch.float32,
+        torch.int64,
+    )
+    assert net.layer.weight.dtype == torch.float32
+    assert (type(model), model.helper()) == (Net, "still here")
+    with accelerator.autocast():
+        assert (INPUTS @ INPUTS.T).dtype == dtype
+        with accelerator.autocast(AutocastKwargs(enabled=False)):
+            assert (INPUTS @ INPUTS.T).dtype == torch.float32
+    assert accelerator.unwrap_model(model) is net
+    assert net(INPUTS) is not None
+    assert net.computed_in == dtype, "kept unless asked otherwise"
+    assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is net
+    assert "forward" not in vars(net)
+    assert net.forward == plain
+
+
+def test_full_precision_leaves_the_model_alone() -> None:
+    net = Net()
+    assert Accelerator(cpu=True).prepare(net) is net
+    assert "forward" not in vars(net)
+
+
+def test_a_second_accelerator_s_precision_replaces_the_first_s() -> None:
+    net = Net()
+    Accelerator(cpu=True, mixed_precision="bf16").prepare(net)
+    Accelerator(cpu=True, mixed_precision="fp16").prepare(net)(INPUTS)
+    assert net.computed_in == torch.float16
+    Accelerator(cpu=True).prepare(net)
+    assert "forward" not in vars(net)
+
+
+def test_a_forward_that_the_user_had_set_comes_back() -> None:
+    net = Net()
+    net.forward = lambda inputs: inputs @ net.layer.weight.T  # type: ignore[method-assign]
+    own = net.forward
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    assert accelerator.prepare(net)(INPUTS).dtype == torch.float32
+    accelerator.unwrap_model(net, keep_fp32_wrapper=False)
+    assert net.forward is own
+
+
+def test_copies_and_pickles_of_a_prepared_model_stand_on_their_own() -> None:
+    net = Accelerator(cpu=True, mixed_precision="bf16").prepare(Net())
+    average = copy.deepcopy(net)
+    with torch.no_grad():
+        for weight in average.parameters():
+            weight.zero_()
+    assert average(INPUTS).abs().sum() == 0
+    assert net(INPUTS).abs().sum() > 0
+    assert average.computed_in == torch.bfloat16
+    sent = pickle.loads(pickle.dumps(net))
+    sent(INPUTS)
+    assert sent.computed_in == torch.float32
+    assert torch.equal(sent.layer.weight, net.layer.weight)
+
+
+def test_a_compiled_model_keeps_its_weights_names() -> None:
+    net = Net()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    compiled = torch.compile(net, backend="eager")
+    model = accelerator.prepare(compiled)
+    assert model(INPUTS).dtype == torch.float32
+    assert set(accelerator.get_state_dict(model)) == {"layer.weight", "layer.bias"}
+    assert accelerator.unwrap_model(model) is compiled
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is net
+
+
+def test_autocast_options_hold() -> None:
+    options = [AutocastKwargs(enabled=False)]
+    net = Net()
+    Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=options).prepare(net)(INPUTS)
+    assert net.computed_in == torch.float32
+
+
+def two_optimizers(scale: float) -> tuple[Accelerator, nn.Module, Any, Any]:
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        kwargs_handlers=[GradScalerKwargs(init_scale=scale, growth_interval=1)],
+    )
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.5) for part in net)
+    return (accelerator, *accelerator.prepare(net, first, second))
+
+
+def test_two_optimizers_of_one_backward_divide_by_the_same_scale() -> None:
+    torch.manual_seed(0)
+    accelerator, net, first, second = two_optimizers(16.0)
+    twin = copy.deepcopy(net)
+    steps = torch.optim.SGD(twin.parameters(), lr=0.5)
+    for _ in range(3):  # the scale grows at every step
+        accelerator.backward(net(INPUTS).sum())
+        twin(INPUTS).sum().backward()
+        for optimizer in (first, second, steps):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert accelerator.scaler is not None
+    assert accelerator.scaler.get_scale() == 128.0
+    for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-9, atol=1e-3)
+
+
+def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
+    accelerator, net, first, second = two_optimizers(2.0**40)
+    before = copy.deepcopy(net.state_dict())
+    accelerator.backward(net(INPUTS).sum())
+    first.step()
+    second.step()
+    assert accelerator.optimizer_step_was_skipped
+    assert first.step_was_skipped
+    assert accelerator.scaler is not None
+    assert accelerator.scaler.get_scale() == 2.0**39
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+
+
+def test_clipping_unscales_once_and_only_the_optimizers_of_these_weights() -> None:
+    accelerator, net, first, second = two_optimizers(256.0)
+    accelerator.backward(net(INPUTS).sum())
+    scaled = net[1].weight.grad.clone()
+    norm = accelerator.clip_grad_norm_(net[0].parameters(), 0.01)
+    assert accelerator.clip_grad_norm_(net[0].parameters(), 1.0) <= 0.0101
+    assert norm < 100, "not the norm of scaled gradients"
+    assert torch.equal(net[1].weight.grad, scaled), "the other optimizer's wait for its step"
+    first.step()
+    second.step()
+    accelerator.unscale_gradients()
+    accelerator.unscale_gradients(first)
+    assert not accelerator.optimizer_step_was_skipped
+
+
+def test_an_optimizer_without_gradients_steps_as_without_scaling() -> None:
+    accelerator, net, first, second = two_optimizers(16.0)
+    accelerator.backward(net[1](net[0](INPUTS).detach()).sum())
+    accelerator.clip_grad_norm_(net.parameters(), 1.0)
+    first.step()
+    second.step()
+    assert not first.step_was_skipped
+
+
+def test_a_scaler_that_is_switched_off_scales_nothing() -> None:
+    options = [GradScalerKwargs(enabled=False)]
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=options)
+    assert accelerator.scaler is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_a_gpu_trains_in_half_precision(name: str) -> None:
+    accelerator = Accelerator(mixed_precision=name)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    inputs = torch.randn(16, 4, device=accelerator.device)
+    losses = []
+    for _ in range(30):
+        outputs = net(inputs)
+        assert outputs.dtype == torch.float32
+        loss = ((outputs - inputs.sum(1, keepdim=True)) ** 2).mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
