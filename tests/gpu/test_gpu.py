@@ -1,0 +1,147 @@
+"""What only a machine with a GPU can show; skipped elsewhere.
+
+Run them there with: make test-gpu
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from notebook_accel import Accelerator, ConfigError, LaunchConfig, WorkerError, notebook_launcher
+
+pytestmark = pytest.mark.gpu
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _train(steps: int, *, cpu: bool = False, precision: str | None = None) -> dict[str, Any]:
+    """Train a small model on data that depends on nothing but the step; gives what it saw."""
+    import torch
+
+    accelerator = Accelerator(cpu=cpu, mixed_precision=precision)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for step in range(steps):
+        inputs = torch.linspace(-1, 1, 32 * 8).reshape(32, 8).roll(step, 0).to(accelerator.device)
+        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    return {
+        "device": str(accelerator.device),
+        "world": accelerator.num_processes,
+        "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
+        "losses": losses,
+        "model": accelerator.unwrap_model(model),
+    }
+
+
+def test_one_rank_a_gpu_by_default_and_weights_come_back_to_the_cpu() -> None:
+    run = notebook_launcher(_train, (5,), view="none")
+    assert len(run) == _num_gpus()
+    assert [result["device"] for result in run] == [f"cuda:{rank}" for rank in range(len(run))]
+    assert {str(p.device) for p in run[0]["model"].parameters()} == {"cpu"}
+    assert all(rank.device_memory for rank in run.state.ranks)
+
+
+def test_a_kernel_that_uses_cuda_launches_again_and_again() -> None:
+    import torch
+
+    ours = torch.ones(1000, device="cuda")
+    for _ in range(2):
+        run = notebook_launcher(_train, (2,), num_processes=1, view="none")
+        assert run[0]["device"] == "cuda:0"
+    assert float(ours.sum()) == 1000.0
+
+
+def test_training_on_the_gpu_equals_training_on_the_cpu() -> None:
+    gpu = notebook_launcher(_train, (10,), num_processes=1, view="none")
+    cpu = notebook_launcher(_train, (10,), num_processes=1, devices="cpu", view="none")
+    assert cpu[0]["device"] == "cpu"
+    # TF32 is off by default in torch: single precision, another order of sums.
+    assert gpu[0]["losses"] == pytest.approx(cpu[0]["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_trains(precision: str) -> None:
+    plain = notebook_launcher(_train, (10,), num_processes=1, view="none")
+    mixed = notebook_launcher(
+        _train, (10,), num_processes=1, mixed_precision=precision, view="none"
+    )
+    # bf16 keeps 8 bits of a number: errors of some 0.4 % in each product.
+    assert mixed[0]["losses"] == pytest.approx(plain[0]["losses"], rel=5e-2)
+
+
+def test_more_ranks_than_gpus_is_refused_unless_they_share_by_gloo() -> None:
+    too_many = _num_gpus() + 1
+    with pytest.raises(ConfigError, match=f"num_processes={too_many}"):
+        notebook_launcher(_train, (1,), num_processes=too_many, view="none")
+    run = notebook_launcher(
+        _train, (3,), num_processes=too_many, config=LaunchConfig(backend="gloo"), view="none"
+    )
+    assert {result["backend"] for result in run} == {"gloo"}
+    assert run[0]["losses"] == pytest.approx(run[1]["losses"])
+
+
+def test_two_ranks_by_nccl_train_as_one() -> None:
+    if _num_gpus() < 2:
+        pytest.skip("needs two GPUs")
+    two = notebook_launcher(_train, (10,), num_processes=2, view="none")
+    one = notebook_launcher(_train, (10,), num_processes=1, view="none")
+    assert "nccl" in two[0]["backend"]
+    assert two[0]["losses"] == pytest.approx(one[0]["losses"], rel=1e-4)
+
+
+def test_chosen_devices() -> None:
+    last = _num_gpus() - 1
+    run = notebook_launcher(_visible, devices=[last], view="none")
+    assert run.results == [(str(last), 1)]
+
+
+def _visible() -> tuple[str, int]:
+    import os
+
+    import torch
+
+    return os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.device_count()
+
+
+def test_cuda_tensors_of_the_notebook_arrive_on_the_cpu_with_a_line() -> None:
+    import torch
+
+    weights = torch.arange(4.0, device="cuda")
+
+    def train() -> tuple[str, torch.Tensor]:
+        return str(weights.device), weights.cuda() * 2
+
+    run = notebook_launcher(train, num_processes=1, view="none")
+    device, doubled = run[0]
+    assert device == "cpu"
+    assert doubled.device.type == "cpu"
+    assert doubled.tolist() == [0.0, 2.0, 4.0, 6.0]
+    assert any("CPU" in notice for notice in run.state.notices)
+
+
+def test_a_failing_rank_leaves_no_memory_on_the_gpu() -> None:
+    import torch
+
+    def train() -> None:
+        held = torch.ones(256 << 20, dtype=torch.uint8, device="cuda")
+        raise ValueError(f"holding {held.numel()}")
+
+    torch.cuda.init()
+    free_before, _ = torch.cuda.mem_get_info()
+    with pytest.raises(WorkerError, match="holding"):
+        notebook_launcher(train, num_processes=1, view="none")
+    free_after, _ = torch.cuda.mem_get_info()
+    assert free_before - free_after < 64 << 20
