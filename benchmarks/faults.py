@@ -125,12 +125,17 @@ def measure(launcher: str, way: str) -> None:
         try:
             launch(launcher, way, str(note))
         except BaseException as error:
-            raised, name = time.monotonic(), type(error).__name__
+            raised, text = time.monotonic(), f"{type(error).__name__}: {error}"
         else:
             report({"failed": "nothing was raised"})
             return
-        found: Measurement = {"seconds": raised - float(note.read_text()), "error": name}
-    report(found)
+        report(_since(note, raised, text))
+
+
+def _since(note: Path, raised: float, text: str) -> Measurement:
+    if not note.exists():
+        return {"failed": f"no rank died: {text[:80]}"}
+    return {"seconds": raised - float(note.read_text()), "error": text}
 
 
 def main() -> None:
