@@ -95,7 +95,7 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
     device = devices.choose_device(
         cpu=cpu or environment.read_flag("USE_CPU"),
         local_rank=place.local_rank,
-        shared=options.backend == "gloo",
+        shared=_chosen_backend(options) == "gloo",
     )
     if place.world_size > 1:
         _open(place, device, options)
@@ -138,9 +138,14 @@ def _open(place: RankContext, device: torch.device, options: InitProcessGroupKwa
         rank=place.rank,
         world_size=place.world_size,
         local_world_size=place.local_world_size,
-        backend=options.backend or devices.default_backend(device),
+        backend=_chosen_backend(options) or devices.default_backend(device),
         options=options,
     )
+
+
+def _chosen_backend(options: InitProcessGroupKwargs) -> str | None:
+    """What the code or the launch asks for; None leaves it to the device."""
+    return options.backend or environment.read("BACKEND")
 
 
 def _backend_of(device: torch.device) -> str | None:
