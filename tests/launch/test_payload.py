@@ -353,6 +353,8 @@ def test_ties_views_and_identity_are_kept(notebook: Notebook) -> None:
         table = np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])
         strided = np.arange(10)[::2]
         objects = np.array([{}, None], dtype=object)
+        memory = np.zeros(4)
+        twins = torch.from_numpy(memory), torch.from_numpy(memory)
 
         def train():
             for _ in range(2):
@@ -362,6 +364,7 @@ def test_ties_views_and_identity_are_kept(notebook: Notebook) -> None:
                 optimizer.step()
             model.steps += 2
             whole[1, 2] = 100
+            twins[0][0] = 7
             facts = dict(
                 tied=model.head.weight is model.embed.weight,
                 stepped=optimizer.param_groups[0]["params"][0] is model.embed.weight,
@@ -369,6 +372,7 @@ def test_ties_views_and_identity_are_kept(notebook: Notebook) -> None:
                 half=half.dtype, wanted=wanted.requires_grad, leaf=wanted.is_leaf,
                 frozen=(type(frozen), frozen.requires_grad), empty=empty.shape,
                 table=table["b"][0], strided=strided.sum(), objects=len(objects),
+                twin=twins[1][0].item(),
             )
             wanted.share_memory_()
             table["a"] = 5
@@ -389,6 +393,7 @@ def test_ties_views_and_identity_are_kept(notebook: Notebook) -> None:
         "table": 2.0,
         "strided": 20,
         "objects": 2,
+        "twin": 7.0,
     }
     # what came back is trained, of the notebook's class, and as closely tied
     assert type(model) is notebook["Net"]
@@ -574,6 +579,9 @@ def test_plain_pickle_knows_the_cells_classes(notebook: Notebook, tmp_path: Path
             def __len__(self): return 6
             def __getitem__(self, i): return torch.tensor(float(i * i))
 
+        class Setting: pass
+        setting = Setting()
+
         def collate(items): return Batch(torch.stack(items), ["n"] * len(items))
 
         def train(path):
@@ -581,7 +589,8 @@ def test_plain_pickle_knows_the_cells_classes(notebook: Notebook, tmp_path: Path
             batches = list(loader)
             torch.save(batches[0], path)
             again = torch.load(path, weights_only=False)
-            return batches, again, pickle.loads(pickle.dumps(Squares)) is Squares
+            kind = type(pickle.loads(pickle.dumps(setting)))
+            return batches, again, kind is type(setting)
     """)
     batches, again, same = notebook.launch("train", str(tmp_path / "batch.pt"))
     assert [type(batch) for batch in [*batches, again]] == [notebook["Batch"]] * 3
