@@ -65,6 +65,19 @@ class Notebook:
         """The outputs of a cell."""
         return self.panel.locator(".jp-Cell").nth(cell).locator(".jp-Cell-outputArea")
 
+    def prompt(self, cell: int) -> str:
+        """ "[*]:" while the cell waits or runs."""
+        return self.panel.locator(".jp-Cell").nth(cell).locator(".jp-InputPrompt").inner_text()
+
+    def choose_no_kernel(self) -> None:
+        """Answer the page, which found no kernel for the notebook."""
+        self.page.locator(".jp-Dialog button", has_text="No Kernel").click(timeout=60_000)
+
+    def is_trusted(self) -> bool:
+        """Whether the page takes the outputs for the person's own."""
+        cells = "window.jupyterapp.shell.currentWidget.content.widgets"
+        return bool(self.page.evaluate(f"() => {cells}.every(cell => cell.model.trusted)"))
+
     def save(self) -> None:
         self.page.evaluate(
             "async () => { await window.jupyterapp.shell.currentWidget.context.save() }"

@@ -1,0 +1,157 @@
+"""The live panel in a real JupyterLab, in a real browser, on several versions of ipykernel."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import nbclient
+import nbformat
+import pytest
+
+from tests.notebook.kernels import INSTALLED, OTHERS
+from tests.notebook.lab import Lab, open_browser, open_lab
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from playwright.sync_api import Browser, Locator
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+
+VERSIONS = (INSTALLED, *OTHERS)
+SETUP = """
+import ipykernel
+from notebook_accel import notebook_launcher
+print("ipykernel", ipykernel.__version__)
+"""
+# It trains until it is stopped; rank 1 draws no bar.
+TRAIN = """
+def train():
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    from tqdm.auto import tqdm
+    from notebook_accel import Accelerator
+    accelerator = Accelerator()
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(torch.randn(2000, 8)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    step = 0
+    for epoch in range(1000):
+        for (x,) in tqdm(loader, desc="train", disable=not accelerator.is_main_process):
+            loss = model(x).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step % 10 == 0:
+                accelerator.log({"loss": loss}, step=step)
+            if step == 20:
+                print(f"rank {accelerator.process_index} speaks <b>loudly</b>")
+            if accelerator.should_stop:
+                return step
+"""
+LAUNCH = "run = notebook_launcher(train, num_processes=2)"
+AFTER = "print('left at', run[0] == run[1], run.status)"
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with open_lab(tmp_path_factory.mktemp("lab"), VERSIONS) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[Browser]:
+    with open_browser(chromium) as browser:
+        yield browser
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> nbformat.NotebookNode:
+    """A notebook whose run ended, as it is saved."""
+    launch = """
+def train():
+    from notebook_accel import Accelerator
+    accelerator = Accelerator()
+    for step in range(50):
+        accelerator.log({"loss": 1 / (step + 1)}, step=step)
+    print("a line of rank", accelerator.process_index)
+run = notebook_launcher(train, num_processes=2, view="widgets")
+"""
+    cells = [nbformat.v4.new_code_cell(text) for text in (SETUP, launch)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    resources = {"metadata": {"path": tmp_path}}
+    nbclient.NotebookClient(notebook, timeout=60, resources=resources).execute()
+    return notebook
+
+
+def values(output: Locator) -> list[float]:
+    """How far the bars of the ranks are, in the order of their rows."""
+    bars = output.locator("progress").all()
+    return [float(bar.get_attribute("value") or 0) for bar in bars]
+
+
+def wait_for_move(output: Locator, row: int, *, since: float) -> None:
+    """Wait until a rank's bar shows something else."""
+    bar = f"(since) => [...document.querySelectorAll('progress')][{row}]?.value !== since"
+    output.page.wait_for_function(bar, arg=since, timeout=30_000)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_blocked_cell_shows_its_ranks_live_and_stops_by_mouse(
+    lab: Lab, browser: Browser, version: str
+) -> None:
+    lab.write(f"{version}.ipynb", [SETUP, TRAIN, LAUNCH, AFTER], version)
+    notebook = lab.open(browser, f"{version}.ipynb")
+    notebook.wait_until_idle()
+    notebook.run_all()
+    output = notebook.output(2)
+    output.locator("progress").nth(1).wait_for(timeout=60_000)
+    if version != INSTALLED:
+        assert f"ipykernel {version}" in notebook.output(0).inner_text()
+
+    # Both bars move while the cell blocks, and each rank's lines are there, as text.
+    for row in (0, 1):
+        wait_for_move(output, row, since=values(output)[row])
+    for rank in (0, 1):
+        output.get_by_text(f"rank {rank} speaks <b>loudly</b>").wait_for(timeout=30_000)
+
+    # The filter works meanwhile.
+    output.locator("select").select_option(label="rank 1")
+    output.get_by_text("rank 0 speaks").wait_for(state="detached", timeout=30_000)
+    output.get_by_text("rank 1 speaks").wait_for(timeout=30_000)
+
+    assert "[*]" in notebook.prompt(2)
+    output.get_by_role("button", name="Stop").click()
+    notebook.output(3).get_by_text("left at True stopped").wait_for(timeout=60_000)
+
+    # The panel has given way to the summary, and so it is saved.
+    output.locator("img[alt^='loss']").wait_for(timeout=30_000)
+    assert output.locator("button").count() == 0
+    notebook.save()
+    saved = json.loads((lab.folder / f"{version}.ipynb").read_text())
+    (shown,) = saved["cells"][2]["outputs"]
+    assert sorted(shown["data"]) == ["text/html", "text/plain"]
+    notebook.close()
+
+
+def test_a_saved_summary_shows_without_a_kernel_and_untrusted(
+    lab: Lab, browser: Browser, saved: nbformat.NotebookNode
+) -> None:
+    saved.metadata["kernelspec"] = {"name": "gone", "display_name": "gone"}
+    nbformat.write(saved, lab.folder / "elsewhere.ipynb")
+    notebook = lab.open(browser, "elsewhere.ipynb")
+    notebook.choose_no_kernel()
+    assert not notebook.is_trusted()
+    output = notebook.output(1)
+    output.get_by_text("✓ succeeded").first.wait_for(timeout=30_000)
+    assert output.locator("td").filter(has_text="succeeded").count() == 2
+    image = output.locator("img[alt^='loss']")
+    image.wait_for(timeout=30_000)
+    assert image.evaluate("image => image.complete && image.naturalWidth") == 250
+    output.locator("summary").first.click()
+    output.get_by_text("a line of rank 0").wait_for(timeout=30_000)
+    notebook.page.close()
