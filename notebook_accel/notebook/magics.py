@@ -50,7 +50,8 @@ class AccelerateMagics(Magics):
         """
         options = parse_argstring(self.accelerate, line)
         shell: Any = self.shell
-        number = shell.execution_count
+        # IPython 9 counts a cell before it runs it, older ones after.
+        number = len(shell.user_ns["In"]) - 1
         # Counted with the magic's own line, as the page shows it.
         whole = f"%%accelerate {line}\n{cell}"
         function = cell_function(
