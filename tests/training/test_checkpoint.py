@@ -1,0 +1,342 @@
+"""Checkpoints: whole or not there, readable without trust, numbered without collisions."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from notebook_accel import Accelerator, ConfigError, ProjectConfiguration
+from notebook_accel.training import atomic, checkpoint, weights
+from tests.training.harness import run_ranks
+from tests.training.single import fresh_rank  # noqa: F401
+
+FILES = {
+    "model.safetensors",
+    "optimizer.bin",
+    "scheduler.bin",
+    "scaler.pt",
+    "random_states_0.pkl",
+    "custom_checkpoint_0.pkl",
+}
+
+
+class Tied(nn.Module):
+    """Two names for one weight, and a buffer that is a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("part", self.embed.weight.detach()[:2])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.embed(ids))
+        return out
+
+
+class Counter:
+    """Something of the user's that has a state."""
+
+    def __init__(self) -> None:
+        self.count = np.float64(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def setup(project: ProjectConfiguration | None = None, **settings: Any) -> tuple[Any, ...]:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", project_config=project, **settings)
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    return accelerator, model, optimizer, schedule, counter
+
+
+def step(accelerator: Any, model: Any, optimizer: Any, schedule: Any, counter: Any) -> None:
+    accelerator.backward(model(torch.randint(6, (3,))).square().mean())
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    counter.count += random.random() + np.random.rand()
+
+
+def state_of(accelerator: Any, model: Any, optimizer: Any, schedule: Any, counter: Any) -> str:
+    parts = [model.state_dict(), optimizer.state_dict(), schedule.state_dict(), counter.count]
+    return repr([*parts, accelerator.scaler.state_dict()])
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_training_goes_on_as_if_it_had_not_stopped(safe: bool, tmp_path: Path) -> None:
+    whole = setup()
+    step(*whole)
+    folder = tmp_path / "new" / "state"
+    assert whole[0].save_state(folder, safe_serialization=safe) == str(folder)
+    assert set(os.listdir(folder)) == (
+        FILES if safe else FILES - {"model.safetensors"} | {"pytorch_model.bin"}
+    )
+    assert os.listdir(folder.parent) == ["state"], "nothing of the writing is left"
+    step(*whole)
+    resumed = setup()
+    torch.manual_seed(99)
+    resumed[0].load_state(str(folder))
+    step(*resumed)
+    assert state_of(*resumed) == state_of(*whole)
+    assert resumed[1].head.weight is resumed[1].embed.weight
+
+
+def test_a_state_that_is_there_is_replaced_in_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = setup()
+    folder = tmp_path / "state"
+    parts[0].save_state(folder)
+    (folder / "optimizer_7.bin").write_text("of a larger training")
+    (folder / "notes.txt").write_text("mine")
+    (folder / "logs").mkdir()
+    log = (folder / "logs" / "events").open("w")
+    step(*parts)
+    before = load_file(folder / "model.safetensors")
+
+    def fail(*_: Any) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "get_random_states", fail)
+        with pytest.raises(OSError, match="disk full"):
+            parts[0].save_state(folder)
+    assert torch.equal(load_file(folder / "model.safetensors")["part"], before["part"])
+    parts[0].save_state(folder)
+    assert not torch.equal(load_file(folder / "model.safetensors")["embed.weight"], before["part"])
+    log.write("goes on")
+    log.close()
+    assert set(os.listdir(folder)) == FILES | {"notes.txt", "logs"}
+    assert (folder / "logs" / "events").read_text() == "goes on"
+    assert os.listdir(tmp_path) == ["state"]
+
+
+def test_no_other_way_of_replacing_loses_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*_: Any, **__: Any) -> None:
+        raise OSError("not on this disk")
+
+    parts = setup()
+    monkeypatch.setattr(atomic, "_exchange", cannot)
+    monkeypatch.setattr(os, "link", cannot)
+    folder = tmp_path / "state"
+    for _ in range(2):
+        parts[0].save_state(folder)
+        (folder / "notes.txt").write_text("mine")
+    assert set(os.listdir(folder)) == FILES | {"notes.txt"}
+    monkeypatch.chdir(folder)
+    parts[0].save_state(".")
+    assert set(os.listdir(".")) == set(os.listdir(folder)) == FILES | {"notes.txt"}
+    assert os.listdir(tmp_path) == ["state"]
+
+
+def numbered(folder: Path, **settings: Any) -> ProjectConfiguration:
+    return ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, **settings)
+
+
+def test_numbers_go_on_after_a_resume_and_old_ones_go_after_the_write(tmp_path: Path) -> None:
+    parts = setup(numbered(tmp_path, total_limit=2))
+    names = [Path(parts[0].save_state()).name for _ in range(11)]
+    assert names == [f"checkpoint_{number}" for number in range(11)]
+    assert parts[0].save_iteration == 11
+    folder = tmp_path / "checkpoints"
+    assert sorted(os.listdir(folder)) == ["checkpoint_10", "checkpoint_9"]
+    # One that died while it wrote leaves nothing that counts.
+    (folder / ".checkpoint_11.0123abcd.partial").mkdir()
+    resumed = setup(numbered(tmp_path, total_limit=2))
+    resumed[0].load_state()
+    assert resumed[0].save_iteration == 11
+    assert Path(resumed[0].save_state()).name == "checkpoint_11"
+    fresh = setup(numbered(tmp_path))
+    assert Path(fresh[0].save_state()).name == "checkpoint_12", "without a resume too"
+    assert not any(name.startswith(".") for name in os.listdir(folder))
+    assert fresh[0].save_state(tmp_path / "named") == str(tmp_path / "named")
+
+
+def test_what_cannot_be_loaded_says_what_there_is(tmp_path: Path) -> None:
+    accelerator, model, *_ = setup()
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*which is not there"):
+        accelerator.load_state(tmp_path / "missing")
+    (tmp_path / "readme.md").write_text("")
+    with pytest.raises(FileNotFoundError, match=r"it holds: readme\.md"):
+        accelerator.load_state(tmp_path)
+    with pytest.raises(ConfigError, match="no folder was given"):
+        accelerator.load_state()
+    with pytest.raises(ConfigError, match="no folder was given"):
+        accelerator.save_state()
+    empty = setup(numbered(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*checkpoints"):
+        empty[0].load_state()
+    accelerator.save_state(tmp_path / "state")
+    (tmp_path / "state" / "optimizer.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"optimizer\.bin is not in .*it holds: custom"):
+        accelerator.load_state(tmp_path / "state")
+    with pytest.raises(ConfigError, match=r"register_for_checkpointing\(\) got int, list"):
+        accelerator.register_for_checkpointing(1, model, [])
+
+
+def test_states_of_fewer_ranks_and_other_precisions_load_with_a_word(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(Tied())
+    accelerator.save_state(tmp_path / "state")
+    (tmp_path / "state" / "random_states_0.pkl").unlink()
+    other = Accelerator(cpu=True, mixed_precision="fp16")
+    other.prepare(Tied())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        other.load_state(tmp_path / "state")
+    told = " ".join(str(one.message) for one in caught)
+    assert "no loss scale" in told
+    assert "no random states for rank 0" in told
+
+
+def test_hooks_take_over_weights_and_can_be_removed(tmp_path: Path) -> None:
+    accelerator, model, *_ = setup()
+    seen: list[Any] = []
+
+    def on_save(models: list[Any], states: list[Any], folder: str) -> None:
+        seen.append((models, len(states)))
+        torch.save(states.pop(), Path(folder) / "own.bin")
+
+    def on_load(models: list[Any], folder: str) -> None:
+        seen.append(models.pop())
+        assert (Path(folder) / "own.bin").exists()
+
+    handles = [
+        accelerator.register_save_state_pre_hook(on_save),
+        accelerator.register_load_state_pre_hook(on_load),
+    ]
+    accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state")
+    assert seen == [([model], 1), model]
+    assert not (tmp_path / "state" / "model.safetensors").exists()
+    for handle in handles:
+        handle.remove()
+    accelerator.save_state(tmp_path / "state")
+    assert len(seen) == 2
+    assert set(os.listdir(tmp_path / "state")) == FILES | {"own.bin"}
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, ("evil",))
+
+
+def test_files_run_no_code_when_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    accelerator, _, _, _, counter = setup()
+    counter.count = Evil()
+    accelerator.save_state("state")
+    with pytest.raises(Exception, match="weights_only"):
+        accelerator.load_state("state")
+    assert not Path("evil").exists()
+    accelerator.load_state("state", load_kwargs={"weights_only": False})
+    assert Path("evil").exists()
+
+
+def test_save_writes_whole_files(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    path = tmp_path / "weights.bin"
+    accelerator.save({"w": torch.ones(2)}, path)
+    assert torch.equal(torch.load(path)["w"], torch.ones(2))
+    with pytest.raises(Exception, match="pickle"):
+        accelerator.save({"w": (i for i in ())}, path)
+    assert torch.equal(torch.load(path)["w"], torch.ones(2)), "the old one is still there"
+    accelerator.save({"w": torch.ones(2)}, str(tmp_path / "w.safetensors"), safe_serialization=True)
+    assert set(load_file(tmp_path / "w.safetensors")) == {"w"}
+    with (tmp_path / "open.bin").open("wb") as opened:
+        accelerator.save([1], opened)
+    assert sorted(os.listdir(tmp_path)) == ["open.bin", "w.safetensors", "weights.bin"]
+
+
+def test_a_model_is_saved_in_pieces_of_a_limited_size(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))
+    accelerator.save_model(model, tmp_path / "m", max_shard_size=300)
+    names = sorted(os.listdir(tmp_path / "m"))
+    assert names[0] == "model-00001-of-00003.safetensors"
+    index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 3 * (64 + 8) * 4
+    loaded = {
+        name: load_file(tmp_path / "m" / file)[name] for name, file in index["weight_map"].items()
+    }
+    model.load_state_dict(loaded)
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    accelerator.save_model(model, tmp_path / "m", max_shard_size="1MB")
+    assert sorted(os.listdir(tmp_path / "m")) == ["model.safetensors", "tokenizer.json"]
+    accelerator.save_model(model, tmp_path / "m", safe_serialization=False)
+    assert sorted(os.listdir(tmp_path / "m")) == ["pytorch_model.bin", "tokenizer.json"]
+    with pytest.raises(ConfigError, match="max_shard_size='much'"):
+        accelerator.save_model(model, tmp_path / "m", max_shard_size="much")
+
+
+def test_ties_that_a_file_leaves_out_are_found_in_the_model(tmp_path: Path) -> None:
+    model = Tied()
+    weights.write_safely(model.state_dict(), tmp_path / "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert set(saved) == {"embed.weight", "part"}
+    assert set(weights.load_weights(tmp_path, 0) or {}) == set(model.state_dict())
+    assert set(weights.with_ties(saved, model)) == set(model.state_dict())
+
+
+def save_and_load(folder: str) -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True, project_config=numbered(Path(folder), total_limit=1))
+    torch.manual_seed(accelerator.process_index)
+    random.seed(accelerator.process_index)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    paths = [accelerator.save_state() for _ in range(2)]
+    there = sorted(os.listdir(Path(folder) / "checkpoints"))
+    expected = random.random()
+    drawn = torch.rand(1).item()
+    accelerator.load_state()
+    return {
+        "paths": [Path(path).name for path in paths],
+        "there": there,
+        "files": sorted(os.listdir(paths[-1])),
+        "keys": sorted(load_file(Path(paths[-1]) / "model.safetensors")),
+        "same": random.random() == expected and torch.rand(1).item() == drawn,
+        "drawn": drawn,
+        "wrapped": type(model).__name__,
+    }
+
+
+def test_ranks_write_one_checkpoint_together(tmp_path: Path) -> None:
+    first, second = run_ranks(save_and_load, 2, str(tmp_path))
+    assert first["paths"] == ["checkpoint_0", "checkpoint_1"]
+    assert first["there"] == ["checkpoint_1"]
+    assert first["files"] == [
+        "model.safetensors",
+        "random_states_0.pkl",
+        "random_states_1.pkl",
+    ]
+    assert first["keys"] == ["bias", "weight"]
+    assert first["same"]
+    assert second["same"]
+    assert first["drawn"] != second["drawn"]
+    assert first["wrapped"] == "DistributedDataParallel"
+    assert {k: v for k, v in first.items() if k != "drawn"} == {
+        k: v for k, v in second.items() if k != "drawn"
+    }
