@@ -17,6 +17,7 @@ class Position:
 
     Attributes:
         loader: what is iterated, while it is.
+        epoch: number of the epoch.
         given: batches of the epoch that the loop has got, those skipped included.
         end_of_dataloader: whether the batch that the loop has now is the last.
         remainder: samples of all ranks in the last round; 0 where it is whole, -1 where that
@@ -28,6 +29,7 @@ class Position:
 
     __slots__ = (
         "end_of_dataloader",
+        "epoch",
         "given",
         "is_over",
         "is_uneven",
@@ -36,8 +38,11 @@ class Position:
         "remainder",
     )
 
-    def __init__(self, *, given: int = 0, remainder: int = -1, is_uneven: bool = False) -> None:
+    def __init__(
+        self, *, epoch: int = 0, given: int = 0, remainder: int = -1, is_uneven: bool = False
+    ) -> None:
         self.loader: Any = None
+        self.epoch = epoch
         self.given = given
         self.end_of_dataloader = False
         self.remainder = remainder

@@ -97,11 +97,50 @@ class _IndexSource:
 
 
 class PreparedLoader(DataLoader[Any]):
-    """What the prepared loaders have in common."""
+    """What the prepared loaders have in common.
+
+    ``prepare`` makes them; made by hand, they share out what their samplers share out.
+
+    Args:
+        dataset: as torch's DataLoader, like all other arguments.
+        device: where batches are put; None leaves them where they are.
+        rng_types: random states that every rank takes from rank 0 at the start of a pass.
+        synchronized_generator: the generator that the order comes from.
+        skip_batches: batches at the start of each epoch that are left out.
+        split_batches: whether each batch is divided over the ranks.
+        non_blocking: copy to the device in the background.
+        **kwargs: further arguments of torch's DataLoader.
+    """
 
     _options: LoaderOptions
     _progress: _Progress
     _index: _IndexSource
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Iterable[str] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        *,
+        split_batches: bool = False,
+        non_blocking: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        kwargs.setdefault("generator", torch.Generator().manual_seed(torch.initial_seed()))
+        super().__init__(dataset, **kwargs)
+        options = LoaderOptions(
+            device=device,
+            non_blocking=non_blocking,
+            rng_types=tuple(rng_types or ()),
+            synchronized_generator=synchronized_generator,
+            skip_batches=skip_batches or None,
+            split_batches=split_batches,
+            num_processes=num_ranks(),
+            process_index=this_rank(),
+        )
+        self._settle(options, _Progress())
 
     @classmethod
     def around(cls, loader: DataLoader[Any], options: LoaderOptions) -> PreparedLoader:
@@ -150,7 +189,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def iteration(self) -> int:
-        """Number of the epoch that is under way or comes next."""
+        """Number of the epoch that comes next, or is under way and not yet at its last batch."""
         return self._progress.iteration
 
     @property
@@ -198,14 +237,14 @@ class PreparedLoader(DataLoader[Any]):
         """The epoch, the random states at its start, and the number of batches given in it."""
         progress, position = self._progress, self._progress.position
         if position is None or position.is_over:
-            given, states = 0, self._generator_states()
+            epoch, given, states = progress.iteration, 0, self._generator_states()
         else:
-            given, states = position.given, progress.generators
-        return {"iteration": progress.iteration, "given": given, "generators": states}
+            epoch, given, states = position.epoch, position.given, progress.generators
+        return {"iteration": epoch, "given": given, "generators": states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken: the next pass is the rest of that epoch."""
-        self._progress.iteration = state_dict["iteration"]
+        self.set_epoch(state_dict["iteration"])
         self._progress.restored = state_dict
 
     def _generators(self) -> dict[str, torch.Generator]:
@@ -226,8 +265,8 @@ class PreparedLoader(DataLoader[Any]):
         start = self._restore()
         self._synchronize()
         self._progress.generators = self._generator_states()
-        self.set_epoch(self.iteration)
         position = Position(
+            epoch=self.iteration,
             given=start,
             remainder=getattr(self._dealer, "remainder", -1),
             is_uneven=getattr(self._dealer, "is_uneven", self._options.is_uneven),
@@ -314,14 +353,20 @@ class PreparedLoader(DataLoader[Any]):
             position.last_round = self._dealer.last_round
         if position.last_round is not None:
             position.remainder = position.last_round.real
-        elif not self._options.is_uneven:
+        elif self._knows_repeats:
             position.remainder = 0
+        # Told now rather than when the next pass begins: who calls set_epoch on a sampler or a
+        # dataset before each pass has the last word.
+        self.set_epoch(position.epoch + 1)
+
+    @property
+    def _knows_repeats(self) -> bool:
+        is_shared_out = hasattr(self._dealer, "last_round") or self._marks_tail
+        return is_shared_out or self._options.num_processes == 1
 
     def _leave(self, position: Position) -> None:
         position.is_over = True
         position.loader = None
-        if position.end_of_dataloader:
-            self._progress.iteration += 1
 
     def _count_total(self) -> int | None:
         # Torch warns of a dataset that gives more than it said, once its length was asked for.
@@ -392,41 +437,7 @@ def mover(device: torch.device | None, non_blocking: bool) -> Callable[[Any], An
 
 
 class DataLoaderShard(PreparedLoader):
-    """A loader that gives each rank its own batches, which the rank itself reads.
-
-    Args:
-        dataset: as torch's DataLoader, like all other arguments.
-        device: where batches are put; None leaves them where they are.
-        rng_types: random states that every rank takes from rank 0 at the start of a pass.
-        synchronized_generator: the generator that the order comes from.
-        skip_batches: batches at the start of each epoch that are left out.
-        non_blocking: copy to the device in the background.
-        **kwargs: further arguments of torch's DataLoader.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        device: torch.device | None = None,
-        rng_types: Iterable[str] | None = None,
-        synchronized_generator: torch.Generator | None = None,
-        skip_batches: int = 0,
-        *,
-        non_blocking: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        kwargs.setdefault("generator", torch.Generator().manual_seed(torch.initial_seed()))
-        super().__init__(dataset, **kwargs)
-        options = LoaderOptions(
-            device=device,
-            non_blocking=non_blocking,
-            rng_types=tuple(rng_types or ()),
-            synchronized_generator=synchronized_generator,
-            skip_batches=skip_batches or None,
-            num_processes=num_ranks(),
-            process_index=this_rank(),
-        )
-        self._settle(options, _Progress())
+    """A loader that gives each rank its own batches, which the rank itself reads."""
 
 
 class SkipDataLoader(DataLoader[Any]):

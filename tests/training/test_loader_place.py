@@ -1,0 +1,234 @@
+"""Where a loop stands in its loader: the end, nested loops, and beginning in the middle."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from notebook_accel.errors import RunStopped
+from notebook_accel.launch import rank as ranks
+from notebook_accel.training.data import active_loaders, skip_first_batches
+from notebook_accel.training.seeding import set_seed
+from tests.training.loading import SizedStream, Stream, lists, numbers, prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def _nothing_active() -> Iterator[None]:
+    active_loaders().clear()
+    yield
+    assert not active_loaders().in_dataloader, "a pass was left behind"
+
+
+# The end, and which loader is active.
+
+
+def trace(loader: Any) -> list[tuple[bool, int]]:
+    active = active_loaders()
+    return [(active.end_of_dataloader, active.remainder) for _ in loader]
+
+
+def test_the_last_batch_is_known_to_be_the_last() -> None:
+    prepared = prepare(numbers(10), 0, 2)
+    assert trace(prepared) == trace(prepared) == [(False, 4), (True, 4)]
+    assert prepared.end_of_dataloader
+    assert trace(prepare(numbers(12), 0, 2)) == [(False, 0), (True, 0)]
+    assert trace(prepare(numbers(2), 0, 2)) == [(True, 2)]
+    assert trace(prepare(numbers(10, drop_last=True), 0, 2)) == [(True, 0)]
+    stream = prepare(DataLoader(Stream(7), batch_size=3), 0, 2, dispatch_batches=False)
+    assert trace(stream) == [(False, -1), (True, 1)]
+    assert trace(prepare(numbers(0), 0, 2)) == []
+    assert (active_loaders().end_of_dataloader, active_loaders().remainder) == (False, -1)
+
+
+def test_the_inner_loop_answers_while_it_runs() -> None:
+    outer, inner = prepare(numbers(6)), prepare(numbers(9))
+    seen = []
+    for _ in outer:
+        seen.append(active_loaders().end_of_dataloader)
+        for _ in inner:
+            assert active_loaders().active_dataloader is inner
+            if active_loaders().end_of_dataloader:
+                break  # on its last batch: the flag must not stay
+        assert active_loaders().active_dataloader is outer
+        seen.append(active_loaders().end_of_dataloader)
+    assert seen == [False, False, True, True]
+
+
+def _raise_within(loader: Any) -> None:
+    for batch in loader:
+        raise KeyError(batch)
+
+
+def test_an_inner_loop_that_raises_is_forgotten() -> None:
+    outer, inner = prepare(numbers(6)), prepare(numbers(3))
+    for _ in outer:
+        with pytest.raises(KeyError):
+            _raise_within(inner)
+        assert active_loaders().active_dataloader is outer
+
+
+def test_iterators_that_are_kept_do_not_answer_for_others() -> None:
+    train, other = prepare(numbers(6)), prepare(numbers(3))
+    left = iter(other)
+    next(left)  # its last batch, and it is still referenced
+    assert active_loaders().end_of_dataloader
+    assert trace(train) == [(False, -1), (True, 0)]
+    next(iter(other))
+    left.close()
+    assert not active_loaders().in_dataloader
+
+
+def test_two_iterators_of_one_loader() -> None:
+    loader = prepare(numbers(6))
+    first, second = iter(loader), iter(loader)
+    next(first), next(first)
+    assert active_loaders().end_of_dataloader
+    next(second)
+    assert not active_loaders().end_of_dataloader
+    assert list(first) == []
+    assert active_loaders().in_dataloader, "the other pass is still under way"
+    assert next(second).tolist() == [3, 4, 5]
+    assert active_loaders().end_of_dataloader
+    second.close()
+
+
+def test_a_dataset_that_raises_ends_the_pass() -> None:
+    class Broken:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> int:
+            if index == 5:
+                raise OSError("unreadable")
+            return index
+
+    with pytest.raises(OSError, match="unreadable"):
+        list(prepare(DataLoader(Broken(), batch_size=2)))  # type: ignore[arg-type]
+    assert not active_loaders().in_dataloader
+
+
+def test_a_loader_nobody_holds_is_freed_without_the_collector() -> None:
+    import weakref
+
+    gc.disable()
+    try:
+        prepared = prepare(numbers(6), 0, 2)
+        list(prepared)
+        next(iter(prepared))
+        known = weakref.ref(prepared)
+        del prepared
+        assert known() is None
+    finally:
+        gc.enable()
+
+
+class Counting(ranks.RankContext):
+    """A context that counts batches, and stops at one."""
+
+    def __init__(self, stop_at: int) -> None:
+        super().__init__(rank=0, local_rank=0, world_size=1, local_world_size=1)
+        self.counts: list[int | None] = []
+        self.stop_at = stop_at
+
+    def count_batch(self, total: int | None = None) -> None:
+        if len(self.counts) == self.stop_at:
+            raise RunStopped("the run was stopped")
+        self.counts.append(total)
+
+
+def test_batches_are_counted_and_a_stop_leaves_the_loop() -> None:
+    before = ranks.current()
+    counting = Counting(stop_at=6)
+    ranks.enter(counting)
+    try:
+        sized, unsized = prepare(numbers(12)), prepare(DataLoader(Stream(3), batch_size=3))
+        list(sized), list(unsized)
+        assert counting.counts == [4, 4, 4, 4, None]
+        given = []
+        with pytest.raises(RunStopped):
+            given.extend(sized)
+        assert lists(given) == [[0, 1, 2]]
+        assert len(counting.counts) == 6
+        assert not active_loaders(counting).in_dataloader
+    finally:
+        ranks.enter(before)
+
+
+# Beginning in the middle.
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_skipping_batches_of_a_prepared_loader(workers: int) -> None:
+    loader = prepare(numbers(10, num_workers=workers), 1, 2)
+    skipping = skip_first_batches(loader, 1)
+    assert lists(skipping) == [[9, 0, 1]]
+    assert len(skipping) == 1
+    assert trace(skipping) == [(True, 4)]
+    assert lists(loader) == [[3, 4, 5], [9, 0, 1]]
+    assert lists(skip_first_batches(skipping, 0)) == lists(loader)
+    assert lists(skip_first_batches(skipping, 1)) == [[9, 0, 1]], "counted from the epoch's start"
+    assert lists(skip_first_batches(loader, 5)) == []
+
+
+def test_skipping_batches_with_workers_that_stay() -> None:
+    loader = prepare(numbers(6, 2, num_workers=1, persistent_workers=True))
+    skipping = skip_first_batches(loader, 2)
+    assert lists(skipping) == lists(skipping) == [[4, 5]]
+    assert lists(loader) == lists(loader) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_skipping_batches_of_streams() -> None:
+    raw = DataLoader(Stream(10), batch_size=2)
+    assert lists(skip_first_batches(prepare(raw), 4)) == [[8, 9]]
+    each = skip_first_batches(prepare(raw, 1, 2, dispatch_batches=False), 1)
+    assert lists(each) == lists(each) == [[6, 7], [0, 1]]
+    unprepared = skip_first_batches(DataLoader(SizedStream(10), batch_size=2), 3)
+    assert lists(unprepared) == [[6, 7], [8, 9]]
+    assert len(unprepared) == 2
+
+
+def test_skipping_batches_of_a_loader_not_prepared() -> None:
+    raw = numbers(10, 2)
+    skipping = skip_first_batches(raw, 3)
+    assert lists(skipping) == [[6, 7], [8, 9]]
+    assert len(skipping) == 2
+    assert lists(prepare(skipping, 1, 2)) == [[8, 9]]
+    assert lists(skip_first_batches(skipping, 4)) == [[8, 9]]
+    assert len(lists(raw)) == 5
+    one_by_one = DataLoader(torch.arange(4), batch_size=None)  # type: ignore[arg-type]
+    assert lists(skip_first_batches(one_by_one, 3)) == [3]
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("given", [0, 1, 3])
+def test_a_restored_loader_gives_the_rest_of_its_epoch(given: int, seedable: bool) -> None:
+    def loader(seed: int) -> Any:
+        set_seed(seed)
+        return prepare(numbers(10, 2, shuffle=True), use_seedable_sampler=seedable, data_seed=1)
+
+    first = loader(1)
+    list(first)
+    taken = first.state_dict()
+    rest = []
+    for count, batch in enumerate(first):
+        if count >= given:
+            rest.append(batch.tolist())
+        if count + 1 == given:
+            taken = first.state_dict()
+    following = lists(first)
+    second = loader(2)
+    list(second), list(second)
+    second.load_state_dict(taken)
+    assert lists(second) == rest
+    assert lists(second) == following, "the epoch after it differs"
+    third = loader(3)
+    third.load_state_dict(taken)
+    assert lists(skip_first_batches(third, 4)) == rest[4 - given :], "not absolute"
+    assert lists(third) == following
