@@ -165,9 +165,7 @@ class Agent:
             if rank.alive:
                 for message in rank.observe(now):
                     self._post_message(message)
-        stage = self._ending.next_stage(
-            now=now, idle=now - self._progressed, leaving=self._all_leaving()
-        )
+        stage = self._ending.next_stage(now=now, idle=self._idle(now), leaving=self._all_leaving())
         if stage is not None:
             self._go(stage)
         with contextlib.suppress(OSError):
@@ -179,6 +177,11 @@ class Agent:
         )
         if progress != self._progress:
             self._progress, self._progressed = progress, now
+
+    def _idle(self, now: float) -> float:
+        """Seconds without progress; none where all ranks ask for themselves whether to stop."""
+        asks = all(rank.row.reads or rank.leaving for rank in self._ranks if rank.alive)
+        return 0.0 if asks else now - self._progressed
 
     def _all_leaving(self) -> bool:
         return all(rank.leaving for rank in self._ranks if rank.alive)
@@ -222,17 +225,29 @@ class Agent:
             time.sleep(_TICK_SECONDS / 10)
             return
         try:
-            messages = rank.channel.drain()
+            messages = rank.channel.drain(limit=_BUSY_PENDING)
         except (EOFError, OSError, ProtocolError):
             self._unwatch(rank.channel.fileno())
             return
+        self._pass_on(rank, messages)
+
+    def _relay_rest(self, rank: RankProcess) -> None:
+        """Pass on all that a rank said before it ended, however far behind the kernel is."""
+        with contextlib.suppress(EOFError, OSError, ProtocolError):
+            while messages := rank.channel.drain():
+                self._pass_on(rank, messages)
+
+    def _pass_on(
+        self, rank: RankProcess, messages: Sequence[tuple[wire.Message, list[int]]]
+    ) -> None:
         for message, fds in messages:
-            self._note(message)
+            self._note(rank, message)
             self._channel.post(message, fds)
             for fd in fds:
                 os.close(fd)
 
-    def _note(self, message: wire.Message) -> None:
+    def _note(self, rank: RankProcess, message: wire.Message) -> None:
+        rank.has_told = rank.has_told or isinstance(message, (wire.Returned, wire.Raised))
         if isinstance(message, wire.Raised) and message.kind in ("exception", "exit", "lost peer"):
             self._ending = self._ending.failed(now=time.monotonic())
 
@@ -240,16 +255,15 @@ class Agent:
         """A rank's process ended: pass on its last words, end what it left, tell the kernel."""
         self._unwatch(rank.exit_fd)
         if not rank.channel.closed:
-            with contextlib.suppress(OSError):
-                self._relay(rank)
+            self._relay_rest(rank)
             self._unwatch(rank.channel.fileno())
         exitcode = rank.reap()
         system.kill_descendants(keep=[other.pid for other in self._ranks if other.alive])
         for message in rank.last_words():
             self._post_message(message)
         rank.row.ended = 1
-        is_death = exitcode != 0 and not rank.ended_by_us
-        if is_death:
+        is_death = exitcode != 0 or not rank.has_told
+        if is_death and not rank.ended_by_us:
             self._ending = self._ending.failed(now=time.monotonic())
         self._post(
             wire.RankEnded,

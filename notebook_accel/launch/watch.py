@@ -52,6 +52,7 @@ class RankProcess:
         self.exit_fd = system.watch_exit(self.pid)
         self.alive = True
         self.ended_by_us = False
+        self.has_told = False
         self._process = process
         self._tail = tail
         self._stacks = stacks
