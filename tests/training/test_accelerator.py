@@ -1,0 +1,387 @@
+"""The Accelerator as its users meet it: arguments, prepare, reports, and many ranks at once."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from notebook_accel import (
+    AcceleratedOptimizer,
+    AcceleratedScheduler,
+    Accelerator,
+    AutocastKwargs,
+    ConfigError,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradientState,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from notebook_accel.launch import rank
+from tests.training.harness import run_ranks
+from tests.training.single import Told, fresh_rank  # noqa: F401
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def parts() -> tuple[Any, ...]:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return DataLoader(range(4)), model, optimizer, schedule
+
+
+# ---- arguments
+
+
+def test_old_loader_arguments_are_honoured() -> None:
+    config = DataLoaderConfiguration(even_batches=False, data_seed=3)
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=config, split_batches=True, use_seedable_sampler=True
+    )
+    assert accelerator.dataloader_config == DataLoaderConfiguration(
+        split_batches=True, even_batches=False, use_seedable_sampler=True, data_seed=3
+    )
+    assert config.split_batches is False, "the user's own stays as it was"
+    assert (accelerator.split_batches, accelerator.even_batches) == (True, False)
+    assert (accelerator.dispatch_batches, accelerator.non_blocking) == (None, False)
+    assert accelerator.use_seedable_sampler
+    accelerator.even_batches = True
+    assert accelerator.dataloader_config.even_batches
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fsdp_plugin": object()}, r"Accelerator\(fsdp_plugin=...\) is not built: there is"),
+        ({"log_with": "tensorboard"}, "log_with"),
+        ({"dynamo_backend": "inductor"}, "dynamo_backend"),
+        ({"gradient_accumulation_steps": 0}, "steps is 0: expected a whole number of at least 1"),
+        ({"gradient_accumulation_steps": "2"}, "is '2'"),
+        (
+            {
+                "gradient_accumulation_steps": 2,
+                "gradient_accumulation_plugin": GradientAccumulationPlugin(),
+            },
+            "pass one of them",
+        ),
+        ({"kwargs_handlers": [AutocastKwargs()] * 2}, "two AutocastKwargs"),
+        ({"kwargs_handlers": [object()]}, "has a object: there is AutocastKwargs, "),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Accelerator(cpu=True, **arguments)
+
+
+def test_asking_for_nothing_is_no_mistake_but_a_wrong_name_is() -> None:
+    Accelerator(cpu=True, fsdp_plugin=None, dynamo_backend="no", log_with=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mixed_precison'"):
+        Accelerator(cpu=True, mixed_precison="bf16")
+
+
+def test_accumulation_of_the_code_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "5")
+    assert Accelerator(cpu=True).gradient_accumulation_steps == 5
+    with pytest.warns(UserWarning, match="steps=2 of the code is used, not the environment's 5"):
+        assert Accelerator(cpu=True, gradient_accumulation_steps=2).gradient_accumulation_steps == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Accelerator(cpu=True, gradient_accumulation_steps=5)
+    monkeypatch.setenv("NOTEBOOK_ACCEL_GRADIENT_ACCUMULATION_STEPS", "many")
+    with pytest.raises(ConfigError, match="NOTEBOOK_ACCEL_GRADIENT_ACCUMULATION_STEPS='many'"):
+        Accelerator(cpu=True)
+
+
+def test_a_project_s_folder_may_be_given_twice(tmp_path: Path) -> None:
+    config = ProjectConfiguration(total_limit=3)
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path, project_config=config)
+    assert accelerator.project_configuration is config
+    assert (accelerator.project_dir, accelerator.logging_dir) == (str(tmp_path), str(tmp_path))
+
+
+# ---- prepare
+
+
+def test_prepare_takes_any_order_and_gives_it_back() -> None:
+    loader, model, optimizer, schedule = parts()
+    given = (schedule, "text", loader, optimizer, None, model)
+    accelerator = Accelerator(cpu=True)
+    ready = accelerator.prepare(*given)
+    assert [type(item) for item in ready[:2]] == [AcceleratedScheduler, str]
+    assert isinstance(ready[2], DataLoader)
+    assert ready[2] is not loader
+    assert isinstance(ready[3], AcceleratedOptimizer)
+    assert ready[4] is None
+    assert ready[5] is model
+    assert ready[0].optimizers == [ready[3]]
+    again = accelerator.prepare(*ready)
+    assert all(one is other for one, other in zip(again, ready, strict=True))
+    assert accelerator.prepare(optimizer) is ready[3], "also what it was made of"
+    assert accelerator.prepare_scheduler(schedule) is ready[0]
+
+
+def test_optimizer_states_made_before_stay() -> None:
+    _, model, optimizer, _ = parts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    assert repr(Accelerator(cpu=True).prepare(optimizer).state_dict()) == repr(before)
+
+
+class _Foreign:
+    pass
+
+
+_Foreign.__module__ = "keras.src.models"
+
+
+class _ForeignChild(_Foreign):
+    __module__ = "__main__"
+
+
+def test_an_object_of_another_framework_is_named() -> None:
+    with pytest.raises(TypeError, match="_ForeignChild of keras"):
+        Accelerator(cpu=True).prepare(nn.Linear(1, 1), _ForeignChild())
+
+
+def test_free_memory_forgets_everything() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader, model, optimizer, _ = accelerator.prepare(*parts())
+    with accelerator.accumulate(model):
+        pass
+    assert not accelerator.sync_gradients
+    assert accelerator.free_memory(loader, model) == [None, None]
+    assert accelerator.sync_gradients
+    assert accelerator.step == 0
+    assert accelerator.prepare(optimizer) is not None
+    assert accelerator._prepared.schedulers == []
+
+
+def test_a_copy_is_the_same_accelerator_and_it_stays_home() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert copy.deepcopy({"x": accelerator})["x"] is accelerator
+    for kind in (Accelerator, AcceleratedOptimizer, AcceleratedScheduler):
+        assert kind._notebook_accel_stays_home == "make it inside the function"
+
+
+# ---- reports
+
+
+def test_what_is_logged_reaches_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    monkeypatch.setattr(rank, "_process_context", told)
+    accelerator = Accelerator(cpu=True)
+    accelerator.init_trackers("mine", config={"lr": 1})
+    accelerator.log(
+        {
+            "loss": torch.ones(1, requires_grad=True) * 2,
+            "accuracy": np.float32(0.5),
+            "array": np.array([3.0]),
+            "flag": True,
+            "eval": {"f1": 1, "deep": {"x": torch.tensor(4)}},
+            "text": "no number",
+            "many": torch.ones(2),
+        },
+        step=np.int64(7),
+        log_kwargs={},
+    )
+    accelerator.log({"text": "again"})
+    values = {"loss": 2, "accuracy": 0.5, "array": 3, "flag": 1, "eval/f1": 1, "eval/deep/x": 4}
+    assert told.metrics == [(values, 7)]
+    assert all(type(value) is float for value in told.metrics[0][0].values())
+    assert told.notices == [
+        "'text' is a str, no number: not shown",
+        "'many' is a Tensor, no number: not shown",
+    ]
+    accelerator.end_training()
+
+
+def test_progress_gives_the_items(capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator = Accelerator(cpu=True)
+    assert list(accelerator.progress(iter("ab"), desc="letters", total=2)) == ["a", "b"]
+    assert "letters: 100%" in capsys.readouterr().err
+    accelerator.print("hello", end="!")
+    assert capsys.readouterr().out == "hello!"
+    assert accelerator.should_stop is False
+
+
+def test_a_profile_leaves_a_trace(tmp_path: Path) -> None:
+    options = ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path / "traces"))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+    with accelerator.profile() as profiler:
+        torch.ones(3).sum()
+    assert profiler.key_averages()
+    assert json.loads((tmp_path / "traces" / "profile_0.json").read_text())["traceEvents"]
+
+
+# ---- many ranks
+
+
+def together() -> dict[str, Any]:
+    """What ranks do with each other."""
+    accelerator = Accelerator(cpu=True)
+    me = accelerator.process_index
+    found: dict[str, Any] = {}
+    mine = torch.tensor([float(me), 10.0])
+    found["gather"] = accelerator.gather({"x": mine})["x"].tolist()
+    found["sum"] = accelerator.reduce(mine).tolist()
+    found["mean"] = accelerator.reduce(mine, "mean").tolist()
+    found["padded"] = accelerator.pad_across_processes(torch.ones(me + 1), pad_index=-1).tolist()
+    found["untriggered"] = accelerator.check_trigger()
+    if me == 1:
+        accelerator.set_trigger()
+    found["triggered"] = [accelerator.check_trigger(), accelerator.check_trigger()]
+    loader = accelerator.prepare(DataLoader(range(5), batch_size=2))
+    found["metrics"] = [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
+    found["skipped"] = [batch.tolist() for batch in accelerator.skip_first_batches(loader, 1)]
+    accelerator.log({"nobody": 1})
+    accelerator.wait_for_everyone()
+    return found
+
+
+def test_ranks_share_what_they_have() -> None:
+    first, second = run_ranks(together, 2)
+    both = {
+        "gather": [0.0, 10.0, 1.0, 10.0],
+        "sum": [1.0, 20.0],
+        "mean": [0.5, 10.0],
+        "untriggered": False,
+        "triggered": [True, False],
+        "metrics": [[0, 1, 2, 3], [4]],
+    }
+    for one in (first, second):
+        assert {name: one[name] for name in both} == both
+    assert (first["padded"], second["padded"]) == ([1.0, -1.0], [1.0, 1.0])
+    assert (first["skipped"], second["skipped"]) == ([[4, 0]], [[1, 2]])
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 3, bias=False)
+        self.b = nn.Linear(3, 3, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(inputs))  # type: ignore[no-any-return]
+
+
+def data_parallel() -> dict[str, Any]:
+    """How models are wrapped, and when their gradients are exchanged."""
+    options = DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook="fp16")
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+    me = accelerator.process_index
+    torch.manual_seed(me)
+    inner = Tied()
+    model = accelerator.prepare(inner)
+    found: dict[str, Any] = {
+        "type": type(model).__name__,
+        "inner": accelerator.unwrap_model(model) is inner,
+    }
+    found["tied"] = inner.b.weight is inner.a.weight
+    found["view"] = model.gradient_as_bucket_view
+    found["same start"] = accelerator.gather(inner.a.weight.detach()[:1]).tolist()
+    found["again"] = accelerator.prepare(model) is accelerator.prepare(inner) is model
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    found["frozen"] = type(accelerator.prepare(frozen)).__name__
+    teacher = accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True)
+    found["evaluated"] = type(teacher).__name__
+    found["trained after"] = type(accelerator.prepare(teacher)).__name__
+    found["keys"] = sorted(accelerator.get_state_dict(model))
+    found["wrapped keys"] = sorted(accelerator.get_state_dict(model, unwrap=False))
+    inputs = torch.full((1, 3), float(me + 1))
+
+    def exchanged() -> bool:
+        weight = inner.a.weight.grad
+        assert weight is not None
+        low, high = accelerator.gather(weight.sum().reshape(1)).tolist()
+        model.zero_grad()
+        return bool(abs(low - high) < 1e-6)
+
+    accelerator.backward(model(inputs).sum())
+    found["plain"] = exchanged()
+    with accelerator.no_sync(model):
+        accelerator.backward(model(inputs).sum())
+    found["no_sync"] = exchanged()
+    with accelerator.no_sync(model):
+        loss = model(inputs).sum()
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(loss)
+    found["triggered"] = exchanged()
+    loader = accelerator.prepare(DataLoader(torch.ones(3, 3), batch_size=1))
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        num_batches = 0
+        for batch in loader:
+            num_batches += 1
+            model(batch).sum().backward()
+    found["uneven"] = (num_batches, len(list(loader)))
+    other = DistributedDataParallel(nn.Linear(1, 1))
+    found["the user's"] = accelerator.prepare(other) is other
+    return found
+
+
+def test_models_of_several_ranks() -> None:
+    first, second = run_ranks(data_parallel, 2)
+    for one in (first, second):
+        assert one["same start"][0] == one["same start"][1]
+        assert {
+            name: value for name, value in one.items() if name not in ("same start", "uneven")
+        } == {
+            "type": "DistributedDataParallel",
+            "inner": True,
+            "tied": True,
+            "view": True,
+            "again": True,
+            "frozen": "Linear",
+            "evaluated": "Linear",
+            "trained after": "DistributedDataParallel",
+            "keys": ["a.weight", "b.weight"],
+            "wrapped keys": ["module.a.weight", "module.b.weight"],
+            "plain": True,
+            "no_sync": False,
+            "triggered": True,
+            "the user's": True,
+        }
+    assert (first["uneven"], second["uneven"]) == ((2, 2), (1, 2))
+
+
+def test_a_model_that_is_spread_already_is_refused_on_several_ranks() -> None:
+    assert run_ranks(refuse_spread, 2) == ["spread over 2 devices"] * 2
+
+
+def refuse_spread() -> str:
+    model = nn.Linear(1, 1)
+    model.hf_device_map = {"a": 0, "b": 1}  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="spread over 2 devices") as caught:
+        Accelerator(cpu=True).prepare(model)
+    return "spread over 2 devices" if "device_map" in str(caught.value) else str(caught.value)
+
+
+def test_the_state_of_the_window_follows_the_newest_accelerator() -> None:
+    Accelerator(cpu=True, gradient_accumulation_steps=2)
+    Accelerator(cpu=True, gradient_accumulation_steps=3)
+    assert GradientState().num_steps == 3
+
+
+@pytest.mark.gpu
+def test_everything_is_put_on_the_gpu_unless_told_not_to() -> None:
+    accelerator = Accelerator()
+    loader, model, *_ = accelerator.prepare(*parts())
+    assert {weight.device for weight in model.parameters()} == {accelerator.device}
+    assert next(iter(loader)).device == accelerator.device
+    stays = Accelerator(device_placement=False)
+    loader, model, *_ = stays.prepare(*parts())
+    assert next(model.parameters()).device.type == next(iter(loader)).device.type == "cpu"
