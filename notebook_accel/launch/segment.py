@@ -5,9 +5,11 @@ The segment is a memfd: no name, no file, no limit of /dev/shm, gone with its la
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -88,16 +90,25 @@ def attach(fd: int, sizes: Sequence[int]) -> tuple[memoryview, ...]:
     _check(fd, total)
     if not total:
         return tuple(memoryview(bytearray()) for _ in sizes)
-    whole = memoryview(
-        mmap.mmap(
-            fd,
-            total,
-            # Most pages are never written: do not count the whole of it for every rank.
-            flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0),
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-        )
-    )
+    whole = _map(fd, total)
     return tuple(whole[start : start + size] for start, size in zip(offsets, sizes, strict=True))
+
+
+def _map(fd: int, size: int) -> memoryview:
+    # mmap.mmap would keep a duplicate of the descriptor: one for every result that lives.
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    # Most pages are never written: do not count the whole of it for every rank.
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = libc.mmap(None, ctypes.c_size_t(size), protection, flags, fd, ctypes.c_int64(0))
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), f"a segment of {size} bytes could not be mapped")
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    unmap = weakref.finalize(memory, libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(size))
+    # At the end of the interpreter something may still read it.
+    unmap.atexit = False
+    return memoryview(memory).cast("B")
 
 
 def _check(fd: int, total: int) -> None:
