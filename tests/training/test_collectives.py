@@ -208,6 +208,25 @@ def test_the_harness_tells_of_a_failed_rank() -> None:
         run_ranks(raises_on_one_rank, 2)
 
 
+@pytest.mark.parametrize(
+    ("backends", "device", "expected"),
+    [
+        ("cpu:gloo,cuda:gloo", "cpu", "cpu"),
+        ("cpu:gloo,cuda:gloo", "cuda:1", "cpu"),  # gloo lacks most collectives there
+        ("cuda:nccl", "cpu", "cuda"),
+        ("cuda:nccl", "cuda:1", "cuda:1"),
+        ("cpu:gloo,cuda:nccl", "cpu", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cuda:0", "cuda:0"),
+        ("cpu:gloo,cuda:nccl", "xpu:0", "cpu"),
+    ],
+)
+def test_tensors_travel_where_the_backend_carries_them(
+    backends: str, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
+    assert collectives.lane(torch.device(device)) == torch.device(expected)
+
+
 # In a world of one.
 
 

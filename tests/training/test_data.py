@@ -234,6 +234,18 @@ def test_loaders_made_by_hand() -> None:
     assert lists(skipping) == lists(skipping) == [[8, 9, 10, 11], [12, 13, 14, 15]]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_reach_the_gpu_from_pinned_memory(workers: int) -> None:
+    gpu = torch.device("cuda", 0)
+    streams = DataLoader(Stream(10), batch_size=3, num_workers=workers, pin_memory=True)
+    sized = numbers(10, num_workers=workers, pin_memory=True)
+    for raw, options in ((streams, {"dispatch_batches": False}), (sized, {})):
+        batches = list(prepare(raw, 1, 2, device=gpu, non_blocking=True, **options))
+        assert {batch.device for batch in batches} == {gpu}
+        assert lists(batches) == [[3, 4, 5], [9, 0, 1]]
+
+
 # What makes no sense.
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
 from notebook_accel.training.collectives import num_ranks, this_rank
 from notebook_accel.training.data import (
@@ -72,6 +72,15 @@ def seen(loader: Any) -> list[int]:
     return [value for batch in loader for value in gather_for_metrics(batch).tolist()]
 
 
+class OfWorker(Stream):
+    """Each worker of a loader reads a part."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        assert worker is not None
+        return iter(range(worker.id, self.count, worker.num_workers))
+
+
 # What each kind of loader gives, as a table that one start of processes goes through.
 
 CASES: dict[str, Any] = {
@@ -113,6 +122,9 @@ UNEVEN: dict[str, Any] = {
     "samples, not batches": lambda: prepare(
         DataLoader(torch.arange(5).reshape(5, 1), batch_size=None)  # type: ignore[arg-type]
     ),
+    "divided by workers, each with a last round": lambda: prepare(
+        DataLoader(OfWorker(10), batch_size=2, num_workers=2), dispatch_batches=False
+    ),
     "divides itself": lambda: prepare(
         DataLoader(Sharded(num_ranks() * 3 - 1), batch_size=3), dispatch_batches=False
     ),
@@ -126,6 +138,7 @@ def counts_of_uneven(size: int) -> dict[str, int]:
         "dispatched": size * 4 + 1,
         "batches of one's own": 6,
         "samples, not batches": 5,
+        "divided by workers, each with a last round": 10,
         "divides itself": size * 3 - 1,
     }
 
