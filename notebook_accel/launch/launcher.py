@@ -14,12 +14,13 @@ from notebook_accel.launch import payload, preflight, state, wire
 from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.engines.base import Job, Opening, Prepared
 from notebook_accel.launch.export import script_of
+from notebook_accel.launch.interrupts import held
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.segment import seal
 from notebook_accel.launch.stores import MetricStore, RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from notebook_accel.config import LaunchConfig
@@ -32,6 +33,7 @@ __all__ = ["launch"]
 
 _INLINE_BYTES = 65_536
 _WAIT_SECONDS = 0.05
+_KILL_SECONDS = 10.0
 # What a kernel leaves in its environment that would mislead a rank.
 _KERNELS_OWN = ("JPY_", "TORCHELASTIC_", "IPYTHON", "PYDEVD_", "GROUP_", "ROLE_")
 _KERNELS_OWN_NAMES = ("MPLBACKEND", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -84,13 +86,15 @@ def launch(
     )
     run = _open(job, list(notices))
     if block:
-        _wait(run, view)
+        with _ended_by_interrupt(run):
+            _wait(run, view)
     return run
 
 
 def _open(job: Job, notices: list[str]) -> Run:
     engine = engine_named(job.config.engine)
     packed = _pack(job) if engine.needs_payload else None
+    engine.warm_up(job)
     placement = engine.place(job)
     preflight.check_machine(job.config, placement.world_size)
     folder = RunFolder()
@@ -114,20 +118,32 @@ def _open(job: Job, notices: list[str]) -> Run:
         started=time.time(),
         notices=(*notices, *placement.notices),
     )
+    opening = Opening(run=run, state=first, folder=folder, metrics=metrics, prepared=prepared)
     try:
-        engine.open(
-            job, Opening(run=run, state=first, folder=folder, metrics=metrics, prepared=prepared)
-        )
+        with _ended_by_interrupt(run):
+            engine.open(job, opening)
     except BaseException:
-        if run.has_begun:
-            run.kill()
-        metrics.close()
-        folder.release()
+        if not run.has_begun:
+            metrics.close()
+            folder.release()
         raise
     finally:
         if prepared is not None and prepared.segment is not None:
             os.close(prepared.segment)
     return run
+
+
+@contextlib.contextmanager
+def _ended_by_interrupt(run: Run) -> Iterator[None]:
+    """An interrupt that leaves the block finds the run ended, and knows it."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if run.has_begun:
+            error.run = run  # type: ignore[attr-defined]
+            run.kill()
+            run.conductor.ended.wait(_KILL_SECONDS)
+        raise
 
 
 def _script(job: Job, world_size: int, file: str) -> str:
@@ -255,22 +271,13 @@ def _num_threads(environment: Mapping[str, str], world_size: int) -> int:
 def _wait(run: Run, view: View) -> None:
     """Wait for a run as its cell does: interrupts go to the ranks, and the cell ends with them."""
     ended = run.conductor.ended
-    interrupt: KeyboardInterrupt | None = None
-    pressed = told = 0
-    while not ended.is_set():
-        # All of it inside the try: a press may come while the one before is being passed on.
-        try:
-            while told < pressed:
+    told = 0
+    with held(patience=None) as presses:
+        while not ended.wait(_WAIT_SECONDS):
+            view.poll()
+            if told < presses.count:
                 told += 1
                 run.conductor.press(told)
-            if not ended.wait(_WAIT_SECONDS):
-                view.poll()
-        except KeyboardInterrupt as error:
-            interrupt = error
-            pressed += 1
-    with contextlib.suppress(Exception):
-        view.settle()
-    if interrupt is not None:
-        interrupt.run = run  # type: ignore[attr-defined]
-        raise interrupt
+        with contextlib.suppress(Exception):
+            view.settle()
     run.raise_error()

@@ -12,10 +12,10 @@ from notebook_accel.launch.state import Progress
 
 if TYPE_CHECKING:
     import os
-    import threading
     from collections.abc import Callable, Iterator
 
     from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.interrupts import Latch
     from notebook_accel.launch.state import RunState
     from notebook_accel.launch.stores import MetricStore, RunFolder
     from notebook_accel.launch.verdict import Failure
@@ -41,7 +41,7 @@ class Conductor:
     """
 
     state: RunState
-    ended: threading.Event
+    ended: Latch
     timed_out = False
 
     def result(self, rank: int) -> Any:

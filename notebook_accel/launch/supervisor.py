@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import payload, wire
 from notebook_accel.launch.channel import ProtocolError
+from notebook_accel.launch.interrupts import Latch, held
 from notebook_accel.launch.run import Conductor
 from notebook_accel.launch.segment import attach
 from notebook_accel.launch.state import apply
@@ -36,6 +37,7 @@ __all__ = ["Supervisor"]
 
 _DRAW_SECONDS = 0.2
 _STACKS_SECONDS = 5.0
+_POLL_SECONDS = 0.01
 # An agent that was told to kill and does not answer is killed itself; its ranks go with it.
 _DEAF_SECONDS = 3.0
 
@@ -58,7 +60,8 @@ class Supervisor(Conductor):
         closing_notices: Callable[[RunState], Sequence[str]],
     ) -> None:
         self.state = state
-        self.ended = threading.Event()
+        self.ended = Latch()
+        self._state_lock = threading.Lock()
         self._link = link
         self._registry = registry
         self._folder = folder
@@ -132,17 +135,18 @@ class Supervisor(Conductor):
 
     def _end(self, *, firm: bool) -> bool:
         """Note that somebody wants the end; False where the run has ended already."""
-        if self.state.has_ended:
-            return False
-        if self._stopped_at is None:
-            self._stopped_at = time.time()
-        self._firm = self._firm or firm
-        if self.state.status in ("starting", "running"):
-            self.state = replace(self.state, status="stopping")
-        return True
+        with held(), self._state_lock:
+            if self.state.has_ended:
+                return False
+            if self._stopped_at is None:
+                self._stopped_at = time.time()
+            self._firm = self._firm or firm
+            if self.state.status in ("starting", "running"):
+                self.state = replace(self.state, status="stopping")
+            return True
 
     def _send(self, message: wire.Message) -> None:
-        with self._send_lock, contextlib.suppress(OSError, ValueError):
+        with held(), self._send_lock, contextlib.suppress(OSError, ValueError):
             self._link.channel.send(message)
 
     # ---- the thread ------------------------------------------------------------------------
@@ -167,7 +171,8 @@ class Supervisor(Conductor):
     def _take(self) -> None:
         for message, fds in self._link.channel.drain():
             self._keep(message, fds)
-            self.state = apply(message, self.state)
+            with self._state_lock:
+                self.state = apply(message, self.state)
 
     def _keep(self, message: wire.Message, fds: list[int]) -> None:
         """What must outlive the state: results, metrics, stacks."""
@@ -274,32 +279,30 @@ class _Results:
 
 
 class _Stacks:
-    """The newest dump of each rank, and who waits for it."""
+    """The newest dump of each rank, and who waits for it.
+
+    Without a lock: an interrupt of whoever waits must not hold up the supervisor.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
         self._expected: set[int] = set()
         self._texts: dict[int, str] = {}
 
     def expect(self, ranks: Sequence[int]) -> None:
-        with self._changed:
-            self._expected |= set(ranks)
+        self._expected.update(ranks)
 
     def put(self, rank: int, text: str) -> None:
-        with self._changed:
-            self._texts[rank] = text
-            self._expected.discard(rank)
-            self._changed.notify_all()
+        self._texts[rank] = text
+        self._expected.discard(rank)
 
     def wait(self, timeout: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._expected, timeout)
-            self._expected.clear()
+        deadline = time.monotonic() + timeout
+        while self._expected and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        self._expected.clear()
 
     def text(self, rank: int) -> str:
         return self._texts.get(rank, "the rank has ended\n")
 
     def close(self) -> None:
-        with self._changed:
-            self._expected.clear()
-            self._changed.notify_all()
+        self._expected.clear()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import selectors
 import socket
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from notebook_accel.launch.channel import (
     connect,
     new_secret,
 )
+from notebook_accel.launch.interrupts import held
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,7 +58,7 @@ _START_SECONDS = 120.0
 _ANSWER_SECONDS = 60.0
 
 _BOOT = (
-    "import sys; sys.path[:] = {path!r}; "
+    "import sys; sys.path[:] = [p for p in sys.path if p] + {path!r}; "
     "from notebook_accel.launch.template_process import serve; serve({fd}, {kernel})"
 )
 
@@ -140,6 +142,7 @@ class Template:
     def close(self) -> None:
         """Let the process end once its agents have."""
         self._socket.close()
+        self._stderr.close()
         if self._channel is not None:
             self._channel.close()
 
@@ -152,8 +155,10 @@ class Template:
     def _ready(self) -> Channel:
         if self._channel is None:
             try:
-                channel = connect(self._socket, self._secret, timeout=_START_SECONDS)
-                channel.receive()
+                _wait_for(self._socket, _START_SECONDS)
+                with held():
+                    channel = connect(self._socket, self._secret, timeout=_ANSWER_SECONDS)
+                    channel.receive()
             except (AuthenticationError, ProtocolError, EOFError, OSError) as error:
                 raise LaunchError(self._why_it_died()) from error
             self._channel = channel
@@ -165,7 +170,8 @@ class Template:
         with self._lock:
             channel = self._ready()
             try:
-                channel.send(request, fds)
+                with held():
+                    channel.send(request, fds)
                 while True:
                     message, _ = channel.receive()
                     # An interrupted call may have left its answer behind.
@@ -202,9 +208,17 @@ class Template:
         )
 
     def _last_words(self) -> str:
+        if self._stderr.closed:
+            return ""
         self._stderr.seek(0)
         text = self._stderr.read().decode(errors="replace").strip()
         return f" Its last words:\n{text[-2000:]}" if text else ""
+
+
+def _wait_for(sock: socket.socket, seconds: float) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(sock, selectors.EVENT_READ)
+        selector.select(seconds)
 
 
 _templates: dict[tuple[object, ...], Template] = {}
@@ -215,15 +229,20 @@ def template(environment: Mapping[str, str] | None = None) -> Template:
     """The template for launches with this environment; made when there is none that fits."""
     environment = os.environ if environment is None else environment
     key = _key(environment)
-    with _templates_lock:
+    with held(), _templates_lock:
         found = _templates.get(key)
         if found is None or not found.alive:
-            for old in _templates.values():
-                old.close()
-            _templates.clear()
+            _close_all()
             found = _templates[key] = Template(environment)
-            atexit.register(found.close)
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)
         return found
+
+
+def _close_all() -> None:
+    for found in _templates.values():
+        found.close()
+    _templates.clear()
 
 
 def warm() -> None:
@@ -257,9 +276,7 @@ def _clean(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _boot_code(fd: int) -> str:
-    here = str(Path(__file__).parents[2])
-    directory = str(Path.cwd()) if Path.cwd() else ""
-    path = [entry for entry in sys.path if os.path.isabs(entry) and entry != directory]
-    if here not in path:
-        path.append(here)
+    # After the interpreter's own: a file beside the notebook must not shadow a module of Python's.
+    path = [entry for entry in sys.path if os.path.isabs(entry)]
+    path.append(str(Path(__file__).parents[2]))
     return _BOOT.format(path=path, fd=fd, kernel=os.getpid())

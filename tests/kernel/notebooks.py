@@ -66,6 +66,14 @@ class Notebook:
         """All that the kernel brought about, directly or not, without itself."""
         return [p for p in marked(MARK, self._mark) if p.pid not in (self.pid, *but)]
 
+    def expect(self, count: int, *, but: int, within: float) -> None:
+        """Wait until no more than ``count`` of the others are left, ``but`` aside."""
+        try:
+            eventually(lambda: len(self.others(but)) <= count, within=within, what="they ended")
+        except AssertionError:
+            left = [f"{p.pid} of {p.ppid()}: {' '.join(p.cmdline())}" for p in self.others(but)]
+            raise AssertionError(f"after {within} s there are still:\n" + "\n".join(left)) from None
+
     def end_all(self) -> None:
         """Kill whatever is left of it."""
         for process in marked(MARK, self._mark):

@@ -121,7 +121,7 @@ def test_nothing_outlives_the_kernel(
     assert len(prepared.others(child)) >= 19
     end(prepared)
     eventually(lambda: gone([kernel]), within=READY, what="the kernel ended")
-    eventually(lambda: not prepared.others(child), within=GONE, what="nothing of ours is left")
+    prepared.expect(0, but=child, within=GONE)
 
 
 def test_nothing_outlives_a_kernel_that_dies_while_the_template_starts(prepared: Notebook) -> None:
@@ -131,7 +131,7 @@ def test_nothing_outlives_a_kernel_that_dies_while_the_template_starts(prepared:
     # It looks for its kernel before that.
     eventually(lambda: _imports_torch(template.pid), within=READY, what="the template imports")
     _kill(prepared)
-    eventually(lambda: not prepared.others(child), within=GONE, what="nothing of ours is left")
+    prepared.expect(0, but=child, within=GONE)
 
 
 def test_interrupts(prepared: Notebook, tmp_path: Path) -> None:
@@ -141,14 +141,15 @@ def test_interrupts(prepared: Notebook, tmp_path: Path) -> None:
     def is_alone() -> bool:
         return len(prepared.others(child)) == 1
 
-    eventually(is_alone, within=GONE, what="only the template is left")
+    # Only the template is left.
+    prepared.expect(1, but=child, within=GONE)
     for kind in KINDS:
         cell = prepared.start(f"notebook_launcher({kind}, (), 2)")
         eventually(_arrived(tmp_path, kind), within=READY, what=f"{kind}: both ranks are in it")
         _press(prepared, at_most=1 if kind == "loop" else 3, until=is_alone)
         reply = prepared.finish(cell, timeout=ENDED)
         assert "KeyboardInterrupt" in "\n".join(reply.traceback)
-        eventually(is_alone, within=GONE, what="only the template is left")
+        prepared.expect(1, but=child, within=GONE)
         assert prepared.run("print(runs()[-1].status)") == "stopped\n"
     assert prepared.run("print(notebook_launcher(lambda: 1, (), 2).results)") == "[1, 1]\n"
 

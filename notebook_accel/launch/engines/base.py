@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.launch.interrupts import held
 from notebook_accel.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -84,6 +86,14 @@ class Engine(ABC):
 
     needs_payload = True
 
+    def warm_up(self, job: Job) -> None:
+        """What takes long and may be interrupted, before anything of the run exists.
+
+        Raises:
+            LaunchError: what starts the ranks cannot be started itself.
+        """
+        return
+
     @abstractmethod
     def place(self, job: Job) -> Placement:
         """How many ranks the job gets, and on what.
@@ -110,12 +120,9 @@ class AgentEngine(Engine):
 
     def open(self, job: Job, opening: Opening) -> Conductor:
         assert opening.prepared is not None
-        link = self.bring_agent(job, run=opening.state.run)
-        try:
+        with held():
+            link = self.bring_agent(job, run=opening.state.run)
             return _begin(link, job, opening, opening.prepared)
-        except BaseException:
-            link.kill()
-            raise
 
 
 def _begin(link: AgentLink, job: Job, opening: Opening, prepared: Prepared) -> Conductor:
@@ -130,7 +137,15 @@ def _begin(link: AgentLink, job: Job, opening: Opening, prepared: Prepared) -> C
         closing_notices=prepared.closing_notices,
     )
     opening.run.attach(supervisor)
-    job.view.open(opening.run)
-    link.channel.send(prepared.message, () if prepared.segment is None else (prepared.segment,))
-    supervisor.start()
+    try:
+        # An agent that is dead already is the supervisor's to tell.
+        with contextlib.suppress(OSError):
+            fds = () if prepared.segment is None else (prepared.segment,)
+            link.channel.send(prepared.message, fds)
+        job.view.open(opening.run)
+    except BaseException:
+        supervisor.kill()
+        raise
+    finally:
+        supervisor.start()
     return supervisor

@@ -7,7 +7,6 @@ it, and there is nothing to stop from outside.
 from __future__ import annotations
 
 import os
-import threading
 import time
 import traceback
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.engines.base import Engine, Placement
+from notebook_accel.launch.interrupts import Latch
 from notebook_accel.launch.run import Conductor
 from notebook_accel.launch.verdict import Failure
 
@@ -58,7 +58,7 @@ class _Inline(Conductor):
 
     def __init__(self, state: RunState) -> None:
         self.state = state
-        self.ended = threading.Event()
+        self.ended = Latch()
         self._failure: Failure | None = None
         self._cause: BaseException | None = None
         self._values: dict[int, Any] = {}

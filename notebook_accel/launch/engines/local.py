@@ -25,6 +25,9 @@ _EXIT_SECONDS = 0.3
 class LocalEngine(AgentEngine):
     """Forks of a clean process, on the CPU or one an accelerator."""
 
+    def warm_up(self, job: Job) -> None:
+        template(job.environment).wait_until_ready()
+
     def place(self, job: Job) -> Placement:
         wanted = job.config.num_processes
         if job.config.devices == "cpu":

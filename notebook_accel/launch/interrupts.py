@@ -1,0 +1,81 @@
+"""Work that the person's Interrupt must not tear in the middle.
+
+A KeyboardInterrupt is raised between any two steps of the main thread. Inside of
+``threading.Condition`` (and so ``Event.wait`` and ``Thread.start``) it leaves a lock locked for
+good, and whoever else waits for that lock hangs; half-way through a message it leaves a connection
+on which nobody understands anything. So such work is done inside of :func:`held`, and the main
+thread waits for a :class:`Latch`.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+__all__ = ["Latch", "Presses", "held"]
+
+
+class Presses:
+    """How often the person interrupted."""
+
+    count = 0
+
+
+@contextmanager
+def held(*, patience: int | None = 1) -> Iterator[Presses]:
+    """Count interrupts that come meanwhile, and raise them at the end of the block.
+
+    Outside of the main thread, which alone is interrupted, it does nothing.
+
+    Args:
+        patience: how many are held; one more is raised at once, for what hangs. None: all.
+    """
+    presses = Presses()
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield presses
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        presses.count += 1
+        if patience is not None and presses.count > patience:
+            previous(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield presses
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if presses.count:
+            previous(signal.SIGINT, None)
+
+
+class Latch:
+    """An event that is set once, and whose waiting can be interrupted at any point."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        """Let everybody go; only the first call counts."""
+        if not self._is_set:
+            self._is_set = True
+            self._lock.release()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it is set, at the latest after ``timeout`` seconds."""
+        # Interrupted before the release, it makes others wait once for their whole time.
+        if not self._is_set and self._lock.acquire(timeout=timeout):
+            self._lock.release()
+        return self._is_set

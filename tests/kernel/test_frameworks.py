@@ -1,0 +1,152 @@
+"""Training functions of other frameworks run unchanged, as a world of 2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.kernel.notebooks import open_notebook
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.kernel.notebooks import Notebook
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """A notebook of somebody who has no network."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path_factory.mktemp("runs")))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        with open_notebook() as notebook:
+            notebook.run(_DATA)
+            yield notebook
+
+
+_DATA = """
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from notebook_accel import notebook_launcher
+
+inputs = torch.randn(32, 4)
+data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+
+def loss_of(model, batch):
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+def weights(model):
+    return model.weight.detach().clone()
+
+def check(run, steps):
+    (size, count, first), (_, _, second) = run
+    assert (size, count) == (2, steps), (size, count)
+    # Ranks that trained on their own would have gone apart.
+    assert torch.equal(first, second)
+"""
+
+
+def test_plain_ddp(book: Notebook) -> None:
+    book.run("""
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        def train():
+            dist.init_process_group("gloo")
+            model = DistributedDataParallel(torch.nn.Linear(4, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            sampler = DistributedSampler(data)
+            steps = 0
+            for batch in DataLoader(data, batch_size=4, sampler=sampler):
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+                steps += 1
+            size = dist.get_world_size()
+            dist.destroy_process_group()
+            return size, steps, weights(model.module)
+
+        check(notebook_launcher(train, num_processes=2), 4)
+    """)
+
+
+def test_hugging_face_accelerate(book: Notebook) -> None:
+    book.run("""
+        def train():
+            from accelerate import Accelerator
+
+            accelerator = Accelerator()
+            model = torch.nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loader = DataLoader(data, batch_size=4, shuffle=True)
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            steps = 0
+            for batch in loader:
+                optimizer.zero_grad()
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+                steps += 1
+            seen = accelerator.gather_for_metrics(torch.tensor([accelerator.process_index]))
+            assert seen.tolist() == [0, 1]
+            assert accelerator.device.type == "cpu"
+            return accelerator.num_processes, steps, weights(accelerator.unwrap_model(model))
+
+        check(notebook_launcher(train, num_processes=2, devices="cpu"), 4)
+    """)
+
+
+def test_lightning_fabric(book: Notebook) -> None:
+    book.run("""
+        def train():
+            from lightning_fabric import Fabric
+
+            fabric = Fabric(accelerator="cpu", devices=2)
+            fabric.launch()
+            model = torch.nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer = fabric.setup(model, optimizer)
+            loader = fabric.setup_dataloaders(DataLoader(data, batch_size=4))
+            steps = 0
+            for batch in loader:
+                optimizer.zero_grad()
+                fabric.backward(loss_of(model, batch))
+                optimizer.step()
+                steps += 1
+            assert fabric.all_gather(torch.tensor(fabric.global_rank)).tolist() == [0, 1]
+            return fabric.world_size, steps, weights(model.module)
+
+        check(notebook_launcher(train, num_processes=2, devices="cpu"), 4)
+    """)
+
+
+def test_transformers_trainer(book: Notebook) -> None:
+    book.run("""
+        def train():
+            import tempfile
+            from transformers import BertConfig, BertForSequenceClassification
+            from transformers import Trainer, TrainingArguments
+
+            shape = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+            config = BertConfig(vocab_size=50, intermediate_size=16, num_labels=2, **shape)
+            model = BertForSequenceClassification(config)
+            texts = [
+                dict(input_ids=torch.randint(50, (8,)), labels=torch.tensor(number % 2))
+                for number in range(24)
+            ]
+            with tempfile.TemporaryDirectory() as folder:
+                arguments = TrainingArguments(
+                    output_dir=folder,
+                    per_device_train_batch_size=4,
+                    max_steps=3,
+                    report_to=[],
+                    save_strategy="no",
+                    use_cpu=True,
+                )
+                trainer = Trainer(model=model, args=arguments, train_dataset=texts)
+                trainer.train()
+            steps = trainer.state.global_step
+            return arguments.world_size, steps, weights(model.classifier)
+
+        check(notebook_launcher(train, num_processes=2, devices="cpu"), 3)
+    """)
