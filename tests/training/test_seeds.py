@@ -1,0 +1,252 @@
+"""Loops as articles about Accelerate write them, with nothing changed but the import.
+
+Each function below is the loop of one article, on tiny models with the interface that it expects.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm.auto import tqdm
+
+from notebook_accel import Accelerator
+from tests.training.harness import run_ranks
+from tests.training.single import fresh_rank  # noqa: F401
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
+def sentences(count: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 20, (count, 6), generator=generator)
+    return [
+        {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row[0] % 2}
+        for row in ids
+    ]
+
+
+def classifier() -> nn.Module:
+    """What ``AutoModelForSequenceClassification.from_pretrained`` gives, without a download."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=20,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            max_position_embeddings=8,
+            num_labels=2,
+        )
+    )
+
+
+def a_full_training() -> dict[str, Any]:
+    """A schedule counted with the prepared loader, made after ``prepare`` and stepped bare."""
+    from transformers import get_scheduler
+
+    train_dataloader = DataLoader(sentences(8), shuffle=True, batch_size=2)  # type: ignore[arg-type]
+    eval_dataloader = DataLoader(sentences(7), batch_size=2)  # type: ignore[arg-type]
+    accelerator = Accelerator()
+    model = classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    train_dl, eval_dl, model, optimizer = accelerator.prepare(
+        train_dataloader, eval_dataloader, model, optimizer
+    )
+    num_epochs = 3
+    num_training_steps = num_epochs * len(train_dl)
+    lr_scheduler = get_scheduler(
+        "linear",
+        optimizer=optimizer,
+        num_warmup_steps=0,
+        num_training_steps=num_training_steps,
+    )
+    progress_bar = tqdm(range(num_training_steps))
+    losses = []
+    model.train()
+    for _ in range(num_epochs):
+        for batch in train_dl:
+            outputs = model(**batch)
+            loss = outputs.loss
+            accelerator.backward(loss)
+            optimizer.step()
+            lr_scheduler.step()
+            optimizer.zero_grad()
+            progress_bar.update(1)
+            losses.append(loss.item())
+    model.eval()
+    seen = 0
+    for batch in eval_dl:
+        with torch.no_grad():
+            outputs = model(**batch)
+        predictions = torch.argmax(outputs.logits, dim=-1)
+        predictions, references = accelerator.gather_for_metrics((predictions, batch["labels"]))
+        assert predictions.shape == references.shape
+        seen += len(predictions)
+    return {
+        "steps": progress_bar.n,
+        "rate": lr_scheduler.get_last_lr()[0],
+        "fell": losses[-1] < losses[0],
+        "evaluated": seen,
+    }
+
+
+def an_unprepared_optimizer() -> dict[str, Any]:
+    """The optimizer is made after ``prepare`` and never prepared; batches have texts."""
+
+    def tokenizer(texts: list[str], **_: Any) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([[ord(letter) % 20 for letter in text] for text in texts])
+        return {"input_ids": ids}
+
+    train_dataset = [{"text": f"abcd{i}", "label": i % 2} for i in range(8)]
+    train_loader = DataLoader(train_dataset, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    model = classifier()
+    accelerator = Accelerator()
+    model, train_loader = accelerator.prepare(model, train_loader)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    losses = []
+    for epoch in range(2):
+        for batch_id, batch in enumerate(train_loader):
+            inputs = tokenizer(batch["text"], padding=True, return_tensors="pt")
+            labels = batch["label"]
+            optimizer.zero_grad()
+            outputs = model(**inputs, labels=labels)
+            loss = outputs.loss
+            accelerator.backward(loss)
+            optimizer.step()
+            if accelerator.is_main_process and batch_id % 100 == 0:
+                print(f"Epoch {epoch}, Batch {batch_id}, Loss {loss.item()}")
+            losses.append(loss.item())
+    return {"steps": len(losses), "finite": all(loss == loss for loss in losses)}
+
+
+def regression() -> tuple[nn.Module, TensorDataset]:
+    torch.manual_seed(0)
+    inputs = torch.randn(16, 3)
+    return nn.Linear(3, 1), TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def notes_on_the_library(folder: str) -> dict[str, Any]:
+    """Gathering with padding, saving and loading, clipping, autocast, guarded schedules."""
+    my_model, data = regression()
+    my_optimizer = torch.optim.SGD(my_model.parameters(), lr=0.1)
+    my_training_dataloader = DataLoader(data, batch_size=2)
+    lr_scheduler = torch.optim.lr_scheduler.StepLR(my_optimizer, 1, gamma=0.9)
+    accelerator = Accelerator(split_batches=True, mixed_precision="fp16")
+    my_model, my_optimizer, my_training_dataloader = accelerator.prepare(
+        my_model, my_optimizer, my_training_dataloader
+    )
+    steps = skipped = 0
+    for batch in my_training_dataloader:
+        my_optimizer.zero_grad()
+        inputs, targets = batch
+        outputs = my_model(inputs)
+        with accelerator.autocast():
+            loss = nn.functional.mse_loss(outputs, targets)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(my_model.parameters(), 1.0)
+        accelerator.clip_grad_value_(my_model.parameters(), 0.5)
+        my_optimizer.step()
+        if not accelerator.optimizer_step_was_skipped:
+            lr_scheduler.step()
+            steps += 1
+        skipped += accelerator.optimizer_step_was_skipped
+    progress_bar = tqdm(range(3), disable=not accelerator.is_local_main_process)
+    progress_bar.update(3)
+    width = accelerator.process_index + 1
+    predictions = torch.ones(2, width)
+    predictions = accelerator.pad_across_processes(predictions, dim=1, pad_index=-100)
+    gathered = accelerator.gather((predictions, predictions))
+    accelerator.wait_for_everyone()
+    filename = f"{folder}/weights"
+    unwrapped_model = accelerator.unwrap_model(my_model)
+    accelerator.save(unwrapped_model.state_dict(), filename)
+    accelerator.wait_for_everyone()
+    unwrapped_model = accelerator.unwrap_model(my_model)
+    unwrapped_model.load_state_dict(torch.load(filename))
+    accelerator.register_for_checkpointing(lr_scheduler)
+    accelerator.save_state(f"{folder}/state")
+    accelerator.load_state(f"{folder}/state")
+    if accelerator.is_main_process:
+        accelerator.print("Test!")
+    return {
+        "gathered": [list(part.shape) for part in gathered],
+        "steps": (steps > 0, steps + skipped),
+        "batches": len(my_training_dataloader),
+        "files": sorted(os.listdir(f"{folder}/state")),
+    }
+
+
+def everything_prepared() -> dict[str, Any]:
+    """``zero_grad`` first, the schedule prepared, tensors moved by nobody."""
+    model, data = regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training_dataloader = DataLoader(data, batch_size=2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 8)
+    loss_function = nn.MSELoss()
+    accelerator = Accelerator()
+    device = accelerator.device
+    model, optimizer, training_dataloader, scheduler = accelerator.prepare(
+        model, optimizer, training_dataloader, scheduler
+    )
+    losses = []
+    for batch in training_dataloader:
+        optimizer.zero_grad()
+        inputs, targets = batch
+        assert inputs.device == device
+        outputs = model(inputs)
+        loss = loss_function(outputs, targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    return {
+        "steps": len(losses),
+        "rate": scheduler.get_last_lr()[0],
+        "fell": losses[-1] < losses[0],
+    }
+
+
+def all_loops(folder: str) -> Any:
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    warnings.simplefilter("error", UserWarning)
+    return SimpleNamespace(
+        full=a_full_training(),
+        bare=an_unprepared_optimizer(),
+        notes=notes_on_the_library(folder),
+        prepared=everything_prepared(),
+    ).__dict__
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_loops_of_the_articles_run(ranks: int, tmp_path: Path) -> None:
+    found = run_ranks(all_loops, ranks, str(tmp_path))
+    files = ["custom_checkpoint_0.pkl", "model.safetensors", "optimizer.bin"]
+    files += [f"random_states_{rank}.pkl" for rank in range(ranks)]
+    for one in found:
+        assert one["full"] == {"steps": 12 // ranks, "rate": 0.0, "fell": True, "evaluated": 7}
+        assert one["bare"] == {"steps": 8 // ranks, "finite": True}
+        assert one["notes"] == {
+            "gathered": [[2 * ranks, ranks]] * 2,
+            "steps": (True, 8),
+            "batches": 8,
+            "files": [*files, "scaler.pt"],
+        }
+        assert one["prepared"]["steps"] == 8 // ranks
+        assert abs(one["prepared"]["rate"]) < 1e-9, "its length counts batches before prepare"
+        assert one["prepared"]["fell"]
