@@ -217,8 +217,9 @@ def _share_iterable(
 ) -> LoaderOptions:
     dataset: Any = draft.dataset
     if _divides_itself(dataset, options.num_processes) and not config.split_batches:
-        draft_dataset = dataset.shard(num_shards=options.num_processes, index=options.process_index)
-        vars(draft)["dataset"] = draft_dataset
+        vars(draft)["dataset"] = dataset.shard(
+            num_shards=options.num_processes, index=options.process_index
+        )
         return replace(options, is_uneven=True)
     vars(draft)["dataset"] = IterableDatasetShard(
         dataset,
