@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,10 @@ __all__ = ["MultiProcessAdapter", "get_logger"]
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     """A logger whose calls take ``main_process_only`` (True) and ``in_order`` (False)."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logger, {})
+        self._warned: set[str] = set()
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
         """Log on rank 0; with ``main_process_only=False`` on all ranks.
@@ -50,10 +53,12 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         prefix = f"[RANK {context.rank}] " if context.world_size > 1 else ""
         return f"{prefix}{msg}", kwargs
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019, UP033 (a logger lives as long as the process)
-    def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """``warning``, once for equal arguments."""
-        self.warning(*args, **kwargs)
+    def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """``warning``, once for equal texts."""
+        text = str(msg) % args if args else str(msg)
+        if text not in self._warned:
+            self._warned.add(text)
+            self.log(logging.WARNING, msg, *args, **{"stacklevel": 3, **kwargs})
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
@@ -68,4 +73,4 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     if level is not None:
         logger.setLevel(level.upper())
         logger.root.setLevel(level.upper())
-    return MultiProcessAdapter(logger, {})
+    return MultiProcessAdapter(logger)
