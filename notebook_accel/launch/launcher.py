@@ -18,6 +18,7 @@ from notebook_accel.launch.interrupts import held
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.segment import seal
 from notebook_accel.launch.stores import MetricStore, RunFolder
+from notebook_accel.launch.view import GuardedView, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.engines.base import Placement
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.state import RunState
-    from notebook_accel.launch.view import View
 
 __all__ = ["launch"]
 
@@ -71,6 +71,7 @@ def launch(
         LaunchError: the run could not start.
         WorkerError, RunStopped, TimeoutError: as ``Run.wait``, with ``block``.
     """
+    view = GuardedView(view)
     preflight.check_call(function, args, kwargs)
     job = Job(
         function=function,
@@ -278,6 +279,5 @@ def _wait(run: Run, view: View) -> None:
             if told < presses.count:
                 told += 1
                 run.conductor.press(told)
-        with contextlib.suppress(Exception):
-            view.settle()
+        view.settle()
     run.raise_error()

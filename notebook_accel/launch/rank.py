@@ -124,6 +124,7 @@ class LaunchedContext(RankContext):
         )
         self.run = run
         self.drew_bar = False
+        self.made_group = False
         self._send = send
         self._board = board
         self._row = board.row(local_rank)

@@ -163,6 +163,9 @@ class Supervisor(Conductor):
                     self._draw()
             except (EOFError, OSError, ProtocolError) as error:
                 lost = self._link.how_it_ended() or f"was lost ({error})"
+            except Exception as error:  # nobody else would ever end this run
+                _log.warning("run %s cannot be followed", self.state.run, exc_info=True)
+                lost = f"said what could not be understood ({type(error).__name__}: {error})"
         self._finish(lost)
 
     def _all_ended(self) -> bool:
@@ -211,13 +214,7 @@ class Supervisor(Conductor):
         self._metrics.flush()
         if self.state is not self._drawn:
             self._drawn = self.state
-            self._safely(self._view.update, self.state)
-
-    def _safely(self, draw: Callable[[RunState], None], state: RunState) -> None:
-        try:
-            draw(state)
-        except Exception:  # a view that breaks must not end the training
-            _log.warning("the view of run %s could not be drawn", state.run, exc_info=True)
+            self._view.update(self.state)
 
     def _finish(self, lost: str | None) -> None:
         if lost is not None:
@@ -241,7 +238,7 @@ class Supervisor(Conductor):
         self._verdict = verdict
         self.state = state
         self._link.channel.close()
-        self._safely(self._view.close, state)
+        self._view.close(state)
         self.ended.set()
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from notebook_accel.launch.run import Run
     from notebook_accel.launch.state import RunState
 
-__all__ = ["View"]
+__all__ = ["GuardedView", "View"]
+
+_log = logging.getLogger(__name__)
 
 
 class View:
@@ -35,3 +40,37 @@ class View:
 
     def reopen(self, run: Run) -> None:
         """Show the run once more, in whatever is being displayed now (``run.show()``)."""
+
+
+class GuardedView(View):
+    """Another view, whose errors end no training: each kind of call logs its first one."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._told: set[str] = set()
+
+    def open(self, run: Run) -> None:
+        self._view.open(run)
+
+    def update(self, state: RunState) -> None:
+        self._guard(self._view.update, state)
+
+    def poll(self) -> None:
+        self._guard(self._view.poll)
+
+    def close(self, state: RunState) -> None:
+        self._guard(self._view.close, state)
+
+    def settle(self) -> None:
+        self._guard(self._view.settle)
+
+    def reopen(self, run: Run) -> None:
+        self._view.reopen(run)
+
+    def _guard(self, draw: Callable[..., None], *args: Any) -> None:
+        try:
+            draw(*args)
+        except Exception:  # whatever a view does, the run goes on
+            if draw.__name__ not in self._told:
+                self._told.add(draw.__name__)
+                _log.warning("the view of a run could not be drawn", exc_info=True)

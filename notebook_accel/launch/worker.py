@@ -158,6 +158,7 @@ def _work(post: Post, context: rank.LaunchedContext, sender: _Sender) -> int:
     call: Any = None
     try:
         bars.install()
+        _note_groups(context)
         for name in post.launch.imports:
             import_module(name)
         packet = post.launch.payload
@@ -167,6 +168,20 @@ def _work(post: Post, context: rank.LaunchedContext, sender: _Sender) -> int:
     except BaseException as error:  # the process boundary: whatever it is, the notebook is told
         return _report(context, sender, call, error)
     return 0
+
+
+def _note_groups(context: rank.LaunchedContext) -> None:
+    """Remember that a process group was made: torch forgets it when the group is destroyed."""
+    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    plain = getattr(module, "_new_process_group_helper", None)
+    if plain is None:
+        return
+
+    def helper(*args: Any, **kwargs: Any) -> Any:
+        context.made_group = True
+        return plain(*args, **kwargs)
+
+    module._new_process_group_helper = helper
 
 
 def _return(context: rank.LaunchedContext, sender: _Sender, call: Any, value: object) -> None:
@@ -184,21 +199,10 @@ def _return(context: rank.LaunchedContext, sender: _Sender, call: Any, value: ob
         rank=context.rank,
         value=packet,
         is_none=value is None,
-        made_group=_made_group(),
+        made_group=context.made_group,
         drew_bar=context.drew_bar,
     )
     sender.send(message, fds)
-
-
-def _made_group() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return bool(distributed and distributed.is_available() and _group_made(distributed))
-
-
-def _group_made(distributed: Any) -> bool:
-    # The counter of groups that were ever made: the function may have destroyed its own.
-    world = getattr(distributed.distributed_c10d, "_world", None)
-    return bool(distributed.is_initialized() or getattr(world, "group_count", 0))
 
 
 def _report(context: rank.LaunchedContext, sender: _Sender, call: Any, error: BaseException) -> int:
@@ -219,7 +223,7 @@ def _report(context: rank.LaunchedContext, sender: _Sender, call: Any, error: Ba
             traceback=text,
             exitcode=code,
             pickled=payload.pack_exception(error, call) if call is not None else None,
-            made_group=_made_group(),
+            made_group=context.made_group,
         )
         return code
     return 1
