@@ -20,6 +20,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 from packaging.requirements import Requirement
 
+from tests.notebook.kernels import Kernel
 from tests.public import DOORS, PACKAGE, public_names
 
 if TYPE_CHECKING:
@@ -128,20 +129,14 @@ def execute(python: Path, code: str, folder: Path) -> str:
     manager = KernelManager(kernel_name="clean", kernel_spec_manager=specs)
     manager.start_kernel(cwd=str(folder))
     client = manager.blocking_client()
-    parts: list[str] = []
+    client.start_channels()
     try:
-        client.start_channels()
         client.wait_for_ready(timeout=60)
-        client.execute_interactive(code, timeout=90, output_hook=lambda m: parts.append(text_of(m)))
+        reply = Kernel(manager, client).run(code, timeout=90)
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
-    return "".join(parts)
-
-
-def text_of(message: dict[str, dict[str, object]]) -> str:
-    content = message["content"]
-    return str(content.get("text") or content.get("traceback") or "")
+    return "\n".join([reply.text, *reply.traceback])
 
 
 USER_FILE = """
