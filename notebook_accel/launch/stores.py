@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
+import re
 import shutil
 import time
 import uuid
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 import platformdirs
 
+from notebook_accel.errors import LaunchError
 from notebook_accel.launch.output import log_path
 from notebook_accel.launch.text import as_shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["MetricStore", "RunFolder", "runs_folder"]
 
 _KEPT_RUNS = 20
 _LIVE = ".live"
+_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
+
+_log = logging.getLogger(__name__)
 
 
 def runs_folder() -> Path:
@@ -32,14 +41,24 @@ def runs_folder() -> Path:
 
 
 class RunFolder:
-    """The folder of one run. It is locked while the run lives, so that nobody removes it."""
+    """The folder of one run. It is locked while the run lives, so that nobody removes it.
+
+    Raises:
+        LaunchError: it cannot be made.
+    """
 
     def __init__(self, root: Path | None = None) -> None:
         root = runs_folder() if root is None else root
         self.id = time.strftime("%Y%m%d-%H%M%S-") + uuid.uuid4().hex[:6]
         self.path = root / self.id
-        self.path.mkdir(parents=True, mode=0o700)
-        self._lock = _lock(self.path)
+        try:
+            self.path.mkdir(parents=True, mode=0o700)
+            self._lock: IO[bytes] | None = _lock(self.path)
+        except OSError as error:
+            raise LaunchError(
+                f"the folder for the run's logs and metrics cannot be made in {root}: {error}. Set "
+                "NOTEBOOK_ACCEL_RUNS to a folder that can be written"
+            ) from None
         _remove_old(root, keep=self.path)
 
     def read_log(self, rank: int) -> str:
@@ -53,24 +72,25 @@ class RunFolder:
 
     def release(self) -> None:
         """The run has ended: its folder may be removed when newer ones came."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()
             with contextlib.suppress(OSError):
                 (self.path / _LIVE).unlink()
 
 
-def _lock(folder: Path) -> IO[bytes] | None:
+def _lock(folder: Path) -> IO[bytes]:
     handle = (folder / _LIVE).open("wb")
-    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    # A file system without locks: to others the run lives as long as the mark is there.
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return handle
 
 
 def _remove_old(root: Path, *, keep: Path) -> None:
     """Remove all but the newest runs; folders that were not made by us are left alone."""
     folders = sorted(
-        (entry for entry in root.iterdir() if entry.is_dir() and entry != keep),
-        key=lambda entry: entry.name,
+        entry for entry in root.iterdir() if _ID.fullmatch(entry.name) and entry != keep
     )
     for folder in folders[: max(0, len(folders) - _KEPT_RUNS + 1)]:
         if not _is_live(folder):
@@ -89,7 +109,10 @@ def _is_live(folder: Path) -> bool:
 
 
 class MetricStore:
-    """Metrics in a file of JSON lines: time, rank, step, name, value."""
+    """Metrics in a file of JSON lines: time, rank, step, name, value.
+
+    A disk that is full costs the metrics from then on, never the run.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
@@ -97,22 +120,36 @@ class MetricStore:
 
     def add(self, *, wall: float, rank: int, step: int | None, values: dict[str, float]) -> None:
         """Append values; readers see them after :meth:`flush`."""
-        for name, value in values.items():
-            row = {"time": wall, "rank": rank, "step": step, "name": name, "value": value}
-            self._file.write(_encode(row) + b"\n")
+        with self._writing():
+            for name, value in values.items():
+                row = {"time": wall, "rank": rank, "step": step, "name": name, "value": value}
+                self._file.write(_encode(row) + b"\n")
 
     def flush(self) -> None:
-        self._file.flush()
+        with self._writing():
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with self._writing():
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError:  # closed meanwhile, by the run's end or by a full disk
+            return
+        except OSError as error:
+            _log.warning("metrics are lost from here on: %s: %s", self.path, error)
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def read(self) -> list[dict[str, Any]]:
-        """Every row, in the order in which they came."""
-        if not self._file.closed:
-            self.flush()
-        with self.path.open("rb") as file:
+        """Every row, in the order in which they came; none where the folder is gone."""
+        self.flush()
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             return [_decode(line) for line in file if line.endswith(b"\n")]
+        return []
 
 
 def _encode(row: dict[str, Any]) -> bytes:

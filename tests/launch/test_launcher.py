@@ -1,0 +1,379 @@
+"""What a launch needs of its parts together, beyond the contract that every engine keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from notebook_accel import ConfigError, LaunchError, WorkerError
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.run import runs
+from notebook_accel.launch.template import template
+from notebook_accel.launch.view import View
+from tests.engines.processes import below, eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from notebook_accel.launch.run import Run
+    from notebook_accel.launch.state import RunState
+
+SOON = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
+    yield
+    eventually(lambda: not below(template().pid), within=SOON, what="every process ended")
+
+
+def on_cpu(
+    function: Callable[..., Any], *args: Any, n: int = 2, view: View | None = None, **options: Any
+) -> Run:
+    grace = options.pop("grace", 10.0)
+    env = options.pop("env", None)
+    config = LaunchConfig(num_processes=n, devices="cpu", grace=grace, env=env)
+    return launch(function, args, config=config, view=view or View(), **options)
+
+
+# ---- nothing listens -----------------------------------------------------------------------
+
+
+def _listening(pids: list[int]) -> list[str]:
+    """Every socket on which one of the processes accepts connections."""
+    inodes = {inode for pid in pids for inode in _sockets(pid)}
+    found = []
+    for table in ("tcp", "tcp6", "unix"):
+        with open(f"/proc/net/{table}") as file:
+            rows = [line.split() for line in list(file)[1:]]
+        # SO_ACCEPTCON among a unix socket's flags; state 0A is LISTEN.
+        at, state, inode = (3, "00010000", 6) if table == "unix" else (3, "0A", 9)
+        found += [f"{table} {row}" for row in rows if row[at] == state and row[inode] in inodes]
+    return found
+
+
+def _sockets(pid: int) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/{pid}/fd/{number}")
+                if target.startswith("socket:["):
+                    yield target[8:-1]
+
+
+def test_no_process_of_a_run_listens(tmp_path: Path) -> None:
+    def train(folder: str) -> None:
+        open(f"{folder}/{os.environ['RANK']}", "w").close()
+        while not os.path.exists(f"{folder}/go"):
+            time.sleep(0.01)
+
+    before = _listening([os.getpid()])
+    run = on_cpu(train, str(tmp_path), block=False)
+    eventually((tmp_path / "1").exists, within=SOON, what="ranks run")
+    ours = [os.getpid(), template().pid, *(process.pid for process in below(template().pid))]
+    assert len(ours) >= 5, "kernel, template, agent and ranks"
+    assert all(list(_sockets(pid)) for pid in ours), "their sockets can be seen"
+    assert _listening(ours) == before
+    (tmp_path / "go").touch()
+    run.wait(SOON)
+
+
+def test_the_check_itself_sees_a_listener() -> None:
+    import socket
+
+    with socket.socket(socket.AF_UNIX) as one, socket.create_server(("127.0.0.1", 0)):
+        one.bind("")
+        one.listen()
+        assert len(_listening([os.getpid()])) == 2
+
+
+# ---- what a launch leaves in the kernel ----------------------------------------------------
+
+
+def test_launches_leave_no_descriptor_thread_or_child() -> None:
+    import torch
+
+    payload = torch.zeros(1_000_000)
+
+    def train() -> torch.Tensor:
+        print("hello")
+        return payload + 1
+
+    def fails() -> None:
+        raise ValueError("no")
+
+    def once() -> None:
+        on_cpu(train)
+        assert float(on_cpu(train)[1][-1]) == 1.0
+        with pytest.raises(WorkerError):
+            on_cpu(fails)
+        gc.collect()
+
+    once()
+    me = psutil.Process()
+    before = (me.num_fds(), threading.active_count(), len(me.children()))
+    for _ in range(3):
+        once()
+    # The handles are all kept, with what the ranks returned.
+    assert (me.num_fds(), threading.active_count(), len(me.children())) == before
+
+
+# ---- a kernel that is busy -----------------------------------------------------------------
+
+
+class Slow(View):
+    """Holds the run's supervisor until it is let go."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def update(self, state: RunState) -> None:
+        self.go_on.wait(SOON)
+
+
+def test_what_a_rank_said_last_waits_for_a_kernel_that_is_far_behind() -> None:
+    def train(number: int) -> int:
+        from notebook_accel.launch import rank
+
+        for step in range(number):
+            rank.current().metric({"loss": 1.0}, step)
+        return 7
+
+    for number in (4400, 4600):
+        view = Slow()
+        run = on_cpu(train, number, n=1, view=view, block=False)
+        agent = next(process.pid for process in below(template().pid))
+        # It has nothing to do any more: the rank has ended, and the kernel does not read.
+        _until_idle(agent)
+        view.go_on.set()
+        assert run.wait(SOON).results == [7]
+        assert len(run.metrics) == number
+
+
+def _until_idle(pid: int) -> None:
+    process = psutil.Process(pid)
+    used = -1.0
+    deadline = time.monotonic() + SOON
+    while time.monotonic() < deadline:
+        time.sleep(0.3)
+        now = sum(process.cpu_times()[:2])
+        if used >= 0 and now - used < 0.05:
+            return
+        used = now
+
+
+# ---- ends that nobody explains -------------------------------------------------------------
+
+
+def test_a_rank_that_vanishes_with_exit_code_zero_has_failed() -> None:
+    def train() -> None:
+        if os.environ["RANK"] == "1":
+            print("I am off")
+            os._exit(0)
+        time.sleep(600)
+
+    run = on_cpu(train, block=False)
+    with pytest.raises(WorkerError) as caught:
+        run.wait(SOON)
+    assert (caught.value.rank, caught.value.ranks, caught.value.exitcode) == (1, [1], 0)
+    assert "exit code 0" in str(caught.value)
+    assert "I am off" in str(caught.value)
+
+
+def test_a_rank_that_returned_may_end_as_it_likes() -> None:
+    def train() -> int:
+        import atexit
+
+        atexit.register(os._exit, 9)
+        return 1
+
+    assert on_cpu(train).results == [1, 1]
+
+
+# ---- stop ----------------------------------------------------------------------------------
+
+
+def test_a_function_that_reads_is_not_interrupted_in_a_long_step() -> None:
+    def train() -> str:
+        from notebook_accel.launch import rank
+
+        rank.current().should_stop()
+        print("reading", flush=True)
+        try:
+            time.sleep(2.0)
+        except KeyboardInterrupt:
+            return "interrupted"
+        return "asked" if rank.current().should_stop() else "not asked"
+
+    run = on_cpu(train, block=False)
+    eventually(lambda: run.logs().count("reading") == 2, within=SOON, what="both read")
+    run.stop()
+    assert run.wait(SOON).results == ["asked", "asked"]
+    assert run.status == "stopped"
+
+
+def test_the_grace_of_a_stop_is_kept() -> None:
+    def train() -> None:
+        from notebook_accel.launch import rank
+
+        while True:
+            rank.current().should_stop()
+            rank.current().count_step()
+            time.sleep(0.01)
+
+    run = on_cpu(train, n=1, block=False)
+    eventually(lambda: run.state.ranks[0].steps > 3, within=SOON, what="it runs")
+    run.stop()
+    # It reads and stays: that is its own decision, until somebody asks once more.
+    with contextlib.suppress(TimeoutError):
+        run.wait(1.3)
+    assert run.status == "stopping"
+    run.stop()
+    with contextlib.suppress(Exception):
+        run.wait(SOON)
+    assert run.status == "stopped"
+
+
+# ---- views that break ----------------------------------------------------------------------
+
+
+class Broken(View):
+    """Raises in one of its methods."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def _break(self, where: str) -> None:
+        if where == self._where:
+            raise ZeroDivisionError(where)
+
+    def open(self, run: Run) -> None:
+        self._break("open")
+
+    def update(self, state: RunState) -> None:
+        self._break("update")
+
+    def poll(self) -> None:
+        self._break("poll")
+
+    def close(self, state: RunState) -> None:
+        self._break("close")
+
+    def settle(self) -> None:
+        self._break("settle")
+
+
+@pytest.mark.parametrize("where", ["update", "poll", "close", "settle"])
+@pytest.mark.parametrize("block", [True, False])
+def test_a_view_that_breaks_ends_no_training(where: str, block: bool) -> None:
+    def train() -> int:
+        time.sleep(0.3)
+        return 1
+
+    assert on_cpu(train, n=1, view=Broken(where), block=block).wait(SOON).results == [1]
+
+
+def test_a_view_that_cannot_be_opened_leaves_no_run_behind() -> None:
+    def train() -> None:
+        time.sleep(600)
+
+    before = set(map(id, runs()))
+    with pytest.raises(ZeroDivisionError):
+        on_cpu(train, view=Broken("open"))
+    for run in runs():
+        if id(run) not in before:
+            assert run.results == [None, None]
+            assert run.status in ("failed", "stopped")
+
+
+# ---- environment ---------------------------------------------------------------------------
+
+
+def test_what_the_person_sets_for_the_ranks_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEPT", "from the notebook")
+    monkeypatch.setenv("JPY_SESSION_NAME", "kernel's own")
+    monkeypatch.setenv("WORLD_SIZE", "77")
+
+    def train() -> dict[str, str | None]:
+        names = ("KEPT", "MINE", "JPY_SESSION_NAME", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+        return {name: os.environ.get(name) for name in names}
+
+    env = {"MINE": "from the call", "WORLD_SIZE": "5"}
+    seen = on_cpu(train, env=env)[1]
+    assert seen == {
+        "KEPT": "from the notebook",
+        "MINE": "from the call",
+        "JPY_SESSION_NAME": None,
+        "WORLD_SIZE": "2",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+    }
+    assert os.environ["WORLD_SIZE"] == "77"
+
+
+# ---- notices -------------------------------------------------------------------------------
+
+
+def test_copies_that_ran_on_their_own_are_named() -> None:
+    def alone() -> None:
+        pass
+
+    def together() -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        dist.destroy_process_group()
+
+    told = on_cpu(alone).state.notices
+    assert [line for line in told if "2 copies of alone" in line]
+    assert not [line for line in on_cpu(alone, n=1).state.notices if "copies" in line]
+    assert not [line for line in on_cpu(together).state.notices if "copies" in line]
+
+
+def test_notices_are_shown_once_whoever_says_them() -> None:
+    def train() -> None:
+        from notebook_accel.launch import rank
+
+        for _ in range(2):
+            rank.current().notice("mind the step")
+
+    notices = on_cpu(train, notices=["known before"]).state.notices
+    assert notices[:2] == ("known before", "mind the step")
+    assert notices.count("mind the step") == 1
+
+
+# ---- bad input starts nothing --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "said"),
+    [
+        (None, (), "without calling"),
+        (lambda a: a, (), "missing"),
+        (lambda: 0, (1,), "too many"),
+        (lambda *a: a, "text", "tuple"),
+    ],
+)
+def test_a_bad_call_fails_before_anything_starts(
+    function: Any, args: Any, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        launch(function, args, config=LaunchConfig(), view=View())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "file" / "runs"))
+    with pytest.raises(LaunchError, match="NOTEBOOK_ACCEL_RUNS"):
+        on_cpu(lambda: 1)
