@@ -39,6 +39,7 @@ _CLOCK_SECONDS = 1.0
 # later, from the end of the run.
 _AGAIN_SECONDS = (1.0, 4.0)
 _MAX_CURVE = 60
+_ALL_RANKS = -1
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -106,12 +107,18 @@ class Panel:
 
 
 def _rank_filter(world_size: int, choose: Callable[[int | None], None]) -> Any:
-    options = [("all ranks", None), *((f"rank {rank}", rank) for rank in range(world_size))]
+    # The value None would mean that nothing is chosen, and show as an empty field.
+    options = [("all ranks", _ALL_RANKS), *((f"rank {rank}", rank) for rank in range(world_size))]
     widget = ipywidgets.Dropdown(
         options=options, layout=ipywidgets.Layout(width="116px"), tooltip="Whose output is shown"
     )
     widget.add_class("na-filter")
-    widget.observe(lambda change: choose(change["new"]), names="value")
+
+    def changed(change: Any) -> None:
+        rank = change["new"]
+        choose(None if rank == _ALL_RANKS else rank)
+
+    widget.observe(changed, names="value")
     return widget
 
 
@@ -119,15 +126,15 @@ class Dashboard(View):
     """Live panels of one run.
 
     All drawing is done under one lock, by the thread that the cell blocks while it waits, else
-    by a thread of its own. Clicks only set events.
+    by a thread of its own. Clicks change nothing on the page by themselves.
     """
 
     def __init__(self, clicks: Clicks) -> None:
         self._clicks = clicks
         self._panels: list[Panel] = []
         self._lock = threading.RLock()
-        self._changed = threading.Event()
-        self._ended = threading.Event()
+        self._has_changed = False
+        self._has_ended = False
         self._run: Run | None = None
         self._state: RunState | None = None
         self._snapshot: Snapshot | None = None
@@ -149,8 +156,11 @@ class Dashboard(View):
         ).start()
 
     def update(self, state: RunState) -> None:
-        self._note(state)
-        self._changed.set()
+        with self._lock:
+            self._state = state
+            self._has_changed = True
+            self._pace.see(state, now=time.monotonic())
+            self._note_metrics(state)
 
     def poll(self) -> None:
         self._clicks.pump()
@@ -183,20 +193,21 @@ class Dashboard(View):
         self._panels.append(panel)
 
     def _keep_drawing(self) -> None:
-        while not self._ended.is_set():
-            self._changed.wait(_CLOCK_SECONDS)
-            self._changed.clear()
+        # No event wakes it: an interrupt in the cell's thread could leave one locked for good.
+        while not self._has_ended:
+            time.sleep(_DRAW_SECONDS / 2)
             self._draw()
-            self._ended.wait(_DRAW_SECONDS)
         self._send_again()
 
     def _draw(self) -> None:
-        """Draw what is known now, unless that was just done."""
+        """Draw what is known now, where it changed or the clock moves on."""
         with self._lock:
             now = time.monotonic()
-            if self._state is None or self._ended.is_set() or now < self._drawn_at + _DRAW_SECONDS:
+            wait = _DRAW_SECONDS if self._has_changed else _CLOCK_SECONDS
+            if self._state is None or self._has_ended or now < self._drawn_at + wait:
                 return
             self._drawn_at = now
+            self._has_changed = False
             markup = self._markup(self._state)
             for panel in self._panels:
                 panel.draw(markup)
@@ -208,20 +219,17 @@ class Dashboard(View):
         details = Details(now=time.time(), paces=paces, chosen=self._chosen, curves=self._curves)
         return str(render_panel(state, details))
 
-    def _note(self, state: RunState) -> None:
-        with self._lock:
-            self._state = state
-            self._pace.see(state, now=time.monotonic())
-            for name, by_rank in last_values(state).items():
-                curve = self._curves.setdefault(name, deque(maxlen=_MAX_CURVE))
-                value = next(iter(by_rank.values()))
-                if not curve or curve[-1] != value:
-                    curve.append(value)
+    def _note_metrics(self, state: RunState) -> None:
+        for name, by_rank in last_values(state).items():
+            curve = self._curves.setdefault(name, deque(maxlen=_MAX_CURVE))
+            value = next(iter(by_rank.values()))
+            if not curve or curve[-1] != value:
+                curve.append(value)
 
     def _finish(self) -> None:
-        if self._state is None or self._run is None or self._ended.is_set():
+        if self._state is None or self._run is None or self._has_ended:
             return
-        self._ended.set()
+        self._has_ended = True
         self._snapshot = render_snapshot(self._state, self._run.metrics)
         for panel in self._panels:
             panel.finish(self._snapshot)
@@ -240,9 +248,8 @@ class Dashboard(View):
     def _ask_stop(self) -> None:
         if self._run is not None:
             self._run.stop()
-            self._changed.set()
+            self._has_changed = True
 
     def _choose(self, rank: int | None) -> None:
         self._chosen = rank
-        self._drawn_at = 0.0
-        self._changed.set()
+        self._has_changed = True

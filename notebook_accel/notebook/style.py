@@ -8,6 +8,7 @@ __all__ = ["STYLE"]
 STYLE = """<style>
 .na-panel {
   --na-fg: var(--jp-ui-font-color1, var(--vscode-editor-foreground, #222));
+  --na-back: var(--jp-layout-color1, var(--vscode-editor-background, Canvas));
   --na-muted: var(--jp-ui-font-color2, var(--vscode-descriptionForeground, #717171));
   --na-line: var(--jp-border-color2, var(--vscode-panel-border, rgba(128,128,128,.35)));
   --na-soft: var(--jp-layout-color2, var(--vscode-textCodeBlock-background,
@@ -94,13 +95,13 @@ table.na-ranks { table-layout: fixed; width: calc(100% - 28px); margin: 8px 14px
   border-top: 1px solid var(--na-line); }
 .na-log-title { height: 34px; line-height: 34px; padding: 0 14px; font-size: 11px;
   border-top: 1px solid var(--na-line); }
-.na-log { height: 174px; overflow: auto; padding: 0 14px 8px; display: grid; gap: 6px 18px;
+.na-log { height: 136px; overflow: auto; padding: 0 14px 8px; display: grid; gap: 6px 18px;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 380px), 1fr));
   grid-auto-rows: minmax(38px, 1fr); }
 .na-block { display: flex; gap: 8px; min-height: 0; min-width: 0; }
 .na-block > div { flex: 1; min-width: 0; overflow: auto; display: flex;
   flex-direction: column-reverse; }
-.na-block pre { margin-bottom: auto; }
+.na-block pre { margin-bottom: auto; flex: none; overflow: visible; }
 .na-tag { flex: none; min-width: 22px; height: 18px; font: 11px/18px var(--na-mono);
   text-align: center; border-radius: 4px; background: var(--na-soft); color: var(--na-muted); }
 .na-stop, .na-filter { position: absolute; margin: 0; }
@@ -109,6 +110,7 @@ table.na-ranks { table-layout: fixed; width: calc(100% - 28px); margin: 8px 14px
   color: var(--na-bad); font-size: 13px; }
 .na-stop:hover:enabled { background: var(--na-bad); color: #fff; }
 .na-stop:disabled { color: var(--na-muted); opacity: .8; }
-.na-filter { right: 14px; bottom: 185px; width: 110px; height: 28px; }
-.na-filter select { border-radius: 6px; padding-left: 8px; background-color: transparent; }
+.na-filter { right: 14px; bottom: 147px; width: 110px; height: 28px; }
+.na-filter select { border: 1px solid var(--na-line); border-radius: 6px; padding: 0 4px;
+  appearance: auto; -webkit-appearance: auto; background: var(--na-back); color: var(--na-fg); }
 </style>"""

@@ -91,6 +91,12 @@ class Notebook:
             _THEMES[name],
         )
 
+    def hide_sidebar(self) -> None:
+        """Give the notebook the whole width."""
+        self.page.evaluate(
+            "async () => { const shell = window.jupyterapp.shell; shell.collapseLeft(); }"
+        )
+
     def close(self) -> None:
         """End the kernel and the page."""
         shutdown = (
