@@ -149,6 +149,7 @@ class Accelerator(ConfiguredView):
             the objects to use instead, in the same order; a single one not as a tuple.
 
         Raises:
+            ConfigError: ``device_placement`` has not one entry an object.
             TypeError: an object belongs to another framework.
         """
         placement: Sequence[bool | None] = device_placement or [None] * len(args)

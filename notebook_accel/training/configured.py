@@ -91,6 +91,11 @@ class ConfiguredView(ProcessView):
         return self._plan.loaders.non_blocking
 
     @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether it was asked for; prepared loaders always have a state."""
+        return self._plan.loaders.use_stateful_dataloader
+
+    @property
     def project_dir(self) -> str | None:
         """Folder of the project."""
         return self.project_configuration.project_dir

@@ -74,14 +74,21 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
             'InitProcessGroupKwargs(backend="gloo") to let ranks share a device'
         )
     index = local_rank % count
-    torch.accelerator.set_device_index(index)
+    _make_current(index)
     return torch.device(accelerator.type, index)
+
+
+def _make_current(index: int) -> None:
+    set_index = getattr(torch.accelerator, "set_device_index", None)
+    if set_index is None:  # its name in torch 2.6
+        set_index = torch.accelerator.set_device_idx
+    set_index(index)
 
 
 def inventory() -> tuple[str, list[str]]:
     """The accelerators that this process sees: their type ("cpu" for none) and each one's name."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
         return "cpu", []
     kind = accelerator.type
     name = getattr(torch.get_device_module(kind), "get_device_name", lambda _: kind)

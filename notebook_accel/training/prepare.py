@@ -62,15 +62,25 @@ class Preparation:
         )
 
     def prepare(self, objects: Sequence[Any], placement: Sequence[bool | None]) -> list[Any]:
-        """Make all objects ready, whatever their order: each needs those of an earlier kind."""
+        """Make all objects ready, whatever their order: each needs those of an earlier kind.
+
+        Raises:
+            ConfigError: ``placement`` has not one entry an object.
+            TypeError: an object belongs to another framework.
+        """
+        if len(placement) != len(objects):
+            raise ConfigError(
+                f"prepare() got {len(objects)} objects and device_placement for "
+                f"{len(placement)}: give one for each"
+            )
+        for item in objects:
+            _refuse_foreign(item)
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         ready = list(objects)
         for kind, make in self._makers(optimizers):
             for index, item in enumerate(objects):
                 if isinstance(item, kind):
                     ready[index] = make(item, placement[index])
-        for item in objects:
-            _refuse_foreign(item)
         return ready
 
     def _makers(

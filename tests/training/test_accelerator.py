@@ -157,6 +157,14 @@ def test_an_object_of_another_framework_is_named() -> None:
         Accelerator(cpu=True).prepare(nn.Linear(1, 1), _ForeignChild())
 
 
+def test_placement_is_one_entry_an_object() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader, model, *_ = accelerator.prepare(*parts(), device_placement=[False] * 4)
+    assert loader.device is None
+    with pytest.raises(ConfigError, match="got 2 objects and device_placement for 1"):
+        accelerator.prepare(model, loader, device_placement=[True])
+
+
 def test_free_memory_forgets_everything() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     loader, model, optimizer, _ = accelerator.prepare(*parts())
