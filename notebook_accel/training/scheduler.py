@@ -73,7 +73,8 @@ class AcceleratedScheduler:
 
     def _pass_over(self) -> None:
         """Count the batch as seen: torch warns of a scheduler that runs before its optimizer."""
-        if self._accumulation.plugin.adjust_scheduler:
+        counts = hasattr(self.scheduler, "_step_count")  # some that combine others do not
+        if counts and self._accumulation.plugin.adjust_scheduler:
             self.scheduler._step_count += 1
 
     def _move(self, *args: Any, **kwargs: Any) -> None:

@@ -49,6 +49,29 @@ def test_it_moves_with_real_steps_alone() -> None:
     assert scheduler.__notebook_accel_unwrap__() is scheduler.scheduler
 
 
+def chained(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.ChainedScheduler([halving(optimizer), halving(optimizer)])
+
+
+def in_sequence(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    parts = [lr_scheduler.ConstantLR(optimizer, 0.5), halving(optimizer)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[1])
+
+
+@pytest.mark.parametrize("make", [chained, in_sequence])
+def test_schedulers_made_of_others_move_too(make: Any) -> None:
+    accelerator, optimizer, scheduler = setup(make, gradient_accumulation_steps=2)
+    for _ in range(4):
+        with accelerator.accumulate():
+            optimizer.step()
+            scheduler.step()
+    expected = setup(make)
+    for _ in range(2):
+        expected[1].step()
+        expected[2].step()
+    assert scheduler.get_last_lr() == expected[2].get_last_lr() != [1.0]
+
+
 def test_a_plugin_may_leave_the_count_alone() -> None:
     plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=False)
     accelerator, optimizer, scheduler = setup(halving, gradient_accumulation_plugin=plugin)
