@@ -1,0 +1,63 @@
+"""The Accelerator in ranks that the launcher started: what it reports, and what comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from notebook_accel import Accelerator, notebook_launcher
+
+
+def train() -> dict[str, Any]:
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    bare = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = DataLoader(torch.randn(32, 3), batch_size=2)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    for step, batch in enumerate(accelerator.progress(loader, desc="train")):
+        with accelerator.accumulate(model):
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            bare.step()
+            optimizer.zero_grad()
+        accelerator.log({"loss": loss, "rank": accelerator.process_index}, step=step)
+        assert not accelerator.should_stop
+    accelerator.end_training()
+    accelerator.wait_for_everyone()  # the group is the launcher's to end
+    return {
+        "type": type(model).__name__,
+        "model": accelerator.unwrap_model(model),
+        "wrapped": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+    }
+
+
+def test_a_launched_training_reports_and_comes_back_plain() -> None:
+    run = notebook_launcher(train, num_processes=2, view="none")
+    for result in run:
+        assert result["type"] == "DistributedDataParallel"
+        assert type(result["wrapped"]) is nn.Linear
+        assert type(result["optimizer"]) is torch.optim.AdamW
+        assert type(result["schedule"]) is torch.optim.lr_scheduler.StepLR
+        (group,) = result["optimizer"].param_groups
+        assert group["params"][0] is result["model"].weight
+        assert result["model"](torch.ones(1, 3)).dtype == torch.float32
+    assert torch.equal(run[0]["model"].weight, run[1]["model"].weight)
+    assert {(m["name"], m["rank"]) for m in run.metrics} == {("loss", 0), ("rank", 0)}
+    assert [m["step"] for m in run.metrics if m["name"] == "loss"] == list(range(8))
+    assert {(bar.rank, bar.name, bar.n, bar.total) for bar in run.progress} == {
+        (0, "train", 8, 8),
+        (1, "train", 8, 8),
+    }
+    ranks = run.state.ranks
+    assert [(one.batches, one.steps) for one in ranks] == [(8, 4), (8, 4)]
+    told = [text for text in run.state.notices if "SGD was stepped without" in text]
+    assert len(told) == 1
