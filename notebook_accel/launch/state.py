@@ -11,7 +11,7 @@ from functools import singledispatch
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.text import append_output
+from notebook_accel.launch.text import Tail, append_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ __all__ = ["ENDED", "BarState", "Progress", "RankState", "RunState", "apply", "s
 
 ENDED = ("succeeded", "failed", "stopped")
 _MAX_TAIL_LINES = 200
-_MAX_BARS = 50
+_MAX_BARS = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,8 @@ class RankState:
         steps: made by its prepared optimizers.
         memory, device_memory: bytes; None where unknown.
         metrics: last value of each name, with its step.
-        tail: its last lines of output; ``open_line`` says whether the last one goes on.
+        tail: its last lines of output; ``open_line`` says whether the last one goes on,
+            ``rewound`` whether what comes next overwrites it.
         num_lines: lines of output that were ended so far, skipped ones included.
         skipped_lines: lines that only the file has.
         failure: how its function ended, where it raised.
@@ -76,6 +77,7 @@ class RankState:
     metrics: dict[str, tuple[int | None, float]] = field(default_factory=dict)
     tail: tuple[str, ...] = ()
     open_line: bool = False
+    rewound: bool = False
     num_lines: int = 0
     skipped_lines: int = 0
     returned: bool = False
@@ -186,13 +188,21 @@ def _(message: wire.Bar, state: RunState) -> RunState:
             unit=message.unit,
             closed=message.closed,
         )
-        if any(old.bar == bar.bar for old in rank.bars):
-            bars = tuple(bar if old.bar == bar.bar else old for old in rank.bars)
-        else:
-            bars = (*rank.bars, bar)[-_MAX_BARS:]
-        return replace(rank, bars=bars)
+        return replace(rank, bars=_with_bar(rank.bars, bar))
 
     return change_rank(state, message.rank, change)
+
+
+def _with_bar(bars: tuple[BarState, ...], bar: BarState) -> tuple[BarState, ...]:
+    """``bars`` with the new state of one of them; where there are too many, an old one goes."""
+    for index in range(len(bars) - 1, -1, -1):
+        if bars[index].bar == bar.bar:
+            return (*bars[:index], bar, *bars[index + 1 :])
+    if len(bars) >= _MAX_BARS:
+        # The oldest that was closed: the bar of the epochs is older than all others, and lives.
+        oldest = next((index for index, old in enumerate(bars) if old.closed), 0)
+        bars = (*bars[:oldest], *bars[oldest + 1 :])
+    return (*bars, bar)
 
 
 @apply.register
@@ -205,16 +215,13 @@ def _(message: wire.Notice, state: RunState) -> RunState:
 @apply.register
 def _(message: wire.Output, state: RunState) -> RunState:
     def change(rank: RankState) -> RankState:
-        tail, open_line = append_output(
-            () if message.skipped else rank.tail,
-            rank.open_line and not message.skipped,
-            message.text,
-            limit=_MAX_TAIL_LINES,
-        )
+        before = Tail() if message.skipped else Tail(rank.tail, rank.open_line, rank.rewound)
+        tail = append_output(before, message.text, limit=_MAX_TAIL_LINES)
         return replace(
             rank,
-            tail=tail,
-            open_line=open_line,
+            tail=tail.lines,
+            open_line=tail.is_open,
+            rewound=tail.is_rewound,
             num_lines=rank.num_lines + message.skipped + message.text.count("\n"),
             skipped_lines=rank.skipped_lines + message.skipped,
         )

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-__all__ = ["append_output", "as_shown", "strip_escapes"]
+__all__ = ["Tail", "append_output", "as_shown", "strip_escapes"]
 
-_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
+_ESCAPES = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]+[0-~]|\x1b[@-Z\\-_]"
+)
+# Of a line that is longer, the end is shown: somebody prints dots.
+_MAX_LINE = 10_000
 
 
 def strip_escapes(text: str) -> str:
@@ -20,18 +25,31 @@ def as_shown(line: str) -> str:
     return parts[-1] if parts else ""
 
 
-def append_output(
-    tail: tuple[str, ...], open_line: bool, text: str, *, limit: int
-) -> tuple[tuple[str, ...], bool]:
-    """The last ``limit`` lines of ``tail`` with ``text`` after it, and whether the last goes on."""
+@dataclass(frozen=True)
+class Tail:
+    """The last lines of an output.
+
+    Attributes:
+        lines: as a terminal would show them.
+        is_open: whether the last one goes on.
+        is_rewound: whether what comes next overwrites the last one.
+    """
+
+    lines: tuple[str, ...] = ()
+    is_open: bool = False
+    is_rewound: bool = False
+
+
+def append_output(tail: Tail, text: str, *, limit: int) -> Tail:
+    """``tail`` with ``text`` after it, of which the last ``limit`` lines are kept."""
     if not text:
-        return tail, open_line
-    lines = text.split("\n")
-    still_open = lines[-1] != ""
-    if not still_open:
-        lines.pop()
-    if open_line and tail and lines:
-        lines[0] = tail[-1] + lines[0]
-        tail = tail[:-1]
-    shown = (*tail, *(as_shown(line.rstrip("\r")) for line in lines))
-    return shown[-limit:], still_open
+        return tail
+    lines, new = tail.lines, text.split("\n")
+    is_open = new[-1] != ""
+    if not is_open:
+        new.pop()
+    if tail.is_open and lines:
+        new[:1] = [lines[-1] + ("\r" if tail.is_rewound else "") + "".join(new[:1])]
+        lines = lines[:-1]
+    shown = (as_shown(line)[-_MAX_LINE:] for line in new[-limit:])
+    return Tail((*lines, *shown)[-limit:], is_open, is_open and new[-1].endswith("\r"))
