@@ -340,3 +340,26 @@ def test_ranks_write_one_checkpoint_together(tmp_path: Path) -> None:
     assert {k: v for k, v in first.items() if k != "drawn"} == {
         k: v for k, v in second.items() if k != "drawn"
     }
+
+
+def test_checkpoints_of_accelerate_load_here_and_ours_load_there(tmp_path: Path) -> None:
+    peer = pytest.importorskip("accelerate")
+    trained: list[Any] = []
+    for accelerator in (peer.Accelerator(cpu=True), Accelerator(cpu=True)):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        prepared = accelerator.prepare(model, optimizer, schedule)
+        accelerator.backward(prepared[0](torch.ones(1, 2)).sum())
+        prepared[1].step()
+        prepared[2].step()
+        accelerator.save_state(str(tmp_path / type(accelerator).__module__))
+        trained.append((accelerator, prepared))
+    folders = [tmp_path / type(accelerator).__module__ for accelerator, _ in trained]
+    states = [repr([part.state_dict() for part in prepared]) for _, prepared in trained]
+    assert states[0] != states[1]
+    for (accelerator, prepared), folder, expected in zip(
+        trained, reversed(folders), reversed(states), strict=True
+    ):
+        accelerator.load_state(str(folder))
+        assert repr([part.state_dict() for part in prepared]) == expected
