@@ -167,7 +167,12 @@ def open_lab(folder: Path, versions: Sequence[str]) -> Iterator[Lab]:
         yield Lab(url, work)
     finally:
         server.terminate()
-        server.wait(20)
+        try:
+            server.wait(5)
+        except subprocess.TimeoutExpired:
+            # It waits for what its pages left open; its kernels end when it is gone.
+            server.kill()
+            server.wait()
 
 
 def _write_kernel(folder: Path, version: str) -> None:
