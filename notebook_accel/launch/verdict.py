@@ -66,11 +66,12 @@ def judge(
         lost_agent: how the agent died, None where it did not.
         log_dir: where the ranks' whole output is.
     """
-    if lost_agent is not None and stopped_at is None:
-        return Verdict(status="failed", failure=_agent_failure(state, lost_agent))
     failed = [rank for rank in state.ranks if _has_failed(rank, stopped_at, firm)]
     if failed:
         return Verdict(status="failed", failure=_rank_failure(failed, log_dir))
+    lost = tuple(rank.rank for rank in state.ranks if not rank.returned)
+    if lost_agent is not None and stopped_at is None and lost:
+        return Verdict(status="failed", failure=_agent_failure(lost, lost_agent))
     if stopped_at is not None:
         return Verdict(status="stopped")
     return Verdict(status="succeeded")
@@ -93,7 +94,7 @@ def _order(rank: RankState) -> tuple[int, float]:
     if failure is None:
         return (2 if _is_watchdog(rank) else 0), rank.ended or 0.0
     kinds = {"exit": 0, "lost peer": 2}
-    return kinds.get(failure.kind, 1), failure.monotonic
+    return kinds.get(failure.kind, 1), failure.wall
 
 
 def _is_watchdog(rank: RankState) -> bool:
@@ -180,8 +181,7 @@ def _where(rank: RankState, log_dir: str) -> list[str]:
     return ["", f"The whole output of rank {rank.rank}: run.logs({rank.rank}), kept in {log_dir}"]
 
 
-def _agent_failure(state: RunState, how: str) -> Failure:
-    lost = tuple(rank.rank for rank in state.ranks if not rank.returned)
+def _agent_failure(lost: tuple[int, ...], how: str) -> Failure:
     return Failure(
         message=(
             f"the process that watches the ranks {how}, so that {_names(lost)} ended without a "
