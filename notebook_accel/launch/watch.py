@@ -108,7 +108,8 @@ class RankProcess:
         if now >= self._next_memory and self.alive:
             self._next_memory = now + _MEMORY_SECONDS
             with contextlib.suppress(psutil.Error):
-                self._memory = psutil.Process(self.pid).memory_info().rss
+                # A process that has just ended has none.
+                self._memory = psutil.Process(self.pid).memory_info().rss or self._memory
         fields = (
             self.row.batches,
             self.row.total_batches or None,
