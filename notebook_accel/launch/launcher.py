@@ -51,6 +51,7 @@ def launch(
     timeout: float | None = None,
     imports: Sequence[str] = (),
     notices: Sequence[str] = (),
+    advise: bool = True,
 ) -> Run:
     """Call ``function(*args, **kwargs)`` on every rank of a new run.
 
@@ -65,6 +66,7 @@ def launch(
         timeout: seconds after which the run is ended.
         imports: modules that each rank imports first.
         notices: lines for the person that are known already.
+        advise: say at the end what a training function seems to have forgotten.
 
     Raises:
         ConfigError: more ranks than accelerators.
@@ -84,6 +86,7 @@ def launch(
         view=view,
         timeout=timeout,
         imports=tuple(imports),
+        advise=advise,
     )
     run = _open(job, list(notices))
     if block:
@@ -190,11 +193,11 @@ def _prepare(
         message=message,
         segment=None if is_small else seal(buffers),
         registry=packed.registry,
-        closing_notices=lambda last: _closing_notices(last, packed),
+        closing_notices=lambda last: _advice(last, packed) if job.advise else [],
     )
 
 
-def _closing_notices(last: RunState, packed: payload.PackedCall) -> list[str]:
+def _advice(last: RunState, packed: payload.PackedCall) -> list[str]:
     """Lines that only the end of a run can tell."""
     lines = _lost_models(last, packed)
     told = [rank.made_group for rank in last.ranks if rank.made_group is not None]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.run import Run
 
-__all__ = ["VIEWS", "choose_view", "notebook_launcher"]
+__all__ = ["VIEWS", "choose_view", "notebook_launcher", "run_cell"]
 
 # What one machine has no use for; given all the same, it is named in one line.
 _UNUSED = (
@@ -142,18 +142,39 @@ def notebook_launcher(
     if isinstance(use_port, str):
         settings["use_port"] = _as_port(use_port)
     chosen, notices = resolve(settings, config)
-    shown = choose_view(view, waits=block)
     with show_in_short():
         return launch(
             function,
             args,
             kwargs,
             config=chosen,
-            view=shown,
+            view=choose_view(view, waits=block),
             sources=cell_sources(get_ipython()),
             block=block,
             timeout=timeout,
             notices=[*notices, *_unused(given)],
+        )
+
+
+def run_cell(function: Callable[[], Any], settings: Mapping[str, Any]) -> Run:
+    """Run a cell, as a function, on every rank; the end of the run is waited for.
+
+    Args:
+        function: the cell.
+        settings: fields of ``LaunchConfig``; None leaves one open.
+
+    Raises:
+        ConfigError, LaunchError, WorkerError, RunStopped: as :func:`notebook_launcher`.
+    """
+    chosen, notices = resolve(settings)
+    with show_in_short():
+        return launch(
+            function,
+            config=chosen,
+            view=choose_view("auto"),
+            sources=cell_sources(get_ipython()),
+            notices=notices,
+            advise=False,
         )
 
 

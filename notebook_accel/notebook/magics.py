@@ -14,7 +14,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from notebook_accel.launch import wording
 from notebook_accel.launch.template import warm
 from notebook_accel.notebook.cell_function import cell_function
-from notebook_accel.notebook.launcher import notebook_launcher
+from notebook_accel.notebook.launcher import run_cell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,11 +61,11 @@ class AccelerateMagics(Magics):
             name=f"In[{number}]",
             first_line=2,
         )
-        run = notebook_launcher(
-            function,
-            num_processes=options.num_processes,
-            mixed_precision=options.mixed_precision,
-        )
+        settings = {
+            "num_processes": options.num_processes,
+            "mixed_precision": options.mixed_precision,
+        }
+        run = run_cell(function, settings)
         print(tell_apart(run.results), end="")  # noqa: T201
 
 

@@ -39,6 +39,7 @@ class Job:
     view: View
     timeout: float | None
     imports: tuple[str, ...] = ()
+    advise: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
