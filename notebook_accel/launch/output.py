@@ -16,6 +16,9 @@ __all__ = ["Tail", "log_path", "redirect"]
 
 # What the agent passes on at once; anything older stays in the file.
 _MAX_LIVE_BYTES = 32_768
+_CHUNK_BYTES = 1 << 20
+# Bytes of UTF-8 that no character begins with.
+_CONTINUATION = bytes(range(0x80, 0xC0))
 
 
 def log_path(log_dir: str | Path, rank: int) -> Path:
@@ -43,21 +46,32 @@ class Tail:
 
     def read(self) -> tuple[str, int]:
         """The text added since the last call, and how many lines before it were left out."""
-        data = self._file.read() or b""
-        if not data:
-            return "", 0
-        data, self._rest = _whole_characters(self._rest + data)
-        if len(data) <= _MAX_LIVE_BYTES:
-            return data.decode(errors="replace"), 0
-        cut = data.find(b"\n", len(data) - _MAX_LIVE_BYTES) + 1
-        cut = cut or len(data) - _MAX_LIVE_BYTES
-        return data[cut:].decode(errors="replace"), data.count(b"\n", 0, cut)
+        data, skipped = self._rest, 0
+        left = os.fstat(self.fileno()).st_size - self._file.tell()
+        while left > 0 and (part := self._file.read(min(left, _CHUNK_BYTES))):
+            left -= len(part)
+            data, more = _newest(data + part)
+            skipped += more
+        data, self._rest = _whole_characters(data)
+        return data.decode(errors="replace"), skipped
 
     def fileno(self) -> int:
         return self._file.fileno()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _newest(data: bytes) -> tuple[bytes, int]:
+    """As many whole lines at the end as may be shown, and the number of those before them."""
+    start = len(data) - _MAX_LIVE_BYTES
+    if start <= 0:
+        return data, 0
+    cut = data.find(b"\n", start) + 1
+    if not 0 < cut < len(data):
+        # One line alone is longer: it begins with a whole character.
+        cut = start + len(data[start:]) - len(data[start:].lstrip(_CONTINUATION))
+    return data[cut:], data.count(b"\n", 0, cut)
 
 
 def _whole_characters(data: bytes) -> tuple[bytes, bytes]:
