@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+
 import pytest
 
 from notebook_accel.launch import rank
 
-__all__ = ["Told", "fresh_rank"]
+__all__ = ["Told", "be", "fresh_rank"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -32,10 +34,15 @@ class Told(rank.RankContext):
         self.steps += 1
 
 
+def be(context: rank.RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process the rank that ``context`` describes, until the test ends."""
+    monkeypatch.setattr(rank, "_process_context", context)
+    monkeypatch.setattr(rank, "_context", ContextVar("fresh", default=None))
+
+
 @pytest.fixture(autouse=True)
 def fresh_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A context that knows nothing yet, in an environment that says nothing."""
     for name in _VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    context = rank.RankContext(rank=0, local_rank=0, world_size=1, local_world_size=1)
-    monkeypatch.setattr(rank, "_process_context", context)
+    be(rank.RankContext(rank=0, local_rank=0, world_size=1, local_world_size=1), monkeypatch)

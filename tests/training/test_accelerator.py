@@ -27,9 +27,8 @@ from notebook_accel import (
     ProfileKwargs,
     ProjectConfiguration,
 )
-from notebook_accel.launch import rank
 from tests.training.harness import run_ranks
-from tests.training.single import Told, fresh_rank  # noqa: F401
+from tests.training.single import Told, be, fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -190,7 +189,7 @@ def test_a_copy_is_the_same_accelerator_and_it_stays_home() -> None:
 
 def test_what_is_logged_reaches_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
-    monkeypatch.setattr(rank, "_process_context", told)
+    be(told, monkeypatch)
     accelerator = Accelerator(cpu=True)
     accelerator.init_trackers("mine", config={"lr": 1})
     accelerator.log(

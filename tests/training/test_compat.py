@@ -10,7 +10,7 @@ import pytest
 import notebook_accel
 from notebook_accel.launch import rank
 from tests.training.harness import run_ranks
-from tests.training.single import fresh_rank  # noqa: F401
+from tests.training.single import be, fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:
     from notebook_accel.training.logs import MultiProcessAdapter
@@ -47,7 +47,7 @@ def logger_of(name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> MultiPr
     from notebook_accel.logging import get_logger
 
     context = rank.RankContext(rank=index, local_rank=index, world_size=2, local_world_size=2)
-    monkeypatch.setattr(rank, "_process_context", context)
+    be(context, monkeypatch)
     return get_logger(name, "INFO")
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from notebook_accel import AcceleratedOptimizer, Accelerator, GradientAccumulationPlugin
-from notebook_accel.launch import rank
-from tests.training.single import Told, fresh_rank  # noqa: F401
+from tests.training.single import Told, be, fresh_rank  # noqa: F401
 
 GRADIENTS = [1.0, 10.0, 100.0, 1000.0]
 
@@ -173,7 +172,7 @@ def test_hooks_and_closures_reach_the_wrapped_optimizer() -> None:
 
 def test_real_steps_are_counted_for_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
-    monkeypatch.setattr(rank, "_process_context", told)
+    be(told, monkeypatch)
     accelerator, model, optimizer, _ = setup()
     loop(accelerator, model, optimizer, "last")
     assert told.steps == 2

@@ -23,18 +23,10 @@ from notebook_accel import (
     InitProcessGroupKwargs,
     PartialState,
 )
-from notebook_accel.launch import rank
 from notebook_accel.training import devices
 from notebook_accel.training.process_group import close_process_group
 from tests.training.harness import run_ranks
-
-
-@pytest.fixture(autouse=True)
-def _fresh_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    context = rank.RankContext(rank=0, local_rank=0, world_size=1, local_world_size=1)
-    monkeypatch.setattr(rank, "_process_context", context)
+from tests.training.single import fresh_rank  # noqa: F401
 
 
 def meet(port: int) -> dict[str, Any]:
