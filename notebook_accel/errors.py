@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["ConfigError", "LaunchError", "NotebookAccelError", "RunStopped", "WorkerError"]
 
 
+# Packages between a cell and the magic that it calls.
+_SHELL = {"IPython", "decorator", "decorator.py"}
+
+
 class NotebookAccelError(RuntimeError):
     """The root of the errors that this package raises.
 
@@ -41,7 +45,7 @@ class NotebookAccelError(RuntimeError):
     def _render_traceback_(self) -> list[str]:
         """What IPython shows of this error: no frame of ours, and the message whole."""
         frames = list(takewhile(_is_outer, traceback.extract_tb(self.__traceback__)))
-        frames = [frame for frame in frames if "IPython" not in Path(frame.filename).parts]
+        frames = [frame for frame in frames if not _SHELL & set(Path(frame.filename).parts)]
         # One frame is the cell itself, right above.
         where = traceback.format_list(frames) if len(frames) > 1 else []
         return [*where, f"\x1b[0;31m{type(self).__name__}\x1b[0m: {self}"]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Run
 
 __all__ = ["VIEWS", "choose_view", "notebook_launcher", "run_cell"]
@@ -156,12 +157,13 @@ def notebook_launcher(
         )
 
 
-def run_cell(function: Callable[[], Any], settings: Mapping[str, Any]) -> Run:
+def run_cell(function: Callable[[], Any], settings: Mapping[str, Any], source: CellSource) -> Run:
     """Run a cell, as a function, on every rank; the end of the run is waited for.
 
     Args:
         function: the cell.
         settings: fields of ``LaunchConfig``; None leaves one open.
+        source: where the function comes from.
 
     Raises:
         ConfigError, LaunchError, WorkerError, RunStopped: as :func:`notebook_launcher`.
@@ -172,7 +174,7 @@ def run_cell(function: Callable[[], Any], settings: Mapping[str, Any]) -> Run:
             function,
             config=chosen,
             view=choose_view("auto"),
-            sources=cell_sources(get_ipython()),
+            sources=[source, *cell_sources(get_ipython())],
             notices=notices,
             advise=False,
         )

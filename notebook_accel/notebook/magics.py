@@ -12,6 +12,7 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from notebook_accel.launch import wording
+from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.template import warm
 from notebook_accel.notebook.cell_function import cell_function
 from notebook_accel.notebook.launcher import run_cell
@@ -54,10 +55,11 @@ class AccelerateMagics(Magics):
         number = len(shell.user_ns["In"]) - 1
         # Counted with the magic's own line, as the page shows it.
         whole = f"%%accelerate {line}\n{cell}"
+        source = CellSource(shell.compile.cache(whole, number), f"Cell In[{number}]", whole)
         function = cell_function(
             cell,
             namespace=shell.user_ns,
-            filename=shell.compile.cache(whole, number),
+            filename=source.filename,
             name=f"In[{number}]",
             first_line=2,
         )
@@ -65,7 +67,7 @@ class AccelerateMagics(Magics):
             "num_processes": options.num_processes,
             "mixed_precision": options.mixed_precision,
         }
-        run = run_cell(function, settings)
+        run = run_cell(function, settings, source)
         print(tell_apart(run.results), end="")  # noqa: T201
 
 
