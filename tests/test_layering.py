@@ -170,8 +170,7 @@ def test_no_module_has_a_vague_name() -> None:
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
     graph = {
-        module_name(path): {i.module for i in ours(path) if i.at_import} - {ROOT}
-        for path in FILES
+        module_name(path): {i.module for i in ours(path) if i.at_import} - {ROOT} for path in FILES
     }
     try:
         TopologicalSorter(graph).prepare()
