@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from tqdm.std import tqdm
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["install"]
 
 _numbers = itertools.count(1)
+# set_postfix draws at every step: more than this of one bar nobody could read.
+_REPORTS_PER_SECOND = 20.0
+_BURST = 20
 
 
 def install() -> None:
@@ -67,18 +71,39 @@ def _underlying(stream: Any) -> Any:
     return getattr(stream, "_wrapped", stream)
 
 
+class _Voice:
+    """The number of one bar, and how much it may still say: a bucket that fills up with time."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self._left = float(_BURST)
+        self._seen = time.monotonic()
+
+    def may_speak(self) -> bool:
+        now = time.monotonic()
+        self._left = min(_BURST, self._left + (now - self._seen) * _REPORTS_PER_SECOND)
+        self._seen = now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
 def _report(bar: Any, *, closed: bool) -> None:
+    voice: _Voice = bar.__dict__.setdefault("_notebook_accel_voice", None) or _Voice()
+    bar._notebook_accel_voice = voice
+    if not voice.may_speak() and not closed:
+        return
     shown: dict[str, Any] = bar.format_dict
-    number = bar.__dict__.setdefault("_notebook_accel_number", None) or next(_numbers)
-    bar._notebook_accel_number = number
     rank.current().bar(
-        number,
+        voice.number,
         name=str(shown.get("prefix") or "").rstrip(": "),
         n=float(shown["n"]),
         total=_as_float(shown.get("total")),
         rate=_as_float(shown.get("rate")) or _mean_rate(shown),
         elapsed=float(shown.get("elapsed") or 0.0),
         unit=str(shown.get("unit") or "it"),
+        postfix=str(shown.get("postfix") or ""),
         closed=closed,
     )
 

@@ -55,7 +55,7 @@ def _by_bar(rank: RankState) -> Advance:
     # The newest bar is kept once closed: between two epochs the row would flicker otherwise.
     bar = rank.bars[-1]
     outer = [_position(bar) for bar in rank.bars[:-1] if not bar.closed]
-    label = ", ".join(part for part in [bar.name, *reversed(outer)] if part)
+    label = ", ".join(part for part in [bar.name, bar.postfix, *reversed(outer)] if part)
     count = _of(bar.n, bar.total)
     is_over = bar.closed or rank.has_ended
     return Advance(

@@ -77,6 +77,7 @@ class RankContext:
         rate: float | None = None,
         elapsed: float = 0.0,
         unit: str = "it",
+        postfix: str = "",
         closed: bool = False,
     ) -> None:
         """Report the state of a progress bar."""
@@ -154,6 +155,7 @@ class LaunchedContext(RankContext):
         rate: float | None = None,
         elapsed: float = 0.0,
         unit: str = "it",
+        postfix: str = "",
         closed: bool = False,
     ) -> None:
         self.drew_bar = True
@@ -166,6 +168,7 @@ class LaunchedContext(RankContext):
             rate=rate,
             elapsed=elapsed,
             unit=unit,
+            postfix=postfix,
             closed=closed,
         )
 

@@ -42,6 +42,7 @@ class BarState(Progress):
     bar: int
     unit: str
     closed: bool
+    postfix: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +187,7 @@ def _(message: wire.Bar, state: RunState) -> RunState:
             rate=message.rate,
             elapsed=message.elapsed,
             unit=message.unit,
+            postfix=message.postfix,
             closed=message.closed,
         )
         return replace(rank, bars=_with_bar(rank.bars, bar))

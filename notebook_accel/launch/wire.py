@@ -101,7 +101,10 @@ class Metric(Message, frozen=True, kw_only=True):
 
 
 class Bar(Message, frozen=True, kw_only=True):
-    """The state of one progress bar. ``rate`` in items/s, ``elapsed`` in seconds."""
+    """The state of one progress bar. ``rate`` in items/s, ``elapsed`` in seconds.
+
+    ``postfix`` is what the bar shows after its numbers ("loss=0.31").
+    """
 
     bar: int
     name: str
@@ -110,6 +113,7 @@ class Bar(Message, frozen=True, kw_only=True):
     rate: float | None = None
     elapsed: float = 0.0
     unit: str = "it"
+    postfix: str = ""
     closed: bool = False
 
 
