@@ -112,6 +112,7 @@ class PreparedLoader(DataLoader[Any]):
         **kwargs: further arguments of torch's DataLoader.
     """
 
+    _notebook_accel_stays_home = "prepare it inside the function"
     _options: LoaderOptions
     _progress: _Progress
     _index: _IndexSource
