@@ -156,5 +156,5 @@ def last_values(state: RunState) -> dict[str, dict[int, float]]:
 
 def spread(by_rank: Mapping[int, float]) -> str:
     """Lowest and highest value where ranks differ, else nothing."""
-    low, high = min(by_rank.values()), max(by_rank.values())
-    return "" if low == high else f"{wording.number(low)} to {wording.number(high)}"
+    low, high = (wording.number(pick(by_rank.values())) for pick in (min, max))
+    return "" if low == high else f"{low} to {high}"

@@ -143,12 +143,18 @@ def _axes(box: _Box, bounds: tuple[Point, Point]) -> list[Html]:
     left = box.left - 6
     return [
         *grid,
-        _text(f"{y_high:.3g}", left, box.top + 4, "end"),
-        _text(f"{(y_low + y_high) / 2:.3g}", left, middle + 4, "end"),
-        _text(f"{y_low:.3g}", left, bottom + 4, "end"),
+        _text(_tick(y_high), left, box.top + 4, "end"),
+        _text(_tick((y_low + y_high) / 2), left, middle + 4, "end"),
+        _text(_tick(y_low), left, bottom + 4, "end"),
         _text(wording.number(x_low), box.left, bottom + 16, "start"),
         _text(f"step {wording.number(x_high)}", right, bottom + 16, "end"),
     ]
+
+
+def _tick(value: float) -> str:
+    """A label that fits beside the axis."""
+    text = f"{value:.3g}"
+    return text if len(text) <= 7 else f"{value:.1e}"
 
 
 def _text(text: str, x: float, y: float, anchor: str) -> Html:

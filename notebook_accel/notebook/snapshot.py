@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import summary, wording
+from notebook_accel.launch.outline import spread
 from notebook_accel.notebook import plot
 from notebook_accel.notebook.markup import Html, cut, element, join, weight
 
@@ -130,11 +131,8 @@ def _tone(index: int) -> str:
 
 
 def _last(by_rank: Mapping[int, Sequence[plot.Point]]) -> str:
-    values = [points[-1][1] for points in by_rank.values()]
-    low, high = min(values), max(values)
-    if low == high:
-        return wording.number(low)
-    return f"{wording.number(low)} to {wording.number(high)}"
+    values = {rank: points[-1][1] for rank, points in by_rank.items()}
+    return spread(values) or wording.number(next(iter(values.values())))
 
 
 def _alt(name: str, by_rank: Mapping[int, Sequence[plot.Point]]) -> str:
