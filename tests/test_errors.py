@@ -1,0 +1,95 @@
+"""The errors: their tree, what they carry, and that they travel."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+import notebook_accel
+from notebook_accel import errors
+from notebook_accel.config import resolve
+from notebook_accel.errors import (
+    ConfigError,
+    LaunchError,
+    NotebookAccelError,
+    RunStopped,
+    WorkerError,
+)
+
+TREE = {
+    NotebookAccelError: RuntimeError,
+    LaunchError: NotebookAccelError,
+    WorkerError: NotebookAccelError,
+    RunStopped: NotebookAccelError,
+    ConfigError: NotebookAccelError,
+}
+DETAILS: dict[str, Any] = {
+    "rank": 2,
+    "ranks": [2, 3],
+    "traceback": "Traceback …",
+    "exitcode": None,
+    "signal": "SIGKILL",
+}
+
+
+def test_the_tree() -> None:
+    assert {kind: kind.__mro__[1] for kind in TREE} == TREE
+    assert issubclass(ConfigError, ValueError)
+    assert set(errors.__all__) == {kind.__name__ for kind in TREE}
+    for kind in TREE:
+        assert getattr(notebook_accel, kind.__name__) is kind
+
+
+def test_a_worker_error_has_its_parts_from_the_start() -> None:
+    error = WorkerError("rank 2 was killed", **DETAILS)
+    assert {name: getattr(error, name) for name in DETAILS} == DETAILS
+    assert (str(error), error.run) == ("rank 2 was killed", None)
+    bare = WorkerError("the agent died")
+    assert (bare.rank, bare.ranks, bare.traceback, bare.exitcode, bare.signal) == (
+        None,
+        [],
+        "",
+        None,
+        None,
+    )
+
+
+def test_two_errors_share_no_list() -> None:
+    assert WorkerError("a").ranks is not WorkerError("b").ranks
+
+
+@pytest.mark.parametrize("travel", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy])
+@pytest.mark.parametrize("kind", TREE)
+def test_errors_travel_without_their_run(kind: Any, travel: Any) -> None:
+    error = kind("what was wrong", **(DETAILS if kind is WorkerError else {}))
+    error.run = threadlike = (n for n in ())
+    error.note = "mine"
+    there = travel(error)
+    assert type(there) is kind
+    assert str(there) == "what was wrong"
+    assert there.run is None
+    assert there.note == "mine"
+    assert error.run is threadlike
+    if kind is WorkerError:
+        assert {name: getattr(there, name) for name in DETAILS} == DETAILS
+
+
+def test_errors_with_other_arguments_travel_too() -> None:
+    for error in (RunStopped(), LaunchError("a", 1)):
+        there = pickle.loads(pickle.dumps(error))
+        assert (type(there), there.args) == (type(error), error.args)
+
+
+def test_what_ipython_shows_is_the_message_and_no_frame_of_ours() -> None:
+    def user_code() -> None:
+        resolve({"num_processes": -1})
+
+    with pytest.raises(ConfigError) as caught:
+        user_code()
+    text = "\n".join(caught.value._render_traceback_())
+    assert "user_code" in text
+    assert "config.py" not in text
+    assert "num_processes=-1" in text
