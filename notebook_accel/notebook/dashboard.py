@@ -135,6 +135,7 @@ class Dashboard(View):
         self._lock = threading.RLock()
         self._has_changed = False
         self._has_ended = False
+        self._asked_stop = False
         self._run: Run | None = None
         self._state: RunState | None = None
         self._snapshot: Snapshot | None = None
@@ -246,7 +247,9 @@ class Dashboard(View):
     # ---- clicks ----
 
     def _ask_stop(self) -> None:
-        if self._run is not None:
+        # A second stop would interrupt the ranks, and many people click twice.
+        if self._run is not None and not self._asked_stop:
+            self._asked_stop = True
             self._run.stop()
             self._has_changed = True
 

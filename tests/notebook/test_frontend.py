@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import ipywidgets
+import pytest
+
+from notebook_accel.notebook.frontend import (
+    Clicks,
+    Pump,
+    Rest,
+    Subshell,
+    find_clicks,
+    find_kernel,
+    is_live,
+)
+from tests.notebook.test_markup import Tags
+
+CONNECTION = {"IPKernelApp": {"connection_file": "/run/kernel-0a1b-2c.json"}}
+
+
+class Frame:
+    """A part of a message, as zmq gives it."""
+
+    def __init__(self, text: str) -> None:
+        self.bytes = text.encode()
+
+
+class Messages:
+    """A queue of messages, as tornado's."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+    def qsize(self) -> int:
+        return len(self.items)
+
+    def get_nowait(self) -> Any:
+        return self.items.pop(0)
+
+    def put_nowait(self, item: Any) -> None:
+        self.items.append(item)
+
+
+class Session:
+    """Reads messages whose first frame is their header."""
+
+    def feed_identities(self, frames: list[Frame], copy: bool) -> tuple[list[bytes], list[Frame]]:
+        assert not copy
+        return [], [Frame("signature"), *frames]
+
+    def unpack(self, data: bytes) -> Any:
+        return json.loads(data)
+
+    def deserialize(self, frames: list[Frame], content: bool, copy: bool) -> Any:
+        assert content
+        assert not copy
+        return json.loads(frames[1].bytes)
+
+
+class OldKernel:
+    """What ipykernel 6 has that matters here."""
+
+    def __init__(self) -> None:
+        self.msg_queue = Messages()
+        self.shell_stream = SimpleNamespace(flush=lambda: None)
+        self.session = Session()
+        self.handled: list[str] = []
+        self.states: list[str] = []
+        self.shell_handlers = {"comm_msg": self.handle, "comm_close": self.handle}
+
+    def handle(self, stream: Any, identities: Any, message: Any) -> None:
+        assert stream is self.shell_stream
+        self.handled.append(message["name"])
+        if message["name"] == "bad":
+            raise KeyboardInterrupt
+
+    def get_parent(self, channel: str) -> Any:
+        return channel
+
+    def _publish_status(self, state: str, channel: str, parent: Any) -> None:
+        self.states.append(state)
+
+    def send(self, kind: str, name: str) -> None:
+        frame = Frame(json.dumps({"msg_type": kind, "name": name}))
+        self.msg_queue.put_nowait((len(self.msg_queue.items), None, ([frame],)))
+
+    @property
+    def waiting(self) -> list[str]:
+        return [json.loads(item[2][0][0].bytes)["name"] for item in self.msg_queue.items]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "way"),
+    [
+        (SimpleNamespace(_supports_kernel_subshells=True, shell_stream=None), Subshell),
+        (SimpleNamespace(_supports_kernel_subshells=False, config=CONNECTION), Rest),
+        (OldKernel(), Pump),
+        (SimpleNamespace(config={}), Clicks),
+    ],
+)
+def test_each_kernel_has_its_way(kernel: Any, way: type[Clicks]) -> None:
+    assert type(find_clicks(kernel)) is way
+
+
+def test_the_pump_handles_clicks_and_leaves_cells_in_their_order() -> None:
+    kernel = OldKernel()
+    for kind, name in (
+        ("execute_request", "cell 1"),
+        ("comm_msg", "click"),
+        ("execute_request", "cell 2"),
+        ("comm_close", "closed"),
+        ("shutdown_request", "cell 3"),
+    ):
+        kernel.send(kind, name)
+    Pump(kernel).pump()
+    assert kernel.handled == ["click", "closed"]
+    assert kernel.waiting == ["cell 1", "cell 2", "cell 3"]
+    assert kernel.states == ["idle", "busy", "idle", "busy"]
+
+
+def test_the_pump_loses_nothing_when_a_handler_is_interrupted() -> None:
+    kernel = OldKernel()
+    for kind, name in (
+        ("execute_request", "cell 1"),
+        ("comm_msg", "bad"),
+        ("comm_msg", "later"),
+        ("execute_request", "cell 2"),
+    ):
+        kernel.send(kind, name)
+    with pytest.raises(KeyboardInterrupt):
+        Pump(kernel).pump()
+    assert kernel.waiting == ["cell 1", "later", "cell 2"]
+
+
+def test_a_message_that_cannot_be_read_stays_for_the_kernel() -> None:
+    kernel = OldKernel()
+    kernel.msg_queue.put_nowait((0, None, ([Frame("no json")],)))
+    Pump(kernel).pump()
+    assert kernel.msg_queue.qsize() == 1
+
+
+def test_a_freed_widget_goes_where_the_page_sends_it() -> None:
+    widget = SimpleNamespace(comm=SimpleNamespace(_reply_subshell_for=lambda *_: "main"))
+    clicks = Subshell(None)
+    clicks.free(widget)
+    assert widget.comm._reply_subshell_for is None
+    for other in (SimpleNamespace(comm=None), SimpleNamespace(comm=SimpleNamespace())):
+        clicks.free(other)
+        assert not hasattr(other.comm, "_reply_subshell_for")
+
+
+def test_the_plain_button_names_its_kernel() -> None:
+    button = Rest(SimpleNamespace(config=CONNECTION)).stop_button(lambda: None)
+    assert isinstance(button, ipywidgets.HTML)
+    page = Tags(button.value)
+    assert page.tags == ["button"]
+    assert page.text == "Stop"
+    assert "api/kernels/0a1b-2c/interrupt" in (dict(page.attributes)["onclick"] or "")
+
+
+def test_the_widget_button_says_what_it_does() -> None:
+    clicked: list[bool] = []
+    button = Clicks(None).stop_button(lambda: clicked.append(True))
+    assert button.description == "Stop"
+    assert "Interrupt" in button.tooltip
+    button.click()
+    assert clicked == [True]
+
+
+def test_outside_of_a_notebook_there_is_no_kernel() -> None:
+    assert find_kernel() is None
+
+
+def test_programs_that_run_notebooks_cannot_answer() -> None:
+    assert is_live(SimpleNamespace(_allow_stdin=True))
+    assert not is_live(SimpleNamespace(_allow_stdin=False))
