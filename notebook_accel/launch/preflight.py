@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import resource
 import socket
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch import system
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from notebook_accel.config import LaunchConfig
 
 __all__ = ["check_call", "check_machine"]
@@ -20,6 +19,7 @@ __all__ = ["check_call", "check_machine"]
 # Of an agent, for each rank: its channel, log, watch and stacks; gloo's mesh is in the ranks.
 _FILES_A_RANK = 6
 _FILES_BESIDE = 64
+_MAX_SHOWN = 200
 
 
 def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
@@ -30,11 +30,10 @@ def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | N
     """
     if not callable(function):
         raise ConfigError(
-            f"the first argument is {function!r}; expected the function itself, without calling "
-            "it: notebook_launcher(train, args=(...)), not notebook_launcher(train(...))"
+            f"the first argument is {_short(function)}; expected the function itself, without "
+            "calling it: notebook_launcher(train, args=(...)), not notebook_launcher(train(...))"
         )
-    if isinstance(args, (str, bytes)) or not hasattr(args, "__iter__"):
-        raise ConfigError(f"args={args!r}: expected a tuple of arguments, such as args=({args!r},)")
+    _check_arguments(args, kwargs)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -46,6 +45,24 @@ def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | N
         raise ConfigError(
             f"{name}{signature} cannot be called with these arguments: {error}"
         ) from None
+
+
+def _check_arguments(args: object, kwargs: object) -> None:
+    if isinstance(args, Mapping):
+        raise ConfigError(f"args={_short(args)}: arguments with names go to kwargs=")
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        shown = _short(args)
+        raise ConfigError(f"args={shown}: expected a tuple of arguments, such as args=({shown},)")
+    is_named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
+    if kwargs is not None and not is_named:
+        raise ConfigError(
+            f"kwargs={_short(kwargs)}: expected a dictionary of arguments by their names"
+        )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"<{type(value).__name__}>"
 
 
 def check_machine(config: LaunchConfig, world_size: int) -> None:

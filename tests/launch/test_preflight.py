@@ -1,0 +1,141 @@
+"""A launch that cannot go well ends before it begins, and says what to do."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from collections import OrderedDict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from notebook_accel import ConfigError, LaunchError
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch import system
+from notebook_accel.launch.preflight import check_call, check_machine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def train(lr: float, *, steps: int = 1) -> None: ...
+
+
+class Trainer:
+    def __call__(self, lr: float) -> None: ...
+
+    def fit(self, lr: float) -> None: ...
+
+
+def steps(lr: float) -> Any:
+    yield lr
+
+
+# ---- the call ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs"),
+    [
+        (train, (0.1,), None),
+        (train, [0.1], {"steps": 3}),
+        (train, (), {"lr": 0.1}),
+        (partial(train, 0.1), (), {}),
+        (lambda *args, **kwargs: None, (1, 2), {"a": 1}),
+        (Trainer(), (0.1,), None),
+        (Trainer().fit, (0.1,), None),
+        (print, ("anything",), {"end": ""}),
+        (dict, (), {"a": 1}),
+        (steps, (0.1,), None),
+        (train, (0.1,), OrderedDict(steps=2)),
+    ],
+)
+def test_calls_that_can_be_made(function: Any, args: Any, kwargs: Mapping[str, Any] | None) -> None:
+    check_call(function, args, kwargs)
+
+
+@pytest.mark.parametrize("given", [None, 0.93, [1], "train", train(0.1)])
+def test_what_a_function_returned_is_no_function(given: Any) -> None:
+    with pytest.raises(ConfigError, match="without calling") as caught:
+        check_call(given, (), None)
+    assert repr(given) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        ((), None, "missing a required argument: 'lr'"),
+        ((1, 2), None, "too many positional arguments"),
+        ((1,), {"step": 2}, "unexpected keyword argument 'step'"),
+        ((1,), {"lr": 2}, "multiple values for argument 'lr'"),
+    ],
+)
+def test_arguments_that_the_function_does_not_take(
+    args: Any, kwargs: Mapping[str, Any] | None, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_call(train, args, kwargs)
+    assert "train(lr" in str(caught.value)
+
+
+@pytest.mark.parametrize("args", ["text", b"bytes", 3, 0.1, None, {0.1}, iter((1,))])
+def test_args_is_a_tuple_or_a_list(args: Any) -> None:
+    with pytest.raises(ConfigError, match="tuple") as caught:
+        check_call(lambda *_: None, args, None)
+    assert f"args={args!r}" in str(caught.value)
+
+
+def test_a_tensor_is_one_argument_and_no_tuple() -> None:
+    import torch
+
+    with pytest.raises(ConfigError, match="tuple"):
+        check_call(lambda *_: None, torch.ones(2), None)  # type: ignore[arg-type]
+
+
+def test_keyword_arguments_in_the_place_of_the_others() -> None:
+    with pytest.raises(ConfigError, match="kwargs="):
+        check_call(train, {"lr": 0.1}, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kwargs", [[1], "lr", {1: 2}, 7])
+def test_kwargs_is_a_mapping_of_names(kwargs: Any) -> None:
+    with pytest.raises(ConfigError, match="kwargs") as caught:
+        check_call(lambda **_: None, (), kwargs)
+    assert repr(kwargs) in str(caught.value)
+
+
+# ---- the machine ---------------------------------------------------------------------------
+
+
+def test_more_ranks_than_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    check_machine(LaunchConfig(), 128)
+    with pytest.raises(LaunchError, match="1024") as caught:
+        check_machine(LaunchConfig(), 500)
+    assert "500 ranks" in str(caught.value)
+    assert "ulimit" in str(caught.value)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
+    check_machine(LaunchConfig(), 500)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"use_port={port}"):
+            check_machine(LaunchConfig(use_port=port), 2)
+    check_machine(LaunchConfig(use_port=port), 2)
+
+
+def test_a_port_that_others_listen_on_everywhere() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match="choose another"):
+            check_machine(LaunchConfig(use_port=port), 2)
+
+
+def test_a_platform_that_cannot_end_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "supported", lambda: False)
+    with pytest.raises(LaunchError, match="inline"):
+        check_machine(LaunchConfig(), 1)
+    check_machine(LaunchConfig(engine="inline"), 1)
