@@ -1,0 +1,430 @@
+"""Settings of a launch: what is refused, where values come from, and their YAML."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError, fields
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from notebook_accel import ConfigError
+from notebook_accel import config as configs
+from notebook_accel.config import (
+    LaunchConfig,
+    check_enough_devices,
+    default_config_path,
+    resolve,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FULL = LaunchConfig(
+    num_processes=2,
+    mixed_precision="no",
+    engine="local",
+    devices=(0, 2),
+    backend="nccl",
+    use_port=29501,
+    env={"A": "1"},
+    grace=2.5,
+    debug=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def _settings_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("XDG_CONFIG_HOME", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    for field in fields(LaunchConfig):
+        monkeypatch.delenv(f"NOTEBOOK_ACCEL_{field.name.upper()}", raising=False)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+
+
+# ---- values --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("num_processes", 0, "1 or more"),
+        ("num_processes", -1, "1 or more"),
+        ("num_processes", "2", "whole number"),
+        ("num_processes", 2.0, "whole number"),
+        ("num_processes", True, "whole number"),
+        ("mixed_precision", "fp8", "'bf16'"),
+        ("mixed_precision", "float16", "'fp16'"),
+        ("mixed_precision", 16, "'fp16'"),
+        ("engine", "xla", "'local', 'inline'"),
+        ("engine", "elastic", "'auto'"),
+        ("engine", "ray", "'auto'"),
+        ("engine", None, "'auto'"),
+        ("devices", [], "different indices"),
+        ("devices", [0, 0], "different indices"),
+        ("devices", [-1], "different indices"),
+        ("devices", [0.5], "different indices"),
+        ("devices", [True], "different indices"),
+        ("devices", "gpu", "'cpu'"),
+        ("devices", "0,,1", "'cpu'"),
+        ("devices", 2, "[0, 2]"),
+        ("devices", {"a": 1}, "[0, 2]"),
+        ("backend", "mpi", "'gloo'"),
+        ("use_port", 0, "1 to 65535"),
+        ("use_port", 65_536, "1 to 65535"),
+        ("use_port", "29500", "1 to 65535"),
+        ("use_port", True, "1 to 65535"),
+        ("env", ["A=1"], "mapping of names to texts"),
+        ("env", {"A": 1}, "mapping of names to texts"),
+        ("env", {"": "1"}, "name"),
+        ("env", {"A=B": "1"}, "name"),
+        ("env", {"A": "1\x00"}, "NUL"),
+        ("grace", -1, "0 or more"),
+        ("grace", "long", "0 or more"),
+        ("grace", None, "0 or more"),
+        ("grace", float("nan"), "0 or more"),
+        ("grace", True, "0 or more"),
+        ("debug", "yes", "True or False"),
+        ("debug", None, "True or False"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_was_expected(name: str, value: Any, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LaunchConfig(**{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+    assert expected in str(caught.value)
+
+
+def test_each_field_has_a_bad_value_in_the_test_above() -> None:
+    marks = test_a_bad_value_is_named_with_what_was_expected.pytestmark  # type: ignore[attr-defined]
+    assert {row[0] for row in marks[0].args[1]} == {field.name for field in fields(LaunchConfig)}
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ([0, 1], (0, 1)),
+        ((3,), (3,)),
+        ("0,2", (0, 2)),
+        (" 1 ", (1,)),
+        (range(2), (0, 1)),
+        ("cpu", "cpu"),
+        (None, None),
+    ],
+)
+def test_devices_are_kept_in_one_form(given: Any, kept: Any) -> None:
+    assert LaunchConfig(devices=given).devices == kept
+
+
+def test_indices_of_numpy() -> None:
+    import numpy as np
+
+    assert LaunchConfig(devices=np.arange(2)).devices == (0, 1)
+    assert LaunchConfig(num_processes=np.int64(2)).num_processes == 2
+    assert type(LaunchConfig(num_processes=np.int64(2)).num_processes) is int
+
+
+def test_a_config_does_not_change() -> None:
+    env = {"A": "1"}
+    config = LaunchConfig(env=env)
+    env["A"] = "2"
+    assert config.env == {"A": "1"}
+    with pytest.raises(FrozenInstanceError):
+        config.num_processes = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        LaunchConfig(2)  # type: ignore[misc]
+
+
+def test_a_config_travels() -> None:
+    assert pickle.loads(pickle.dumps(FULL)) == FULL
+
+
+# ---- together ------------------------------------------------------------------------------
+
+
+def test_inline_takes_one_process() -> None:
+    assert LaunchConfig(engine="inline", num_processes=1).num_processes == 1
+    with pytest.raises(ConfigError, match="num_processes=2") as caught:
+        LaunchConfig(engine="inline", num_processes=2)
+    assert "engine='local'" in str(caught.value)
+
+
+def test_more_ranks_than_devices() -> None:
+    with pytest.raises(ConfigError, match=r"num_processes=3.*devices=\[0, 1\]") as caught:
+        LaunchConfig(num_processes=3, devices=[0, 1])
+    for way_out in ("num_processes=2", "devices='cpu'", "gloo"):
+        assert way_out in str(caught.value)
+    assert LaunchConfig(num_processes=3, devices=[0, 1], backend="gloo").num_processes == 3
+    assert LaunchConfig(num_processes=3, devices="cpu").num_processes == 3
+    with pytest.raises(ConfigError, match="this machine has 1"):
+        check_enough_devices(2, 1)
+    check_enough_devices(2, 2)
+
+
+def test_nccl_on_the_cpu() -> None:
+    with pytest.raises(ConfigError, match="backend='nccl'") as caught:
+        LaunchConfig(devices="cpu", backend="nccl")
+    assert "gloo" in str(caught.value)
+
+
+# ---- YAML ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [LaunchConfig(), FULL, LaunchConfig(devices="cpu")])
+def test_what_is_saved_is_loaded(config: LaunchConfig, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "config.yaml"
+    config.save(path)
+    assert LaunchConfig.load(path) == config
+    assert LaunchConfig.load(str(path)) == config
+
+
+def test_only_what_differs_is_saved(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    LaunchConfig(num_processes=1, devices=[1]).save(path)
+    assert path.read_text() == "num_processes: 1\ndevices:\n- 1\n"
+
+
+def test_a_file_written_by_hand(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("# mine\nmixed_precision: no\ndevices: 0,1\ngrace: 3\n")
+    assert LaunchConfig.load(path) == LaunchConfig(mixed_precision="no", devices=(0, 1), grace=3)
+    path.write_text("# nothing yet\n")
+    assert LaunchConfig.load(path) == LaunchConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"- a\n- b\n", "holds a list"),
+        (b"just text\n", "holds a str"),
+        (b"a: [\n", "cannot be read"),
+        (b"\xff\xfe\x00", "cannot be read"),
+        (b"num_proceses: 2\n", "'num_proceses'"),
+        (b"num_processes: two\n", "num_processes='two'"),
+        (b"1: 2\n", "1"),
+        (b"engine: ray\n", "'local'"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_named(text: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError) as caught:
+        LaunchConfig.load(path)
+    assert str(path) in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        LaunchConfig.load(tmp_path / "none.yaml")
+
+
+def test_accelerates_file(tmp_path: Path) -> None:
+    path = tmp_path / "default_config.yaml"
+    path.write_text(
+        "compute_environment: LOCAL_MACHINE\n"
+        "debug: false\n"
+        "distributed_type: MULTI_GPU\n"
+        "downcast_bf16: 'no'\n"
+        "enable_cpu_affinity: false\n"
+        "gpu_ids: 1,3\n"
+        "machine_rank: 0\n"
+        "main_process_port: 29512\n"
+        "main_training_function: main\n"
+        "mixed_precision: bf16\n"
+        "num_machines: 1\n"
+        "num_processes: 2\n"
+        "rdzv_backend: static\n"
+        "same_network: true\n"
+        "tpu_env: []\n"
+        "use_cpu: false\n"
+    )
+    assert LaunchConfig.load(path) == LaunchConfig(
+        devices=(1, 3), use_port=29512, mixed_precision="bf16", num_processes=2
+    )
+
+
+def test_accelerates_file_for_the_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "default_config.yaml"
+    path.write_text(
+        "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\n"
+        "gpu_ids: all\nmain_process_port: null\nmixed_precision: 'no'\nnum_machines: 1\n"
+    )
+    assert LaunchConfig.load(path) == LaunchConfig(
+        devices="cpu", num_processes=2, mixed_precision="no"
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "num_machines: 2",
+        "distributed_type: FSDP",
+        "distributed_type: DEEPSPEED",
+        "mixed_precision: fp8",
+    ],
+)
+def test_what_of_accelerates_file_cannot_be_had_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "default_config.yaml"
+    path.write_text(f"compute_environment: LOCAL_MACHINE\n{line}\n")
+    with pytest.raises(ConfigError) as caught:
+        LaunchConfig.load(path)
+    name, value = line.split(": ")
+    assert name in str(caught.value)
+    assert value in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_accelerates_own_writer(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate.utils")
+    path = tmp_path / "default_config.yaml"
+    accelerate.write_basic_config(mixed_precision="bf16", save_location=path)
+    assert LaunchConfig.load(path).mixed_precision == "bf16"
+
+
+# ---- where values come from ----------------------------------------------------------------
+
+
+def test_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument, config=, our environment, Accelerate's, the saved file, the default."""
+
+    def found(**arguments: Any) -> str | None:
+        config = arguments.pop("config", None)
+        return resolve(arguments, config)[0].mixed_precision
+
+    assert found() is None
+    LaunchConfig(mixed_precision="fp16", grace=3).save(default_config_path())
+    assert found() == "fp16"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert found() == "bf16"
+    monkeypatch.setenv("NOTEBOOK_ACCEL_MIXED_PRECISION", "no")
+    assert found() == "no"
+    assert found(config={"mixed_precision": "fp16"}) == "fp16"
+    assert found(config={"mixed_precision": "fp16"}, mixed_precision="bf16") == "bf16"
+    # Settings that nobody else gives come from further back, each on its own.
+    assert resolve({"mixed_precision": "no"})[0].grace == 3
+
+
+def test_every_form_of_config(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    expected = LaunchConfig(num_processes=2, mixed_precision="bf16")
+    expected.save(path)
+    mapping = {"num_processes": 2, "mixed_precision": "bf16"}
+    for form in (expected, mapping, path, str(path)):
+        assert resolve({}, form)[0] == expected
+    with pytest.raises(ConfigError, match="config=7"):
+        resolve({}, 7)  # type: ignore[arg-type]
+
+
+def test_arguments_that_were_not_given_are_no_values() -> None:
+    arguments = {"num_processes": None, "engine": None}
+    assert resolve(arguments, {"num_processes": 2})[0] == LaunchConfig(num_processes=2)
+
+
+@pytest.mark.parametrize("given", ["arguments", "config"])
+def test_unknown_names_are_named_with_those_that_there_are(given: str) -> None:
+    with pytest.raises(ConfigError, match="'num_gpus'") as caught:
+        resolve({"num_gpus": 2}) if given == "arguments" else resolve({}, {"num_gpus": 2})
+    assert all(field.name in str(caught.value) for field in fields(LaunchConfig))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("NUM_PROCESSES", "2", 2),
+        ("MIXED_PRECISION", "bf16", "bf16"),
+        ("ENGINE", "inline", "inline"),
+        ("DEVICES", "0,1", (0, 1)),
+        ("DEVICES", "cpu", "cpu"),
+        ("BACKEND", "gloo", "gloo"),
+        ("USE_PORT", "29500", 29500),
+        ("GRACE", "2.5", 2.5),
+        ("DEBUG", "1", True),
+        ("DEBUG", "true", True),
+        ("DEBUG", "no", False),
+    ],
+)
+def test_the_environment(name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"NOTEBOOK_ACCEL_{name}", text)
+    assert getattr(resolve({})[0], name.lower()) == value
+    monkeypatch.setenv(f"NOTEBOOK_ACCEL_{name}", "")
+    assert resolve({})[0] == LaunchConfig()
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("NOTEBOOK_ACCEL_NUM_PROCESSES", "two"),
+        ("NOTEBOOK_ACCEL_GRACE", "soon"),
+        ("NOTEBOOK_ACCEL_USE_PORT", "any"),
+        ("NOTEBOOK_ACCEL_DEBUG", "perhaps"),
+        ("NOTEBOOK_ACCEL_ENGINE", "ray"),
+        ("NOTEBOOK_ACCEL_MIXED_PRECISION", "fp8"),
+        ("ACCELERATE_MIXED_PRECISION", "fp8"),
+    ],
+)
+def test_a_bad_variable_is_named(variable: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError, match=f"{variable}='{text}'"):
+        resolve({})
+
+
+def test_a_variable_that_is_overruled_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "two")
+    given = {"mixed_precision": "bf16", "num_processes": 2}
+    assert resolve(given)[0] == LaunchConfig(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("text", "devices"), [("true", "cpu"), ("1", "cpu"), ("false", None)])
+def test_accelerates_wish_for_the_cpu(
+    text: str, devices: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", text)
+    assert resolve({})[0].devices == devices
+    assert resolve({"devices": [0]})[0].devices == (0,)
+
+
+def test_the_saved_file_is_said_to_be_used() -> None:
+    assert resolve({})[1] == []
+    LaunchConfig(num_processes=2).save(default_config_path())
+    config, notices = resolve({})
+    assert config.num_processes == 2
+    (line,) = notices
+    assert str(default_config_path()) in line
+
+
+def test_a_saved_file_that_is_broken_is_named() -> None:
+    LaunchConfig(num_processes=2).save(default_config_path())
+    default_config_path().write_text("num_processes: 0\n")
+    with pytest.raises(ConfigError, match="num_processes=0") as caught:
+        resolve({})
+    assert str(default_config_path()) in str(caught.value)
+
+
+# ---- one list ------------------------------------------------------------------------------
+
+
+def test_each_field_is_documented_under_it() -> None:
+    import ast
+    import inspect
+
+    (tree,) = ast.parse(inspect.getsource(LaunchConfig)).body
+    assert isinstance(tree, ast.ClassDef)
+    pairs = zip(tree.body, tree.body[1:], strict=False)
+    told = {
+        node.target.id
+        for node, after in pairs
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(after, ast.Expr)
+        and isinstance(after.value, ast.Constant)
+    }
+    assert told == {field.name for field in fields(LaunchConfig)}
+
+
+def test_the_engines_of_the_settings_are_those_that_there_are() -> None:
+    from notebook_accel.launch.engines import ENGINES
+
+    assert set(configs.ENGINES) == {"auto", *ENGINES}
