@@ -285,6 +285,14 @@ class Run:
         """Every value given to ``accelerator.log``: time, rank, step, name, value."""
         return self._metrics.read()
 
+    def sample_metrics(self, max_bytes: int = 8_000_000) -> list[dict[str, Any]]:
+        """The metrics for a plot: all of them, or parts from all over a long run.
+
+        Args:
+            max_bytes: how much of their file is read.
+        """
+        return self._metrics.sample(max_bytes)
+
     def to_pandas(self) -> Any:
         """The metrics as a pandas DataFrame.
 

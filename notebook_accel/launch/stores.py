@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["MetricStore", "RunFolder", "runs_folder"]
 
 _KEPT_RUNS = 20
+_STRETCHES = 200
 _LIVE = ".live"
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 
@@ -150,6 +151,30 @@ class MetricStore:
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             return [_decode(line) for line in file if line.endswith(b"\n")]
         return []
+
+    def sample(self, max_bytes: int) -> list[dict[str, Any]]:
+        """Every row of a short file; of a long one, stretches from its begin to its end."""
+        self.flush()
+        with contextlib.suppress(FileNotFoundError):
+            size = self.path.stat().st_size
+            if size > max_bytes:
+                with self.path.open("rb") as file:
+                    return [_decode(line) for line in _spread_lines(file, size, max_bytes)]
+        return self.read()
+
+
+def _spread_lines(file: IO[bytes], size: int, max_bytes: int) -> Iterator[bytes]:
+    length = max_bytes // _STRETCHES
+    for number in range(_STRETCHES):
+        start = (size - length) * number // (_STRETCHES - 1)
+        file.seek(start)
+        if start:
+            file.readline()  # the rest of a row that began before
+        while file.tell() < start + length:
+            line = file.readline()
+            if not line.endswith(b"\n"):
+                return
+            yield line
 
 
 def _encode(row: dict[str, Any]) -> bytes:

@@ -231,7 +231,7 @@ class Dashboard(View):
         if self._state is None or self._run is None or self._has_ended:
             return
         self._has_ended = True
-        self._snapshot = render_snapshot(self._state, self._run.metrics)
+        self._snapshot = render_snapshot(self._state, self._run.sample_metrics())
         for panel in self._panels:
             panel.finish(self._snapshot)
 

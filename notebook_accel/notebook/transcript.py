@@ -38,7 +38,7 @@ class Transcript(PlainView):
     def close(self, state: RunState) -> None:
         run = self._run
         if run is not None and not self._waits:
-            output.replace(render_snapshot(state, run.metrics).bundle, self._id)
+            output.replace(render_snapshot(state, run.sample_metrics()).bundle, self._id)
 
     def reopen(self, run: Run) -> None:
         output.put(_snapshot(run).bundle)
@@ -49,4 +49,4 @@ class Transcript(PlainView):
 
 
 def _snapshot(run: Run) -> Snapshot:
-    return render_snapshot(run.state, run.metrics, now=time.time())
+    return render_snapshot(run.state, run.sample_metrics(), now=time.time())

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -258,3 +259,18 @@ def test_adding_is_cheap(tmp_path: Path) -> None:
     store.close()
     assert len(store.read()) == 20_000
     assert os.path.getsize(store.path) < 20_000 * 100
+
+
+def test_a_sample_of_a_long_run_has_its_begin_its_end_and_what_lies_between(
+    tmp_path: Path,
+) -> None:
+    store = MetricStore(tmp_path)
+    for step in range(50_000):
+        store.add(wall=0.0, rank=0, step=step, values={"loss": 1.0})
+    steps = [row["step"] for row in store.sample(200_000)]
+    assert steps[0] == 0
+    assert steps[-1] == 49_999
+    assert steps == sorted(set(steps))
+    assert len(steps) < 5_000
+    assert max(after - before for before, after in pairwise(steps)) < 500
+    assert store.sample(100_000_000) == store.read()

@@ -82,7 +82,7 @@ def test_a_run_can_be_shown_again_in_another_cell(kernel: Kernel) -> None:
 def test_an_error_is_the_ranks_traceback_and_no_frame_of_ours(kernel: Kernel) -> None:
     reply = run(kernel, "notebook_launcher(fail, num_processes=2)")
     text = "\n".join(reply.traceback)
-    assert "rank 0 failed: ValueError: bad batch" in text
+    assert re.search("rank [01] failed: ValueError: bad batch", text)
     assert re.search(r"Cell In\[1\], line \d+, in fail", text)
     assert 'raise ValueError("bad batch")' in text
     assert "notebook_accel/launch" not in text
