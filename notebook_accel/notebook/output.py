@@ -26,4 +26,8 @@ def replace(bundle: Mapping[str, Any], display_id: str) -> None:
     belongs to the cell that runs now, whatever cell started the thread.
     """
     show = partial(update_display, dict(bundle), raw=True, display_id=display_id)
-    contextvars.Context().run(show)
+    try:
+        contextvars.Context().run(show)
+    except LookupError:
+        # ipykernel 7.0 knows no cell but that of the context.
+        show()
