@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.multiprocessing as mp
 
-from notebook_accel.launch import output, system, wire, worker
+from notebook_accel.launch import output, scratch, system, wire, worker
 from notebook_accel.launch.channel import Channel, ProtocolError
 from notebook_accel.launch.ending import Ending, Stage
 from notebook_accel.launch.scoreboard import Scoreboard
@@ -93,6 +93,7 @@ class Agent:
 
     def start(self, buffers: tuple[memoryview, ...], unneeded: Sequence[int]) -> None:
         """Fork the ranks and tell the kernel their pids."""
+        scratch.use(self._launch.run)
         context = mp.get_context("fork")
         for local_rank, rank in enumerate(self._launch.ranks):
             ours, theirs = socket.socketpair()
@@ -217,6 +218,7 @@ class Agent:
         """Nobody will ever read of these ranks: end them without grace, and go."""
         system.kill_tree(self._pids())
         system.kill_descendants()
+        scratch.remove(self._launch.run)
         os._exit(0)
 
     def _relay(self, rank: RankProcess) -> None:
@@ -307,6 +309,7 @@ class Agent:
         """Leave nobody behind."""
         system.kill_tree(rank.pid for rank in self._ranks if rank.alive)
         system.kill_descendants()
+        scratch.remove(self._launch.run)
         self._channel.close()
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "die_with_parent",
     "has_ended",
     "kill_descendants",
+    "kill_leftovers",
     "kill_tree",
     "line_buffer_c_output",
     "raise_open_files",
@@ -34,6 +35,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _IOLBF = 1
 _LOOK_SECONDS = 0.1
+_MAX_ROUNDS = 10
 
 
 def _prctl(option: int, value: int) -> None:
@@ -135,6 +137,30 @@ def kill_descendants(*, keep: Collection[int] = ()) -> None:
             kill_tree([child.pid])
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child.pid, 0)
+
+
+def kill_leftovers(*, session: int, variable: tuple[str, str]) -> None:
+    """SIGKILL what began in this session, or with this variable in its environment.
+
+    For a run whose agent and template are both dead: nobody is left who adopted its orphans.
+    """
+    for _ in range(_MAX_ROUNDS):
+        left = [p for p in psutil.process_iter() if _is_leftover(p, session, variable)]
+        if not left:
+            return
+        _kill_all(left)
+        psutil.wait_procs(left, timeout=_LOOK_SECONDS)
+
+
+def _is_leftover(process: psutil.Process, session: int, variable: tuple[str, str]) -> bool:
+    # The number of a session stays taken while anybody is in it: a leader that lives is another.
+    with contextlib.suppress(psutil.Error, OSError):
+        is_zombie = process.status() == psutil.STATUS_ZOMBIE
+        is_of_session = os.getsid(process.pid) == session and not psutil.pid_exists(session)
+        return not is_zombie and (
+            is_of_session or process.environ().get(variable[0]) == variable[1]
+        )
+    return False
 
 
 def _kill_all(processes: Iterable[psutil.Process]) -> None:

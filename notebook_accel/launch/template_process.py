@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from notebook_accel.launch import system, wire
+from notebook_accel.launch import scratch, system, wire
 from notebook_accel.launch.channel import Channel, ProtocolError, accept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 __all__ = ["serve"]
 
@@ -60,9 +60,11 @@ def serve(fd: int, kernel_pid: int) -> None:
     _Server(channel, kernel).run()
 
 
-def _go() -> None:
+def _go(runs: Iterable[str] = ()) -> None:
     """The kernel's process ended: nobody wants this one."""
     system.kill_descendants()
+    for run in runs:
+        scratch.remove(run)
     os._exit(0)
 
 
@@ -73,15 +75,19 @@ class _Server:
         self._channel = channel
         self._kernel = kernel
         self._agents: dict[int, int] = {}
+        self._runs: dict[int, str] = {}
         self._selector = selectors.DefaultSelector()
         self._draining = False
 
     def run(self) -> None:
         self._selector.register(self._channel.fileno(), selectors.EVENT_READ, self._from_kernel)
-        self._selector.register(self._kernel, selectors.EVENT_READ, _go)
+        self._selector.register(self._kernel, selectors.EVENT_READ, self._go)
         while self._agents or not self._draining:
             for key, _ in self._selector.select():
                 key.data()
+
+    def _go(self) -> None:
+        _go(self._runs.values())
 
     def _from_kernel(self) -> None:
         try:
@@ -108,6 +114,7 @@ class _Server:
                 os.close(fd)
         exit_fd = system.watch_exit(pid)
         self._agents[pid] = exit_fd
+        self._runs[pid] = message.run
         self._selector.register(exit_fd, selectors.EVENT_READ, lambda: self._reap(pid))
         self._channel.send(wire.Forked(run=message.run, pid=pid))
 
@@ -131,6 +138,7 @@ class _Server:
         _, status = os.waitpid(pid, 0)
         # What the agent would have ended itself, had it not been killed.
         system.kill_descendants(keep=self._agents)
+        scratch.remove(self._runs.pop(pid))
         with contextlib.suppress(OSError):
             self._channel.send(
                 wire.AgentExited(pid=pid, exitcode=os.waitstatus_to_exitcode(status))
@@ -145,7 +153,10 @@ class _Server:
             theirs.close()
             ours.settimeout(_ANSWER_SECONDS)
             answer: wire.Message = wire.Devices(kind="cpu")
-            with system.acting_on_exit(self._kernel, _go), contextlib.suppress(EOFError, OSError):
+            with (
+                system.acting_on_exit(self._kernel, self._go),
+                contextlib.suppress(EOFError, OSError),
+            ):
                 answer, _ = Channel(ours).receive()
             answer = msgspec.structs.replace(answer, run=message.run)
             system.kill_tree([pid])

@@ -140,6 +140,7 @@ def _enter_environment(post: Post) -> None:
         WORLD_SIZE=str(launch.world_size),
         LOCAL_WORLD_SIZE=str(len(launch.ranks)),
         MASTER_PORT=str(post.port),
+        NOTEBOOK_ACCEL_RUN=launch.run,
     )
     with contextlib.suppress(OSError):
         os.chdir(launch.directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -9,9 +10,8 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 
 from notebook_accel import LaunchError, RunStopped, WorkerError
@@ -21,6 +21,11 @@ from notebook_accel.launch.run import Run, runs
 from notebook_accel.launch.template import template
 from notebook_accel.launch.view import View
 from tests.engines.processes import below, eventually, gone
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import psutil
 
 # Deadlines, wide enough for a busy machine; benchmarks/faults.py measures what users see.
 SOON = 5.0
@@ -108,7 +113,7 @@ class EngineContract:
             import numpy as np
             import torch
 
-            return random.random(), float(np.random.rand()), float(torch.rand(1))  # noqa: NPY002
+            return random.random(), float(np.random.rand()), float(torch.rand(1))
 
         drawn = [value for _ in range(2) for rank in self.launch(train) for value in rank]
         assert len(set(drawn)) == len(drawn)
@@ -465,8 +470,7 @@ class EngineContract:
                 raise
 
         marker = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("in")
-        _interrupt_when(marker.exists)
-        with pytest.raises(KeyboardInterrupt) as caught:
+        with pytest.raises(KeyboardInterrupt) as caught, _interrupts_when(marker.exists):
             self.launch(train, str(marker))
         run: Run = caught.value.run  # type: ignore[attr-defined]
         assert run.status == "stopped"
@@ -489,8 +493,7 @@ class EngineContract:
                     print("no")
 
         marker = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("in")
-        _interrupt_when(marker.exists, times=times)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), _interrupts_when(marker.exists, times=times):
             self.launch(train, str(marker), stubborn)
 
     def test_an_interrupt_goes_on_by_itself_after_the_grace(self) -> None:
@@ -499,8 +502,7 @@ class EngineContract:
             _hold_the_gil()
 
         marker = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("in")
-        _interrupt_when(marker.exists)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), _interrupts_when(marker.exists):
             self.launch(train, str(marker), grace=0.3)
 
     # ---- looking at it ---------------------------------------------------------------------
@@ -626,13 +628,29 @@ def _hold_the_gil() -> None:
     libc.pthread_mutex_lock(mutex)
 
 
-def _interrupt_when(condition: Any, *, times: int = 1) -> None:
-    """Send SIGINT to this process, as a kernel manager does, once ``condition`` holds."""
+@contextlib.contextmanager
+def _interrupts_when(condition: Any, *, times: int = 1) -> Iterator[None]:
+    """Send SIGINT to this process, as a kernel manager does, once ``condition`` holds.
+
+    Never after the block: a late one would hit the next test.
+    """
+    may_press = threading.Lock()
+    is_over = False
 
     def press() -> None:
         eventually(condition, within=30, what="the ranks are in their function")
         for _ in range(times):
-            os.kill(os.getpid(), signal.SIGINT)
+            with may_press:
+                if is_over:
+                    return
+                os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.3)
 
-    threading.Thread(target=press, daemon=True).start()
+    thread = threading.Thread(target=press, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        with may_press:
+            is_over = True
+        thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
-    """A notebook of its own, with its own runs."""
+    """A notebook of its own, with its own runs and temporary files."""
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
-    with open_notebook() as notebook:
-        yield notebook
+    # A short one: sockets get their paths there.
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        with open_notebook() as notebook:
+            yield notebook

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import textwrap
 import uuid
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from tests.engines.processes import eventually, marked
 from tests.notebook.kernels import Reply, open_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import psutil
 
@@ -31,7 +32,7 @@ class Notebook:
     def __init__(self, kernel: Kernel, mark: str) -> None:
         self.kernel = kernel
         self.manager = kernel.manager
-        self._mark = mark
+        self.mark = mark
 
     @property
     def pid(self) -> int:
@@ -64,7 +65,7 @@ class Notebook:
 
     def others(self, *but: int) -> list[psutil.Process]:
         """All that the kernel brought about, directly or not, without itself."""
-        return [p for p in marked(MARK, self._mark) if p.pid not in (self.pid, *but)]
+        return [p for p in marked(MARK, self.mark) if p.pid not in (self.pid, *but)]
 
     def expect(self, count: int, *, but: int, within: float) -> None:
         """Wait until no more than ``count`` of the others are left, ``but`` aside."""
@@ -76,23 +77,22 @@ class Notebook:
 
     def end_all(self) -> None:
         """Kill whatever is left of it."""
-        for process in marked(MARK, self._mark):
+        for process in marked(MARK, self.mark):
             process.kill()
-        eventually(lambda: not marked(MARK, self._mark), within=SLOW, what="all is killed")
+        eventually(lambda: not marked(MARK, self.mark), within=SLOW, what="all is killed")
 
 
 @contextmanager
-def open_notebook() -> Iterator[Notebook]:
-    """A notebook for the time of the block; nothing of it is left afterwards."""
+def open_notebook(environment: Mapping[str, str] | None = None) -> Iterator[Notebook]:
+    """A notebook for the time of the block; nothing of it is left afterwards.
+
+    Args:
+        environment: variables of its kernel, beside those of this process.
+    """
     mark = uuid.uuid4().hex
-    os.environ[MARK] = mark
-    try:
-        with open_kernel() as kernel:
-            del os.environ[MARK]
-            notebook = Notebook(kernel, mark)
-            try:
-                yield notebook
-            finally:
-                notebook.end_all()
-    finally:
-        os.environ.pop(MARK, None)
+    with ExitStack() as stack:
+        with patch.dict(os.environ, {**(environment or {}), MARK: mark}):
+            kernel = stack.enter_context(open_kernel())
+        notebook = Notebook(kernel, mark)
+        stack.callback(notebook.end_all)
+        yield notebook

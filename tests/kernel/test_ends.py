@@ -122,6 +122,9 @@ def test_nothing_outlives_the_kernel(
     end(prepared)
     eventually(lambda: gone([kernel]), within=READY, what="the kernel ended")
     prepared.expect(0, but=child, within=GONE)
+    # Nor a file, that of a loader's workers included; torch's own cache is torch's.
+    left = os.listdir(os.environ["TMPDIR"])
+    assert [name for name in left if not name.startswith("torchinductor")] == []
 
 
 def test_nothing_outlives_a_kernel_that_dies_while_the_template_starts(prepared: Notebook) -> None:

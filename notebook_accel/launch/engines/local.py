@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from notebook_accel.config import check_enough_devices
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch import system
+from notebook_accel.launch import scratch, system
 from notebook_accel.launch.channel import AuthenticationError, connect, new_secret
 from notebook_accel.launch.engines.base import AgentEngine, AgentLink, Placement
 from notebook_accel.launch.template import template
@@ -58,8 +58,15 @@ class LocalEngine(AgentEngine):
             channel=channel,
             grace=job.config.grace,
             how_it_ended=lambda: _how_it_ended(source, pid),
-            kill=lambda: system.kill_tree([pid]),
+            kill=lambda: _end(pid, run),
         )
+
+
+def _end(agent: int, run: str) -> None:
+    """End an agent with all that it had, also where neither it nor its template can any more."""
+    system.kill_tree([agent])
+    system.kill_leftovers(session=agent, variable=("NOTEBOOK_ACCEL_RUN", run))
+    scratch.remove(run)
 
 
 # Accelerate makes a world of 1 on a CPU unless it is told that this is meant.

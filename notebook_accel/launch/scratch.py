@@ -1,0 +1,60 @@
+"""What multiprocessing puts on disk while a run works, and who removes it.
+
+A DataLoader worker hands its batches over through a socket that has a name, in a folder that the
+process removes when it ends; its queues have semaphores, whose names it removes at once. Unless it
+is killed. So all processes of a run share one folder and one prefix for names, and whoever sees
+them end removes what is left: the agent, its template, or the kernel. The folder is not beside
+the logs, since not every file system has sockets, and its name is no longer than the one that
+Python would take, since the path of a socket may have about 100 bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+__all__ = ["remove", "use"]
+
+# Of a run's name: the random ones.
+_NUM_CHARACTERS = 6
+_SHARED = Path("/dev/shm")
+
+
+def use(run: str) -> None:
+    """Have this process, and those that it starts, take the names of ``run``."""
+    # Where multiprocessing looks (util.get_temp_dir, SemLock._make_name); children inherit it.
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config["semprefix"] = f"/{_name(run)}"
+    with contextlib.suppress(OSError):
+        os.mkdir(_folder(run), 0o700)
+        config["tempdir"] = str(_folder(run))
+
+
+def remove(run: str) -> None:
+    """Remove what is left of ``run``."""
+    shutil.rmtree(_folder(run), ignore_errors=True)
+    for path in _SHARED.glob(f"sem.{_name(run)}-*"):
+        _remove_links(path)
+
+
+def _remove_links(path: Path) -> None:
+    """Remove a semaphore, also under the name that it had while it was made."""
+    with contextlib.suppress(OSError):
+        stat = path.stat()
+        links = [path]
+        if stat.st_nlink > 1:
+            links = [entry for entry in _SHARED.glob("sem.*") if entry.samefile(path)]
+        for link in links:
+            link.unlink()
+
+
+def _folder(run: str) -> Path:
+    return Path(tempfile.gettempdir()) / _name(run)
+
+
+def _name(run: str) -> str:
+    return f"na-{run[-_NUM_CHARACTERS:]}"
