@@ -224,7 +224,7 @@ def _block(rank: RankState, lines: int, width: int) -> Html:
     text = "\n".join(cut(line, width) for line in rank.tail[-lines:])
     return element(
         "div",
-        element("span", str(rank.rank), class_=f"na-tag na-tag{rank.rank % 6}"),
+        element("span", str(rank.rank), class_="na-tag"),
         # A reversed column starts scrolled to its end, where the newest line is.
         element("div", element("pre", text)),
         class_="na-block",
