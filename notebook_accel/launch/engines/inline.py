@@ -43,7 +43,7 @@ class InlineEngine(Engine):
         opening.run.attach(conductor)
         job.view.open(opening.run)
         try:
-            with _environment({**job.environment, **_ALONE}):
+            with _environment({**job.environment, **_ALONE, **_device(job)}):
                 conductor.call(job)
         finally:
             opening.metrics.close()
@@ -51,6 +51,10 @@ class InlineEngine(Engine):
             job.view.close(conductor.state)
             conductor.ended.set()
         return conductor
+
+
+def _device(job: Job) -> dict[str, str]:
+    return {"ACCELERATE_USE_CPU": "true"} if job.config.devices == "cpu" else {}
 
 
 class _Inline(Conductor):
@@ -87,9 +91,10 @@ class _Inline(Conductor):
             self._values[0] = None
             self._become("succeeded", returned=True)
             return
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        text = _traceback(error)
+        message = f"rank 0 failed: {type(error).__name__}: {_text(error)}\n\n{text}"
         self._failure = Failure(
-            message=f"rank 0 failed: {type(error).__name__}: {error}\n\n{text}",
+            message=message,
             rank=0,
             ranks=(0,),
             traceback=text,
@@ -97,6 +102,7 @@ class _Inline(Conductor):
         )
         self._cause = error
         self._become("failed")
+        self.state = replace(self.state, error=message)
 
     def result(self, rank: int) -> Any:
         return self._values[rank]
@@ -106,6 +112,24 @@ class _Inline(Conductor):
 
     def cause(self, failure: Failure) -> BaseException | None:
         return self._cause
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback from the person's function on."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_frame.f_code.co_filename == __file__:
+        entry = entry.tb_next
+    try:
+        return "".join(traceback.format_exception(type(error), error, entry))
+    except Exception:  # a person's __str__ may raise anything
+        return "".join([*traceback.format_tb(entry), f"{type(error).__name__}\n"])
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # a person's __str__ may raise anything
+        return f"<its text could not be made: {type(broken).__name__}>"
 
 
 @contextmanager
