@@ -182,7 +182,10 @@ class Plain(Kernel):
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if not selector.select(_ANSWER_SECONDS):
                 raise TimeoutError(f"no answer to {self.commands[-1:]} in {_ANSWER_SECONDS} s")
-        return json.loads(self._process.stdout.readline())
+        line = self._process.stdout.readline()
+        if not line:
+            raise OSError(f"the kernel ended by itself: {self._process.wait(5)}")
+        return json.loads(line)
 
     def kill(self) -> None:
         super().kill()
