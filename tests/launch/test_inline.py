@@ -238,11 +238,8 @@ def plain():
 
 def train():
     accelerator = Accelerator()
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
     accelerator.backward(model(torch.ones(1, 1)).sum())
-    optimizer.step()
     return accelerator.num_processes, accelerator.device.type, accelerator.is_main_process
 
 config = LaunchConfig(engine="inline", devices="cpu")
