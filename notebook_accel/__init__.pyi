@@ -14,7 +14,7 @@ from .training.collectives import gather_object as gather_object
 from .training.data import DataLoaderDispatcher as DataLoaderDispatcher
 from .training.data import DataLoaderShard as DataLoaderShard
 from .training.data import skip_first_batches as skip_first_batches
-from .training.data_config import DataLoaderConfiguration as DataLoaderConfiguration
+from .training.data.config import DataLoaderConfiguration as DataLoaderConfiguration
 from .training.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from .training.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from .training.seeding import set_seed as set_seed

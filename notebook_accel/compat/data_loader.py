@@ -3,14 +3,14 @@
 from notebook_accel.training.data import (
     skip_first_batches,
 )
-from notebook_accel.training.dispatch import (
+from notebook_accel.training.data.dispatch import (
     DataLoaderDispatcher,
 )
-from notebook_accel.training.loaders import (
+from notebook_accel.training.data.loaders import (
     DataLoaderShard,
     SkipDataLoader,
 )
-from notebook_accel.training.samplers import (
+from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,

@@ -18,7 +18,7 @@ from notebook_accel.training.collectives import (
     send_to_device,
     slice_tensors,
 )
-from notebook_accel.training.data_config import (
+from notebook_accel.training.data.config import (
     DataLoaderConfiguration,
 )
 from notebook_accel.training.prepare import (

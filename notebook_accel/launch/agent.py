@@ -21,8 +21,8 @@ import torch.multiprocessing as mp
 from notebook_accel.launch import output, scratch, system, wire, worker
 from notebook_accel.launch.channel import Channel, ProtocolError
 from notebook_accel.launch.ending import Ending, Stage
+from notebook_accel.launch.payload.segment import attach
 from notebook_accel.launch.scoreboard import Scoreboard
-from notebook_accel.launch.segment import attach
 from notebook_accel.launch.watch import RankProcess
 
 if TYPE_CHECKING:

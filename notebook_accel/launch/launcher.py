@@ -15,8 +15,8 @@ from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.engines.base import Job, Opening, Prepared
 from notebook_accel.launch.export import script_of
 from notebook_accel.launch.interrupts import held
+from notebook_accel.launch.payload.segment import seal
 from notebook_accel.launch.run import Run
-from notebook_accel.launch.segment import seal
 from notebook_accel.launch.stores import MetricStore, RunFolder
 from notebook_accel.launch.view import GuardedView, View
 

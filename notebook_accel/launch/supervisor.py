@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.launch import payload, wire
 from notebook_accel.launch.channel import ProtocolError
 from notebook_accel.launch.interrupts import Latch, held
+from notebook_accel.launch.payload.segment import attach
 from notebook_accel.launch.run import Conductor
-from notebook_accel.launch.segment import attach
 from notebook_accel.launch.state import apply
 from notebook_accel.launch.verdict import Verdict, judge
 

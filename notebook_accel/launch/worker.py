@@ -18,8 +18,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import RunStopped
-from notebook_accel.launch import bars, cells, output, payload, rank, system, wire
-from notebook_accel.launch.segment import seal
+from notebook_accel.launch import bars, output, payload, rank, system, wire
+from notebook_accel.launch.payload import cells
+from notebook_accel.launch.payload.segment import seal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from notebook_accel.launch.outline import Pace, last_values
 from notebook_accel.launch.view import View
+from notebook_accel.launch.view.outline import Pace, last_values
 from notebook_accel.notebook import output
 from notebook_accel.notebook.panel import Details, render_panel
 from notebook_accel.notebook.snapshot import Snapshot, render_snapshot

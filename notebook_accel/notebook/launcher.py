@@ -12,8 +12,8 @@ from IPython.core.getipython import get_ipython
 from notebook_accel.config import ENGINES, resolve
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.plain_view import PlainView
 from notebook_accel.launch.view import View
+from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.notebook import frontend
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.sources import cell_sources

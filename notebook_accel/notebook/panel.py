@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch import wording
-from notebook_accel.launch.outline import (
+from notebook_accel.launch.view import wording
+from notebook_accel.launch.view.outline import (
     Advance,
     advance,
     last_values,
     memory_of,
     spread,
 )
-from notebook_accel.launch.summary import elapsed, folded, size, worth_a_row
+from notebook_accel.launch.view.summary import elapsed, folded, size, worth_a_row
 from notebook_accel.notebook import plot
 from notebook_accel.notebook.markup import Html, cut, element, join, weight
 

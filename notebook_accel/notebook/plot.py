@@ -11,7 +11,7 @@ import base64
 import math
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch import wording
+from notebook_accel.launch.view import wording
 from notebook_accel.notebook.markup import Html, element, escape
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch import summary, wording
-from notebook_accel.launch.outline import spread
+from notebook_accel.launch.view import summary, wording
+from notebook_accel.launch.view.outline import spread
 from notebook_accel.notebook import plot
 from notebook_accel.notebook.markup import Html, cut, element, join, weight
 

@@ -6,7 +6,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch.plain_view import PlainView
+from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.notebook import output
 from notebook_accel.notebook.snapshot import Snapshot, render_snapshot
 

@@ -19,9 +19,10 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training import collectives, devices
 from notebook_accel.training.accumulation import Window
 from notebook_accel.training.checkpoint import Checkpoints
+from notebook_accel.training.checkpoint.weights import save_model, save_object
 from notebook_accel.training.configured import ConfiguredView
 from notebook_accel.training.data import skip_first_batches
-from notebook_accel.training.gathering import gather_for_metrics
+from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.plan import make_plan, refuse_unbuilt, resolve_loaders, resolve_project
 from notebook_accel.training.prepare import Preparation, extract_model_from_parallel
 from notebook_accel.training.process_group import close_process_group
@@ -30,7 +31,6 @@ from notebook_accel.training.progress import progress
 from notebook_accel.training.settings import ProfileKwargs, check_steps, pick_handler
 from notebook_accel.training.state import AcceleratorSettings
 from notebook_accel.training.tracking import run_metrics
-from notebook_accel.training.weights import save_model, save_object
 
 if TYPE_CHECKING:
     import os
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
     from torch.utils.hooks import RemovableHandle
 
-    from notebook_accel.training.data_config import DataLoaderConfiguration
+    from notebook_accel.training.data.config import DataLoaderConfiguration
     from notebook_accel.training.optimizer import AcceleratedOptimizer
     from notebook_accel.training.scheduler import AcceleratedScheduler
     from notebook_accel.training.settings import (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.rank import current
 from notebook_accel.training import environment
-from notebook_accel.training.active import active_loaders
+from notebook_accel.training.data.active import active_loaders
 from notebook_accel.training.notices import notice_once
 from notebook_accel.training.settings import GradientAccumulationPlugin, check_steps
 

@@ -8,7 +8,7 @@ from notebook_accel.training.processes import ProcessView
 from notebook_accel.training.state import AcceleratorState, GradientState
 
 if TYPE_CHECKING:
-    from notebook_accel.training.data_config import DataLoaderConfiguration
+    from notebook_accel.training.data.config import DataLoaderConfiguration
     from notebook_accel.training.plan import Plan
     from notebook_accel.training.settings import DistributedType, ProjectConfiguration
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import topology
 from notebook_accel.training.accumulation import Accumulation, resolve_plugin
-from notebook_accel.training.data_config import DataLoaderConfiguration
+from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.notices import notice_once
 from notebook_accel.training.precision import Precision, make_precision, resolve_precision
 from notebook_accel.training.settings import (

@@ -11,7 +11,7 @@ from typing import Any
 from notebook_accel.launch.rank import current
 from notebook_accel.training import topology
 from notebook_accel.training.accumulation import current_accumulation
-from notebook_accel.training.active import active_loaders
+from notebook_accel.training.data.active import active_loaders
 from notebook_accel.training.precision import resolve_precision
 from notebook_accel.training.process_group import close_process_group
 from notebook_accel.training.processes import ProcessView

@@ -18,7 +18,8 @@ import traceback
 import types
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch import payload, segment
+from notebook_accel.launch import payload
+from notebook_accel.launch.payload import segment
 
 if TYPE_CHECKING:
     import pytest

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from notebook_accel.launch.outline import Advance, Pace, advance, spread
 from notebook_accel.launch.state import BarState, RankState
-from notebook_accel.launch.summary import facts, folded, summarise, worth_a_row
+from notebook_accel.launch.view.outline import Advance, Pace, advance, spread
+from notebook_accel.launch.view.summary import facts, folded, summarise, worth_a_row
 from tests.notebook.states import running, succeeded, with_failed
 
 

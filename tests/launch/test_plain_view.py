@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.plain_view import PlainView
+from notebook_accel.launch.view.plain import PlainView
 from tests.notebook.states import after, running, succeeded
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from notebook_accel.launch import wording
+from notebook_accel.launch.view import wording
 
 
 @pytest.mark.parametrize(

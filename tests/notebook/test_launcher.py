@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from notebook_accel import ConfigError, notebook_launcher, runs
-from notebook_accel.launch.plain_view import PlainView
 from notebook_accel.launch.view import View
+from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.notebook import frontend
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.launcher import choose_view

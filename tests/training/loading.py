@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel.training.data import prepare_data_loader
-from notebook_accel.training.data_config import DataLoaderConfiguration
+from notebook_accel.training.data.config import DataLoaderConfiguration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

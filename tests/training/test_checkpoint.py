@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from notebook_accel import Accelerator, ConfigError, ProjectConfiguration
-from notebook_accel.training import atomic, checkpoint, weights
+from notebook_accel.training import checkpoint
+from notebook_accel.training.checkpoint import atomic, weights
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 

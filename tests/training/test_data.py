@@ -17,8 +17,8 @@ from notebook_accel.training.data import (
     SkipDataLoader,
     active_loaders,
 )
-from notebook_accel.training.data_config import DataLoaderConfiguration
-from notebook_accel.training.samplers import BatchSamplerShard, IterableDatasetShard
+from notebook_accel.training.data.config import DataLoaderConfiguration
+from notebook_accel.training.data.samplers import BatchSamplerShard, IterableDatasetShard
 from tests.training.loading import SizedStream, Stream, lists, numbers, prepare
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from notebook_accel.training.data import (
     prepare_data_loader,
     skip_first_batches,
 )
-from notebook_accel.training.data_config import DataLoaderConfiguration
-from notebook_accel.training.gathering import gather_for_metrics
+from notebook_accel.training.data.config import DataLoaderConfiguration
+from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.seeding import set_seed
 from tests.training.harness import run_ranks
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.samplers import (
+from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
     LastRound,

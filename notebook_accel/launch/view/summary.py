@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch import wording
-from notebook_accel.launch.outline import advance, last_values, memory_of, spread
+from notebook_accel.launch.view import wording
+from notebook_accel.launch.view.outline import advance, last_values, memory_of, spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

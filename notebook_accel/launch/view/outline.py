@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch import wording
+from notebook_accel.launch.view import wording
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,17 +21,16 @@ from torch.utils.data import (
 )
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.active import ActiveLoaders, active_loaders
-from notebook_accel.training.dispatch import DataLoaderDispatcher
-from notebook_accel.training.loaders import (
+from notebook_accel.training.data.active import ActiveLoaders, active_loaders
+from notebook_accel.training.data.dispatch import DataLoaderDispatcher
+from notebook_accel.training.data.loaders import (
     DataLoaderShard,
     LoaderOptions,
     PreparedLoader,
     SkipDataLoader,
     samplers_of,
 )
-from notebook_accel.training.notices import notice_once
-from notebook_accel.training.samplers import (
+from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,
@@ -39,11 +38,12 @@ from notebook_accel.training.samplers import (
     TailCollate,
     share_of,
 )
+from notebook_accel.training.notices import notice_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from notebook_accel.training.data_config import DataLoaderConfiguration
+    from notebook_accel.training.data.config import DataLoaderConfiguration
 
 __all__ = [
     "ActiveLoaders",

@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from notebook_accel.training.collectives import as_bytes, broadcast_object_list, lane
-from notebook_accel.training.loaders import PreparedLoader
+from notebook_accel.training.data.loaders import PreparedLoader
+from notebook_accel.training.data.rounds import Part, Round, RoundDealer
+from notebook_accel.training.data.samplers import TailBatch
 from notebook_accel.training.nested import recursively_apply
-from notebook_accel.training.rounds import Part, Round, RoundDealer
-from notebook_accel.training.samplers import TailBatch
 from notebook_accel.training.seeding import synchronize_rng_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from notebook_accel.training.active import Position
+    from notebook_accel.training.data.active import Position
 
 __all__ = ["DataLoaderDispatcher"]
 

@@ -13,12 +13,17 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.atomic import publish_folder, staging_folder, sweep
+from notebook_accel.training.checkpoint.atomic import publish_folder, staging_folder, sweep
+from notebook_accel.training.checkpoint.random_states import get_random_states, set_random_states
+from notebook_accel.training.checkpoint.weights import (
+    load_weights,
+    numbered,
+    save_weights,
+    with_ties,
+)
 from notebook_accel.training.collectives import broadcast_object_list
 from notebook_accel.training.models import uncompiled
 from notebook_accel.training.notices import notice_once
-from notebook_accel.training.random_states import get_random_states, set_random_states
-from notebook_accel.training.weights import load_weights, numbered, save_weights, with_ties
 
 if TYPE_CHECKING:
     import os

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.atomic import publish_folder, replacing_file, staging_folder
+from notebook_accel.training.checkpoint.atomic import publish_folder, replacing_file, staging_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -1,7 +1,7 @@
 """Prepared loaders: torch DataLoaders whose batches are this rank's, and lie on its device.
 
 The pass runs one batch ahead of the loop, so that the last batch is known to be the last while
-the loop has it (:class:`~notebook_accel.training.active.Position`). What a pass costs beyond
+the loop has it (:class:`~notebook_accel.training.data.active.Position`). What a pass costs beyond
 torch's own is a few attribute reads a batch: everything that can be is decided at its start.
 """
 
@@ -16,10 +16,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel.launch.rank import current
-from notebook_accel.training.active import Position, active_loaders
 from notebook_accel.training.collectives import num_ranks, this_rank
-from notebook_accel.training.nested import send_to_device
-from notebook_accel.training.samplers import (
+from notebook_accel.training.data.active import Position, active_loaders
+from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,
@@ -28,6 +27,7 @@ from notebook_accel.training.samplers import (
     TailCollate,
     length_of,
 )
+from notebook_accel.training.nested import send_to_device
 from notebook_accel.training.seeding import synchronize_rng_state
 
 if TYPE_CHECKING:

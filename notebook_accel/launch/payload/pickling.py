@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import cloudpickle
 
-from notebook_accel.launch import cells
-from notebook_accel.launch.refusals import Refused, remedy_of
-from notebook_accel.launch.remade import BY_TYPE, NAMED_TYPES, remake
+from notebook_accel.launch.payload import cells
+from notebook_accel.launch.payload.refusals import Refused, remedy_of
+from notebook_accel.launch.payload.remade import BY_TYPE, NAMED_TYPES, remake
 
 if TYPE_CHECKING:
     import importlib.machinery

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.launch.rank import RankContext, current
 
 if TYPE_CHECKING:
-    from notebook_accel.training.samplers import LastRound
+    from notebook_accel.training.data.samplers import LastRound
 
 __all__ = ["ActiveLoaders", "Position", "active_loaders"]
 

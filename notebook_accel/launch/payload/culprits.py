@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.pickling import CallPickler, Discard, ResultPickler, used_globals
-from notebook_accel.launch.refusals import Refused, remedy_of
+from notebook_accel.launch.payload.pickling import CallPickler, Discard, ResultPickler, used_globals
+from notebook_accel.launch.payload.refusals import Refused, remedy_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from notebook_accel.training.active import Position, active_loaders
 from notebook_accel.training.collectives import gather, gather_object, gather_ragged, num_ranks
+from notebook_accel.training.data.active import Position, active_loaders
 from notebook_accel.training.nested import honor_type, is_namedtuple, leaves, rebuild
 from notebook_accel.training.nested import recursively_apply as apply_to_tensors
 

@@ -10,11 +10,10 @@ import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
-from notebook_accel.launch import wording
-from notebook_accel.launch.outline import Pace, advance
-from notebook_accel.launch.summary import summarise
 from notebook_accel.launch.text import strip_escapes
-from notebook_accel.launch.view import View
+from notebook_accel.launch.view import View, wording
+from notebook_accel.launch.view.outline import Pace, advance
+from notebook_accel.launch.view.summary import summarise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

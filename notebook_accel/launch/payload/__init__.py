@@ -16,16 +16,16 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch import cells
-from notebook_accel.launch.cells import CellSource, name_cells
-from notebook_accel.launch.culprits import (
+from notebook_accel.launch.payload import cells
+from notebook_accel.launch.payload.cells import CellSource, name_cells
+from notebook_accel.launch.payload.culprits import (
     arguments,
     cannot_return,
     cannot_travel,
     cause,
     variables,
 )
-from notebook_accel.launch.pickling import CallPickler, ResultPickler, load
+from notebook_accel.launch.payload.pickling import CallPickler, ResultPickler, load
 
 if TYPE_CHECKING:
     import types

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.data.samplers import LastRound
 from notebook_accel.training.nested import find_batch_size, honor_type, leaves, rebuild
-from notebook_accel.training.samplers import LastRound
 
 __all__ = ["Part", "Round", "RoundDealer", "count_rows", "join_rows", "slice_rows"]
 
