@@ -146,6 +146,8 @@ class Agent:
         for rank in self._ranks:
             self._watch(rank.channel.fileno(), partial(self._relay, rank))
             self._watch(rank.exit_fd, partial(self._reap, rank))
+        # What came together with Launch was read with it: nothing would wake us for that.
+        self._from_kernel()
         while any(rank.alive for rank in self._ranks):
             for key, _ in self._selector.select(_TICK_SECONDS):
                 key.data()

@@ -27,7 +27,7 @@ from notebook_accel.launch.verdict import Verdict, judge
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from notebook_accel.launch.engines.base import AgentLink
+    from notebook_accel.launch.link import AgentLink
     from notebook_accel.launch.state import RunState
     from notebook_accel.launch.stores import MetricStore, RunFolder
     from notebook_accel.launch.verdict import Failure

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch import wire
-    from notebook_accel.launch.channel import Channel
+    from notebook_accel.launch.link import AgentLink
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Conductor, Run
     from notebook_accel.launch.state import RunState
     from notebook_accel.launch.stores import MetricStore, RunFolder
     from notebook_accel.launch.view import View
 
-__all__ = ["AgentEngine", "AgentLink", "Engine", "Job", "Opening", "Placement", "Prepared"]
+__all__ = ["AgentEngine", "Engine", "Job", "Opening", "Placement", "Prepared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,6 @@ class Job:
     timeout: float | None
     imports: tuple[str, ...] = ()
     advise: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentLink:
-    """The kernel's end of an agent."""
-
-    channel: Channel
-    grace: float
-    how_it_ended: Callable[[], str]
-    kill: Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True)

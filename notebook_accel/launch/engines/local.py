@@ -10,7 +10,8 @@ from notebook_accel.config import check_enough_devices
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import scratch, system
 from notebook_accel.launch.channel import AuthenticationError, connect, new_secret
-from notebook_accel.launch.engines.base import AgentEngine, AgentLink, Placement
+from notebook_accel.launch.engines.base import AgentEngine, Placement
+from notebook_accel.launch.link import AgentLink
 from notebook_accel.launch.template import template
 
 if TYPE_CHECKING:
