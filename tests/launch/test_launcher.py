@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from notebook_accel import ConfigError, LaunchError, WorkerError
+from notebook_accel import ConfigError, LaunchError, RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.run import runs
@@ -242,6 +242,22 @@ def test_the_grace_of_a_stop_is_kept() -> None:
     with contextlib.suppress(Exception):
         run.wait(SOON)
     assert run.status == "stopped"
+
+
+def test_a_run_that_is_ended_at_once() -> None:
+    """The order to end may reach the agent in one piece with the launch."""
+
+    def train() -> None:
+        time.sleep(600)
+
+    for end in ("kill", "stop"):
+        run = on_cpu(train, block=False)
+        getattr(run, end)()
+        with pytest.raises(RunStopped):
+            run.wait(SOON)
+        # It heard: of a deaf agent, which is killed after a while, there is no word.
+        told = [rank.signal or rank.exitcode for rank in run.state.ranks]
+        assert told == ([9, 9] if end == "kill" else [130, 130])
 
 
 # ---- views that break ----------------------------------------------------------------------
