@@ -245,6 +245,7 @@ def _chosen(config: LaunchConfig) -> dict[str, str]:
         chosen["NOTEBOOK_ACCEL_MIXED_PRECISION"] = config.mixed_precision
     if isinstance(config.devices, tuple):
         chosen["CUDA_VISIBLE_DEVICES"] = _among_visible(config.devices)
+        chosen["ACCELERATE_USE_CPU"] = "false"
     if config.backend is not None:
         chosen["NOTEBOOK_ACCEL_BACKEND"] = config.backend
     if config.debug:

@@ -11,6 +11,7 @@ from IPython.core.getipython import get_ipython
 
 from notebook_accel.config import ENGINES, resolve
 from notebook_accel.errors import ConfigError
+from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
@@ -30,16 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["VIEWS", "choose_view", "notebook_launcher", "run_cell"]
 
-# What one machine has no use for; given all the same, it is named in one line.
-_UNUSED = (
-    "master_addr",
-    "rdzv_backend",
-    "rdzv_endpoint",
-    "rdzv_conf",
-    "rdzv_id",
-    "monitor_interval",
-    "log_line_prefix_template",
-)
 # What needs an engine that there is not.
 _ABSENT = ("node_rank", "num_nodes", "max_restarts", "session", "join_token")
 _SETTINGS = (
@@ -153,7 +144,7 @@ def notebook_launcher(
             sources=cell_sources(get_ipython()),
             block=block,
             timeout=timeout,
-            notices=[*notices, *_unused(given)],
+            notices=[*notices, *_unused(given, chosen.engine)],
         )
 
 
@@ -192,11 +183,14 @@ def _defaults() -> Mapping[str, Any]:
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that say something else than their defaults."""
     defaults = _defaults()
-    return {
-        name: value
-        for name, value in arguments.items()
-        if defaults[name] is inspect.Parameter.empty or value != defaults[name]
-    }
+    return {name: value for name, value in arguments.items() if _differs(value, defaults[name])}
+
+
+def _differs(value: Any, default: Any) -> bool:
+    try:
+        return bool(value != default)
+    except Exception:  # arrays compare with nothing as a whole
+        return True
 
 
 def _check_absent(given: Mapping[str, Any]) -> None:
@@ -216,12 +210,14 @@ def _as_port(text: str) -> int:
     return int(text)
 
 
-def _unused(given: Mapping[str, Any]) -> list[str]:
-    names = [name for name in _UNUSED if name in given]
+def _unused(given: Mapping[str, Any], engine: str) -> list[str]:
+    """One line about the arguments for which the engine has no use."""
+    chosen = engine_named(engine)
+    names = [name for name in given if name in chosen.unused]
     if not names:
         return []
     verb = "is" if len(names) == 1 else "are"
-    return [f"{', '.join(names)} {verb} not used on one machine"]
+    return [f"{', '.join(names)} {verb} not used by {chosen.description}"]
 
 
 # ---- views ---------------------------------------------------------------------------------

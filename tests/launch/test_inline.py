@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from notebook_accel import ConfigError, RunStopped, WorkerError
+from notebook_accel import ConfigError, RunStopped, WorkerError, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.run import runs
@@ -213,6 +213,16 @@ def test_the_environment_comes_back_after_an_error() -> None:
 
     with pytest.raises(WorkerError):
         inline(train)
+
+
+def test_arguments_that_the_engine_does_not_use_are_named_in_one_line() -> None:
+    given = {"timeout": 5.0, "grace": 3.0, "rdzv_id": "x", "master_addr": "1.2.3.4"}
+    run = notebook_launcher(lambda: 1, engine="inline", view="none", block=False, **given)
+    (line,) = run.state.notices
+    assert all(name in line for name in (*given, "block", "engine='inline'"))
+    unknown = {"num_processes", "mixed_precision", "use_port", "env", "debug"}
+    assert not [name for name in unknown if name in line]
+    assert notebook_launcher(lambda: 1, engine="inline", view="none").state.notices == ()
 
 
 def test_two_processes_are_refused() -> None:

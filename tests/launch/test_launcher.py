@@ -388,6 +388,12 @@ def test_a_bad_call_fails_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
+def test_devices_that_there_are_not() -> None:
+    with pytest.raises(ConfigError, match=r"devices=\[990\]") as caught:
+        launch(lambda: 1, config=LaunchConfig(devices=[990]), view=View())
+    assert "devices='cpu'" in str(caught.value)
+
+
 def test_a_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "file" / "runs"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from notebook_accel.launch.interrupts import held
 from notebook_accel.launch.supervisor import Supervisor
@@ -23,6 +23,17 @@ if TYPE_CHECKING:
     from notebook_accel.launch.view import View
 
 __all__ = ["AgentEngine", "Engine", "Job", "Opening", "Placement", "Prepared"]
+
+
+_OF_SEVERAL_MACHINES = (
+    "master_addr",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_conf",
+    "rdzv_id",
+    "monitor_interval",
+    "log_line_prefix_template",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +84,15 @@ class Placement:
 
 
 class Engine(ABC):
-    """A way to bring ranks about."""
+    """A way to bring ranks about.
 
+    Attributes:
+        description: names the engine in a line for the person.
+        unused: arguments of ``notebook_launcher`` for which it has no use.
+    """
+
+    description: ClassVar[str]
+    unused: ClassVar[tuple[str, ...]] = _OF_SEVERAL_MACHINES
     needs_payload = True
 
     def warm_up(self, job: Job) -> None:

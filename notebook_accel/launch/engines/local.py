@@ -7,7 +7,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from notebook_accel.config import check_enough_devices
-from notebook_accel.errors import LaunchError
+from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch import scratch, system
 from notebook_accel.launch.channel import AuthenticationError, connect, new_secret
 from notebook_accel.launch.engines.base import AgentEngine, Placement
@@ -26,6 +26,8 @@ _EXIT_SECONDS = 0.3
 class LocalEngine(AgentEngine):
     """Forks of a clean process, on the CPU or one an accelerator."""
 
+    description = "engine='local', whose ranks are on one machine"
+
     def warm_up(self, job: Job) -> None:
         template(job.environment).wait_until_ready()
 
@@ -34,6 +36,7 @@ class LocalEngine(AgentEngine):
         if job.config.devices == "cpu":
             return Placement(world_size=wanted or 1, environment={**_ON_CPU, **_HIDDEN})
         available = _num_devices(job)
+        _check_chosen(job.config.devices, available)
         if not available:
             notices = () if wanted else (_ASK_FOR_MORE,)
             return Placement(world_size=wanted or 1, environment=_ON_CPU, notices=notices)
@@ -76,6 +79,14 @@ _HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 _ASK_FOR_MORE = (
     "no accelerator is visible: 1 rank on the CPU; num_processes=2 would train on two ranks"
 )
+
+
+def _check_chosen(devices: object, available: int) -> None:
+    if isinstance(devices, tuple) and len(devices) > available:
+        raise ConfigError(
+            f"devices={list(devices)}, but of these the machine has {available or 'none'}: choose "
+            "others, or devices='cpu', or leave it out for all that are visible"
+        )
 
 
 def _num_devices(job: Job) -> int:
