@@ -143,7 +143,8 @@ class LaunchedContext(RankContext):
             )
 
     def metric(self, values: Mapping[str, float], step: int | None = None) -> None:
-        self.tell(wire.Metric, values=dict(values), step=step)
+        numbers = {str(name): float(value) for name, value in values.items()}
+        self.tell(wire.Metric, values=numbers, step=step)
 
     def bar(
         self,

@@ -277,7 +277,9 @@ class Run:
         return "".join(self._labelled(rank) for rank in range(len(self)))
 
     def _labelled(self, rank: int) -> str:
-        lines = self._folder.read_log(rank).splitlines()
+        text = self._folder.read_log(rank)
+        # Not splitlines(): a form feed ends no line.
+        lines = text.removesuffix("\n").split("\n") if text else []
         return "".join(f"[rank {rank}] {line}\n" for line in lines)
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TypeVar, Union
+from typing import Any, TypeVar, Union
 
 import msgspec
 
@@ -322,8 +322,20 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(_Any)
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of one message."""
-    return _encoder.encode(message)
+    """The bytes of one message. Half characters, as of file names that are no text, are spelled."""
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError:
+        fields = _spelled(msgspec.structs.asdict(message))
+        return _encoder.encode({"type": type(message).__name__, **fields})
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_spelled(name): _spelled(part) for name, part in value.items()}
+    return [_spelled(part) for part in value] if isinstance(value, tuple) else value
 
 
 def decode(data: bytes | memoryview) -> Message:

@@ -337,6 +337,27 @@ def test_what_the_person_sets_for_the_ranks_wins(monkeypatch: pytest.MonkeyPatch
     assert os.environ["WORLD_SIZE"] == "77"
 
 
+def test_text_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables, bars and errors may hold half characters, as names of files do."""
+    monkeypatch.setenv("ODD", "x\udcffy")
+
+    def train() -> None:
+        from tqdm import tqdm
+
+        with tqdm(total=1, desc="file \udcff"):
+            pass
+        print("printed \udcff\x0c\u2028too")
+        raise ValueError("no such file: \udcff")
+
+    with pytest.raises(WorkerError, match="no such file") as caught:
+        on_cpu(train, n=1)
+    run = caught.value.run
+    assert run is not None
+    assert [bar.name for bar in run.progress] == ["file \\udcff"]
+    assert run.logs(0).startswith("printed ?\x0c\u2028too\n")
+    assert run.logs().startswith("[rank 0] printed ?\x0c\u2028too\n[rank 0] Traceback")
+
+
 # ---- notices -------------------------------------------------------------------------------
 
 

@@ -190,6 +190,17 @@ def test_reports_of_a_launched_rank() -> None:
     assert context.drew_bar
 
 
+def test_values_of_any_kind_of_number_are_told_as_floats() -> None:
+    import numpy as np
+    import torch
+
+    context, told, _ = launched()
+    context.metric({"a": np.float32(0.5), "b": np.int64(3), "c": torch.tensor(2.0), "d": True})
+    assert isinstance(told[0], wire.Metric)
+    assert repr(told[0].values) == "{'a': 0.5, 'b': 3.0, 'c': 2.0, 'd': 1.0}"
+    wire.encode(told[0])
+
+
 def test_values_are_those_of_the_moment() -> None:
     context, told, _ = launched()
     values = {"loss": 0.5}

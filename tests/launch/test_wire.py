@@ -82,6 +82,27 @@ def test_numbers_that_json_does_not_have() -> None:
     assert repr(decoded.values) == "{'nan': nan, 'inf': inf, 'minus': -inf, 'whole': 3.0}"
 
 
+def test_half_characters_are_spelled() -> None:
+    """Names of files and variables that are no text come as such from the system."""
+    message = wire.Launch(
+        world_size=1,
+        ranks=(0,),
+        environment={"A\udcff": "b\udcfe", "C": "d"},
+        directory="/tmp/\udcff",
+        path=("\udcff",),
+        log_dir="/l",
+        num_threads=1,
+        payload=wire.Packet(header=b"\x00\xff", sizes=(2,), inline=(b"\xfe\x00",)),
+    )
+    decoded = wire.decode(wire.encode(message))
+    assert isinstance(decoded, wire.Launch)
+    assert decoded.environment == {"A\\udcff": "b\\udcfe", "C": "d"}
+    assert decoded.payload == message.payload
+    assert (decoded.directory, decoded.path) == ("/tmp/\\udcff", ("\\udcff",))
+    raised = wire.Raised(kind="exception", type_name="E", text="\ud800 fü", traceback="")
+    assert wire.decode(wire.encode(raised)).text == "\\ud800 fü"  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     "data",
     [
