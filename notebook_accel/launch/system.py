@@ -155,12 +155,18 @@ def kill_leftovers(*, session: int, variable: tuple[str, str]) -> None:
 def _is_leftover(process: psutil.Process, session: int, variable: tuple[str, str]) -> bool:
     # The number of a session stays taken while anybody is in it: a leader that lives is another.
     with contextlib.suppress(psutil.Error, OSError):
-        is_zombie = process.status() == psutil.STATUS_ZOMBIE
-        is_of_session = os.getsid(process.pid) == session and not psutil.pid_exists(session)
-        return not is_zombie and (
+        is_of_session = os.getsid(process.pid) == session and not _lives(session)
+        return _lives(process.pid) and (
             is_of_session or process.environ().get(variable[0]) == variable[1]
         )
     return False
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _kill_all(processes: Iterable[psutil.Process]) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from tests.chaos.kernels import Plain, Real
-from tests.engines.processes import eventually
+from tests.engines.processes import eventually, gone
 
 if TYPE_CHECKING:
     from tests.chaos.kernels import Kernel
@@ -125,6 +125,8 @@ class Chaos:
         chosen = self._random.choice(candidates)
         with suppress(psutil.NoSuchProcess):
             chosen.kill()
+        # A large process takes its time to die on a busy machine, and forks nothing meanwhile.
+        eventually(lambda: gone([chosen.pid]), within=_GONE_SECONDS, what="a SIGKILL works")
         self.counts[victim] += 1
         return 1
 

@@ -9,6 +9,10 @@ import subprocess
 import time
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
 from notebook_accel import LaunchError, NotebookAccelError
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
@@ -36,9 +40,6 @@ def _loop(_: Any) -> None:
 
 
 def _collective(_: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
     dist.init_process_group("gloo")
     while True:
         dist.all_reduce(torch.ones(1000))
@@ -60,9 +61,6 @@ def _lock_twice(libc: Any) -> None:
 
 
 def _loader(_: Any) -> None:
-    import torch
-    from torch.utils.data import DataLoader
-
     subprocess.Popen(["setsid", "sleep", "600"])
     data = [torch.ones(1000) * number for number in range(64)]
     while True:
@@ -113,8 +111,6 @@ def _tried(act: Any) -> str:
 
 
 def _launch(kind: str, num_processes: int, *, block: bool) -> Any:
-    import torch
-
     config = LaunchConfig(num_processes=num_processes, devices="cpu", grace=1.0)
     # Large enough to travel in a segment of its own.
     weights = torch.zeros(100_000)

@@ -183,8 +183,8 @@ class Plain(Kernel):
             if not selector.select(_ANSWER_SECONDS):
                 raise TimeoutError(f"no answer to {self.commands[-1:]} in {_ANSWER_SECONDS} s")
         line = self._process.stdout.readline()
-        if not line:
-            raise OSError(f"the kernel ended by itself: {self._process.wait(5)}")
+        if not line.strip():
+            raise OSError(f"{line!r} came from the kernel, which ended by {self._process.poll()}")
         return json.loads(line)
 
     def kill(self) -> None:

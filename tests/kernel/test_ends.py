@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from tests.engines.processes import eventually, gone
@@ -135,6 +136,47 @@ def test_nothing_outlives_a_kernel_that_dies_while_the_template_starts(prepared:
     eventually(lambda: _imports_torch(template.pid), within=READY, what="the template imports")
     _kill(prepared)
     prepared.expect(0, but=child, within=GONE)
+
+
+def test_ranks_die_with_their_agent_where_nobody_else_can_act(
+    prepared: Notebook, tmp_path: Path
+) -> None:
+    template, agent = _launched(prepared, tmp_path, "native_with_the_gil")
+    template.suspend()
+    os.kill(prepared.pid, signal.SIGSTOP)
+    agent.kill()
+    prepared.expect(0, but=template.pid, within=GONE)
+
+
+def test_an_agent_sees_its_kernel_die_where_the_template_is_dead(
+    prepared: Notebook, tmp_path: Path
+) -> None:
+    template, _ = _launched(prepared, tmp_path, "loop")
+    child = int(prepared.run(_FORK))
+    template.kill()
+    eventually(lambda: gone([template.pid]), within=READY, what="the template is dead")
+    _kill(prepared)
+    prepared.expect(0, but=child, within=GONE)
+
+
+def test_a_kernel_ends_what_a_dead_agent_and_a_dead_template_left(
+    prepared: Notebook, tmp_path: Path
+) -> None:
+    template, agent = _launched(prepared, tmp_path, "loop")
+    template.kill()
+    agent.kill()
+    prepared.expect(0, but=template.pid, within=GONE)
+    assert "SIGKILL" in prepared.fails("run.wait()") or "is gone" in prepared.fails("run.wait()")
+    assert prepared.run("print(notebook_launcher(lambda: 1, (), 2).results)") == "[1, 1]\n"
+
+
+def _launched(notebook: Notebook, folder: Path, kind: str) -> tuple[psutil.Process, psutil.Process]:
+    """A run that goes on; gives the template and its agent."""
+    notebook.run(f"run = notebook_launcher({kind}, (), 2, block=False)")
+    eventually(_arrived(folder, kind), within=READY, what=f"{kind}: both ranks are in it")
+    (template,) = psutil.Process(notebook.pid).children()
+    (agent,) = template.children()
+    return template, agent
 
 
 def test_interrupts(prepared: Notebook, tmp_path: Path) -> None:
