@@ -84,6 +84,7 @@ class Agent:
         self._board = Scoreboard(len(launch.ranks))
         self._ending = Ending(grace=launch.grace)
         self._ranks: list[RankProcess] = []
+        self._reaped: list[int] = []
         self._selector = selectors.DefaultSelector()
         self._progress: tuple[int, ...] = ()
         self._progressed = time.monotonic()
@@ -219,8 +220,7 @@ class Agent:
     def _kernel_gone(self) -> None:
         """Nobody will ever read of these ranks: end them without grace, and go."""
         system.kill_tree(self._pids())
-        system.kill_descendants()
-        scratch.remove(self._launch.run)
+        scratch.remove(self._launch.run, used_by=system.kill_descendants())
         os._exit(0)
 
     def _relay(self, rank: RankProcess) -> None:
@@ -262,7 +262,10 @@ class Agent:
             self._relay_rest(rank)
             self._unwatch(rank.channel.fileno())
         exitcode = rank.reap()
-        system.kill_descendants(keep=[other.pid for other in self._ranks if other.alive])
+        self._reaped += [rank.pid]
+        self._reaped += system.kill_descendants(
+            keep=[other.pid for other in self._ranks if other.alive]
+        )
         for message in rank.last_words():
             self._post_message(message)
         rank.row.ended = 1
@@ -310,8 +313,7 @@ class Agent:
     def close(self) -> None:
         """Leave nobody behind."""
         system.kill_tree(rank.pid for rank in self._ranks if rank.alive)
-        system.kill_descendants()
-        scratch.remove(self._launch.run)
+        scratch.remove(self._launch.run, used_by=[*self._reaped, *system.kill_descendants()])
         self._channel.close()
 
 

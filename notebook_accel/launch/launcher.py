@@ -88,7 +88,11 @@ def launch(
         imports=tuple(imports),
         advise=advise,
     )
-    run = _open(job, list(notices))
+    try:
+        run = _open(job, list(notices))
+    except BaseException:
+        view.abandon()
+        raise
     if block:
         with _ended_by_interrupt(run):
             _wait(run, view)

@@ -1,8 +1,8 @@
 """What multiprocessing puts on disk while a run works, and who removes it.
 
 A DataLoader worker hands its batches over through a socket that has a name, in a folder that the
-process removes when it ends; its queues have semaphores, whose names it removes at once. Unless it
-is killed. So all processes of a run share one folder and one prefix for names, and whoever sees
+process removes when it ends; its queues have semaphores, and its tensors shared memory, whose names
+it removes at once. Unless it is killed. So all processes of a run share one folder and one prefix for names, and whoever sees
 them end removes what is left: the agent, its template, or the kernel. The folder is not beside
 the logs, since not every file system has sockets, and its name is no longer than the one that
 Python would take, since the path of a socket may have about 100 bytes.
@@ -16,6 +16,10 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 __all__ = ["remove", "use"]
 
@@ -34,11 +38,21 @@ def use(run: str) -> None:
         config["tempdir"] = str(_folder(run))
 
 
-def remove(run: str) -> None:
-    """Remove what is left of ``run``."""
+def remove(run: str, *, used_by: Collection[int]) -> None:
+    """Remove what is left of ``run``, whose processes ``used_by`` are dead."""
     shutil.rmtree(_folder(run), ignore_errors=True)
     for path in _SHARED.glob(f"sem.{_name(run)}-*"):
         _remove_links(path)
+    _remove_tensors(used_by)
+
+
+def _remove_tensors(pids: Collection[int]) -> None:
+    """Remove shared tensors of dead processes: torch names them for a moment after their maker."""
+    prefixes = tuple(f"torch_{pid}_" for pid in pids)
+    with contextlib.suppress(OSError):
+        for name in os.listdir(_SHARED):
+            if name.startswith(prefixes):
+                (_SHARED / name).unlink()
 
 
 def _remove_links(path: Path) -> None:

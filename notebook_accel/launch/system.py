@@ -128,28 +128,41 @@ def kill_tree(pids: Iterable[int]) -> None:
             _kill_all([root, *root.children(recursive=True)])
 
 
-def kill_descendants(*, keep: Collection[int] = ()) -> None:
-    """SIGKILL the children of this process outside ``keep``, with all below them; reaps them."""
+def kill_descendants(*, keep: Collection[int] = ()) -> list[int]:
+    """SIGKILL the children of this process outside ``keep``, with all below them.
+
+    Returns:
+        Who was reaped.
+    """
     me = psutil.Process()
+    reaped: list[int] = []
     # Once more after each round: what a child leaves becomes ours only when it has died.
     while children := [child for child in me.children() if child.pid not in keep]:
         for child in children:
             kill_tree([child.pid])
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child.pid, 0)
+                reaped.append(child.pid)
+    return reaped
 
 
-def kill_leftovers(*, session: int, variable: tuple[str, str]) -> None:
+def kill_leftovers(*, session: int, variable: tuple[str, str]) -> list[int]:
     """SIGKILL what began in this session, or with this variable in its environment.
 
     For a run whose agent and template are both dead: nobody is left who adopted its orphans.
+
+    Returns:
+        Who was killed.
     """
+    killed: list[int] = []
     for _ in range(_MAX_ROUNDS):
         left = [p for p in psutil.process_iter() if _is_leftover(p, session, variable)]
         if not left:
-            return
+            break
         _kill_all(left)
         psutil.wait_procs(left, timeout=_LOOK_SECONDS)
+        killed += [process.pid for process in left]
+    return killed
 
 
 def _is_leftover(process: psutil.Process, session: int, variable: tuple[str, str]) -> bool:

@@ -97,6 +97,11 @@ class Template:
         """Whether the process runs."""
         return self._process.poll() is None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether somebody has seen the process ready."""
+        return self._channel is not None
+
     def wait_until_ready(self) -> None:
         """Return once the process has imported all that it preloads.
 

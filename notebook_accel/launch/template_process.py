@@ -62,9 +62,9 @@ def serve(fd: int, kernel_pid: int) -> None:
 
 def _go(runs: Iterable[str] = ()) -> None:
     """The kernel's process ended: nobody wants this one."""
-    system.kill_descendants()
+    reaped = system.kill_descendants()
     for run in runs:
-        scratch.remove(run)
+        scratch.remove(run, used_by=reaped)
     os._exit(0)
 
 
@@ -137,8 +137,8 @@ class _Server:
         os.close(exit_fd)
         _, status = os.waitpid(pid, 0)
         # What the agent would have ended itself, had it not been killed.
-        system.kill_descendants(keep=self._agents)
-        scratch.remove(self._runs.pop(pid))
+        reaped = system.kill_descendants(keep=self._agents)
+        scratch.remove(self._runs.pop(pid), used_by=reaped)
         with contextlib.suppress(OSError):
             self._channel.send(
                 wire.AgentExited(pid=pid, exitcode=os.waitstatus_to_exitcode(status))

@@ -21,11 +21,11 @@ from notebook_accel.launch.view import View
 from notebook_accel.launch.view.outline import Pace, last_values
 from notebook_accel.notebook import output
 from notebook_accel.notebook.panel import Details, render_panel
-from notebook_accel.notebook.snapshot import Snapshot, render_snapshot
+from notebook_accel.notebook.snapshot import Snapshot, render_line, render_snapshot
 from notebook_accel.notebook.style import STYLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from notebook_accel.launch.run import Run
     from notebook_accel.launch.state import RunState
@@ -43,12 +43,29 @@ _ALL_RANKS = -1
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
+class Place:
+    """One place in a cell's output: what is put there first stands where it was put."""
+
+    def __init__(self) -> None:
+        self._id = f"notebook-accel-{uuid.uuid4().hex}"
+        self._is_taken = False
+
+    def fill(self, bundle: Mapping[str, Any]) -> None:
+        """Show ``bundle`` there, in place of what was."""
+        if self._is_taken:
+            output.replace(bundle, self._id)
+        else:
+            self._is_taken = True
+            output.put(bundle, self._id)
+
+
 class Panel:
     """The widgets of one panel, in the cell that made it.
 
     Args:
         name: of the run's function.
         world_size: number of its ranks.
+        place: where in the cell's output it goes.
         clicks: how clicks get through.
         stop: called when Stop is clicked.
         choose: called with the rank whose output is asked for, None for all.
@@ -59,11 +76,12 @@ class Panel:
         name: str,
         world_size: int,
         *,
+        place: Place,
         clicks: Clicks,
         stop: Callable[[], None],
         choose: Callable[[int | None], None],
     ) -> None:
-        self._id = f"notebook-accel-{uuid.uuid4().hex}"
+        self._place = place
         self._body = ipywidgets.HTML()
         self._stop = clicks.stop_button(stop)
         self._stop.add_class("na-stop")
@@ -78,7 +96,7 @@ class Panel:
         """Display the panel in the cell that runs now."""
         view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
         text = f"{self._name}: a live view, which needs its kernel"
-        output.put({_WIDGET_VIEW: view, "text/plain": text}, self._id)
+        self._place.fill({_WIDGET_VIEW: view, "text/plain": text})
 
     def draw(self, markup: str) -> None:
         """Show ``markup``; a page is only told of what changed."""
@@ -94,7 +112,7 @@ class Panel:
         # A page that was reloaded has forgotten the id, and still shows the widget.
         self._body.value = str(snapshot.html)
         self._box.children = (self._body,)
-        output.replace(snapshot.bundle, self._id)
+        self._place.fill(snapshot.bundle)
         # A page that connects asks for the state of every widget that there is.
         for widget in (self._style, self._stop, self._filter):
             for part in (widget.layout, widget.style, widget):
@@ -103,7 +121,7 @@ class Panel:
     def finish_again(self, snapshot: Snapshot) -> None:
         """Send the end once more."""
         self._body.send_state()
-        output.replace(snapshot.bundle, self._id)
+        self._place.fill(snapshot.bundle)
 
 
 def _rank_filter(world_size: int, choose: Callable[[int | None], None]) -> Any:
@@ -143,8 +161,20 @@ class Dashboard(View):
         self._pace = Pace()
         self._curves: dict[str, deque[float]] = {}
         self._drawn_at = 0.0
+        self._expected: tuple[str, Place] | None = None
 
     # ---- what the run calls ----
+
+    def expect(self, name: str) -> None:
+        self._expected = name, Place()
+        self._expected[1].fill(
+            render_line(f"{name}: starting, which takes some seconds the first time").bundle
+        )
+
+    def abandon(self) -> None:
+        if self._expected is not None:
+            name, place = self._expected
+            place.fill(render_line(f"{name}: not started").bundle)
 
     def open(self, run: Run) -> None:
         self._run = run
@@ -182,9 +212,12 @@ class Dashboard(View):
     # ---- drawing ----
 
     def _add_panel(self, state: RunState) -> None:
+        place = self._expected[1] if self._expected is not None else Place()
+        self._expected = None
         panel = Panel(
             state.name,
             state.world_size,
+            place=place,
             clicks=self._clicks,
             stop=self._ask_stop,
             choose=self._choose,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.state import RankState, RunState
 
-__all__ = ["MAX_BYTES", "Snapshot", "render_snapshot"]
+__all__ = ["MAX_BYTES", "Snapshot", "render_line", "render_snapshot"]
 
 MAX_BYTES = 120_000
 _MAX_NOTICES = 8
@@ -59,6 +59,12 @@ class Snapshot:
     def bundle(self) -> dict[str, str]:
         """The summary by MIME type."""
         return {"text/html": str(self.html), "text/plain": self.text}
+
+
+def render_line(text: str) -> Snapshot:
+    """One line, framed as the summary is, for a run that is not there yet."""
+    line = element("span", text, style=_MUTED)
+    return Snapshot(html=element("div", line, style=_FRAME), text=text)
 
 
 def render_snapshot(

@@ -48,6 +48,18 @@ def kinds(reply: Reply) -> list[set[str]]:
     return [set(output["data"]) for output in reply.outputs]
 
 
+def test_a_launch_that_fails_does_not_say_for_ever_that_it_starts(kernel: Kernel) -> None:
+    run(kernel, "import os; runs_folder = os.environ['NOTEBOOK_ACCEL_RUNS']")
+    run(kernel, "os.environ['NOTEBOOK_ACCEL_RUNS'] = '/dev/null/no'")
+    kernel.first.clear()
+    reply = run(kernel, "notebook_launcher(train, (2,), num_processes=1)")
+    # The first launch of a kernel says at once that something happens.
+    (shown,) = kernel.first
+    assert shown["text/plain"].startswith("train: starting")
+    assert reply.outputs[0]["data"]["text/plain"] == "train: not started"
+    run(kernel, "os.environ['NOTEBOOK_ACCEL_RUNS'] = runs_folder")
+
+
 def test_the_live_panel_gives_way_to_a_summary(kernel: Kernel) -> None:
     kernel.first.clear()
     reply = run(kernel, "run = notebook_launcher(train, (20,), num_processes=2)")

@@ -29,7 +29,10 @@ class LocalEngine(AgentEngine):
     description = "engine='local', whose ranks are on one machine"
 
     def warm_up(self, job: Job) -> None:
-        template(job.environment).wait_until_ready()
+        source = template(job.environment)
+        if not source.is_ready:
+            job.view.expect(job.name)
+        source.wait_until_ready()
 
     def place(self, job: Job) -> Placement:
         wanted = job.config.num_processes
@@ -69,8 +72,8 @@ class LocalEngine(AgentEngine):
 def _end(agent: int, run: str) -> None:
     """End an agent with all that it had, also where neither it nor its template can any more."""
     system.kill_tree([agent])
-    system.kill_leftovers(session=agent, variable=("NOTEBOOK_ACCEL_RUN", run))
-    scratch.remove(run)
+    killed = system.kill_leftovers(session=agent, variable=("NOTEBOOK_ACCEL_RUN", run))
+    scratch.remove(run, used_by=killed)
 
 
 # Accelerate makes a world of 1 on a CPU unless it is told that this is meant.

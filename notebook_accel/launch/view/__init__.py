@@ -23,6 +23,12 @@ class View:
     that called the launcher.
     """
 
+    def expect(self, name: str) -> None:
+        """A run of the function ``name`` comes in some seconds: what starts ranks starts first."""
+
+    def abandon(self) -> None:
+        """No run comes: the launch failed."""
+
     def open(self, run: Run) -> None:
         """The run exists; none of its processes does yet."""
 
@@ -48,6 +54,12 @@ class GuardedView(View):
     def __init__(self, view: View) -> None:
         self._view = view
         self._told: set[str] = set()
+
+    def expect(self, name: str) -> None:
+        self._guard(self._view.expect, name)
+
+    def abandon(self) -> None:
+        self._guard(self._view.abandon)
 
     def open(self, run: Run) -> None:
         self._view.open(run)
