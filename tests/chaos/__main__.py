@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Chaos", "main"]
 
-_VICTIMS = {"rank": 40, "agent": 20, "template": 14, "worker": 14, "kernel": 8}
+_VICTIMS = {"rank": 40, "agent": 20, "template": 14, "worker": 14, "kernel": 5}
 _KINDS = ("loop", "collective", "native", "native with the GIL", "loader", "brief", "raises")
 _NUM_KERNELS = 3
 # From a death until nothing that depended on it is left.

@@ -43,6 +43,9 @@ def test_nothing_is_left_of_a_killed_process(monkeypatch: pytest.MonkeyPatch) ->
         left = [Path(address), Path(f"/dev/shm/sem.{name[1:]}"), Path("/dev/shm/sem.beef00")]
         assert all(path.exists() for path in left)
         assert Path(address).is_relative_to(folder)
-        scratch.remove(_RUN)
+        tensor = Path(f"/dev/shm/torch_{process.pid}_1_0")
+        tensor.touch()
+        left.append(tensor)
+        scratch.remove(_RUN, used_by=[process.pid])
         assert not any(path.exists() for path in left)
         assert os.listdir(folder) == []
