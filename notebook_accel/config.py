@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 import platformdirs
 import yaml
@@ -21,8 +21,6 @@ __all__ = ["ENGINES", "PRECISIONS", "LaunchConfig", "default_config_path", "reso
 ENGINES = ("auto", "local", "inline")
 PRECISIONS = ("no", "bf16", "fp16")
 _BACKENDS = ("nccl", "gloo")
-
-DevicesLike = Union[Sequence[int], str, None]
 
 # What of Accelerate's YAML a launch uses, by our names.
 _ACCELERATE_NAMES = {
@@ -64,7 +62,7 @@ class LaunchConfig:
     engine: str = "auto"
     """"auto", "local" (processes of this machine) or "inline" (in the kernel, for a debugger)."""
 
-    devices: tuple[int, ...] | str | None = None
+    devices: Sequence[int] | str | None = None
     """Indices of the accelerators to use, one rank each, or "cpu"; None: all that are visible."""
 
     backend: str | None = None

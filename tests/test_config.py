@@ -97,7 +97,7 @@ def test_a_bad_value_is_named_with_what_was_expected(name: str, value: Any, expe
 
 
 def test_each_field_has_a_bad_value_in_the_test_above() -> None:
-    marks = test_a_bad_value_is_named_with_what_was_expected.pytestmark  # type: ignore[attr-defined]
+    marks = test_a_bad_value_is_named_with_what_was_expected.pytestmark
     assert {row[0] for row in marks[0].args[1]} == {field.name for field in fields(LaunchConfig)}
 
 
@@ -120,7 +120,7 @@ def test_devices_are_kept_in_one_form(given: Any, kept: Any) -> None:
 def test_indices_of_numpy() -> None:
     import numpy as np
 
-    assert LaunchConfig(devices=np.arange(2)).devices == (0, 1)
+    assert LaunchConfig(devices=np.arange(2)).devices == (0, 1)  # type: ignore[arg-type]
     assert LaunchConfig(num_processes=np.int64(2)).num_processes == 2
     assert type(LaunchConfig(num_processes=np.int64(2)).num_processes) is int
 
@@ -133,7 +133,7 @@ def test_a_config_does_not_change() -> None:
     with pytest.raises(FrozenInstanceError):
         config.num_processes = 3  # type: ignore[misc]
     with pytest.raises(TypeError):
-        LaunchConfig(2)  # type: ignore[misc]
+        LaunchConfig(2)  # type: ignore[call-arg]
 
 
 def test_a_config_travels() -> None:

@@ -216,7 +216,7 @@ def test_the_environment_comes_back_after_an_error() -> None:
 
 
 def test_arguments_that_the_engine_does_not_use_are_named_in_one_line() -> None:
-    given = {"timeout": 5.0, "grace": 3.0, "rdzv_id": "x", "master_addr": "1.2.3.4"}
+    given: dict[str, Any] = {"timeout": 5.0, "grace": 3.0, "rdzv_id": "x", "master_addr": "1.2.3.4"}
     run = notebook_launcher(lambda: 1, engine="inline", view="none", block=False, **given)
     (line,) = run.state.notices
     assert all(name in line for name in (*given, "block", "engine='inline'"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ import pytest
 
 from notebook_accel import ConfigError, LaunchError, RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.channel import connect
+from notebook_accel.launch.engines import local
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.run import runs
 from notebook_accel.launch.template import template
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from notebook_accel.launch.channel import Channel
     from notebook_accel.launch.run import Run
     from notebook_accel.launch.state import RunState
 
@@ -89,12 +93,43 @@ def test_no_process_of_a_run_listens(tmp_path: Path) -> None:
 
 
 def test_the_check_itself_sees_a_listener() -> None:
-    import socket
-
     with socket.socket(socket.AF_UNIX) as one, socket.create_server(("127.0.0.1", 0)):
         one.bind("")
         one.listen()
         assert len(_listening([os.getpid()])) == 2
+
+
+@pytest.mark.parametrize("peer", ["wrong secret", "garbage"])
+def test_a_peer_that_is_not_the_kernel_starts_nothing_and_hurts_nobody(
+    peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(folder: str) -> int:
+        while not os.path.exists(f"{folder}/go"):
+            time.sleep(0.01)
+        return 5
+
+    def intruder(sock: socket.socket, secret: bytes) -> Channel:
+        if peer == "garbage":
+            sock.sendall(os.urandom(10_000))
+            assert sock.recv(1000), "the agent's own hello"
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1000) == b"", "and not a word more"
+        return connect(sock, b"guess" if peer == "wrong secret" else secret)
+
+    run = on_cpu(train, str(tmp_path), block=False)
+    eventually(lambda: run.status == "running", within=SOON, what="it runs")
+    before = {process.pid for process in below(template().pid)}
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "connect", intruder)
+        with pytest.raises(LaunchError, match="did not start"):
+            on_cpu(train, str(tmp_path))
+    eventually(
+        lambda: {process.pid for process in below(template().pid)} == before,
+        within=SOON,
+        what="nothing was left of the other launch",
+    )
+    (tmp_path / "go").touch()
+    assert run.wait(SOON).results == [5, 5]
 
 
 # ---- what a launch leaves in the kernel ----------------------------------------------------

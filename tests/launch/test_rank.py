@@ -195,7 +195,13 @@ def test_values_of_any_kind_of_number_are_told_as_floats() -> None:
     import torch
 
     context, told, _ = launched()
-    context.metric({"a": np.float32(0.5), "b": np.int64(3), "c": torch.tensor(2.0), "d": True})
+    numbers: dict[str, Any] = {
+        "a": np.float32(0.5),
+        "b": np.int64(3),
+        "c": torch.tensor(2.0),
+        "d": True,
+    }
+    context.metric(numbers)
     assert isinstance(told[0], wire.Metric)
     assert repr(told[0].values) == "{'a': 0.5, 'b': 3.0, 'c': 2.0, 'd': 1.0}"
     wire.encode(told[0])
