@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +58,9 @@ def native():
 def native_with_the_gil():
     arrive("native_with_the_gil")
     lock_twice(ctypes.PyDLL(None))
+
+def brief():
+    time.sleep(0.2)
 
 def stubborn():
     arrive("stubborn")
@@ -196,6 +201,24 @@ def test_interrupts(prepared: Notebook, tmp_path: Path) -> None:
         assert "KeyboardInterrupt" in "\n".join(reply.traceback)
         prepared.expect(1, but=child, within=GONE)
         assert prepared.run("print(runs()[-1].status)") == "stopped\n"
+    assert prepared.run("print(notebook_launcher(lambda: 1, (), 2).results)") == "[1, 1]\n"
+
+
+def test_interrupts_at_any_moment_of_a_launch(prepared: Notebook) -> None:
+    moments = random.Random(0)
+    prepared.run("notebook_launcher(lambda: 1, (), 2)")
+    for _ in range(10):
+        cell = prepared.start("notebook_launcher(brief, (), 2, view='none')")
+        time.sleep(0.12 * moments.random())
+        for _ in range(3):
+            prepared.interrupt()
+            time.sleep(0.02 * moments.random())
+        prepared.finish(cell, timeout=READY)
+    prepared.expect(1, but=prepared.pid, within=GONE)
+    assert (
+        prepared.run("print({run.status for run in runs()} <= {'stopped', 'succeeded'})")
+        == "True\n"
+    )
     assert prepared.run("print(notebook_launcher(lambda: 1, (), 2).results)") == "[1, 1]\n"
 
 
