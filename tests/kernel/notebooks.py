@@ -15,8 +15,6 @@ from tests.notebook.kernels import Reply, open_kernel
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    import psutil
-
     from tests.notebook.kernels import Kernel
 
 __all__ = ["MARK", "Notebook", "open_notebook"]
@@ -78,7 +76,8 @@ class Notebook:
     def end_all(self) -> None:
         """Kill whatever is left of it."""
         for process in marked(MARK, self.mark):
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         eventually(lambda: not marked(MARK, self.mark), within=SLOW, what="all is killed")
 
 
