@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import textwrap
 import uuid
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 from unittest.mock import patch
+
+import psutil
 
 from tests.engines.processes import eventually, marked
 from tests.notebook.kernels import Reply, open_kernel
