@@ -219,6 +219,19 @@ class Supervisor(Conductor):
     def _finish(self, lost: str | None) -> None:
         if lost is not None:
             self._link.kill()
+        try:
+            with self._state_lock:
+                self._conclude(lost)
+        finally:
+            # Somebody may be sending a last wish.
+            with self._send_lock:
+                self._link.channel.close()
+            self._view.close(self.state)
+            self.ended.set()
+
+    def _conclude(self, lost: str | None) -> None:
+        """The final state; nobody may change it any more."""
+        if lost is not None:
             self.state = replace(self.state, ranks=tuple(map(_lost_with_agent, self.state.ranks)))
         verdict = judge(
             self.state,
@@ -237,9 +250,6 @@ class Supervisor(Conductor):
         self._stacks.close()
         self._verdict = verdict
         self.state = state
-        self._link.channel.close()
-        self._view.close(state)
-        self.ended.set()
 
 
 def _lost_with_agent(rank: Any) -> Any:

@@ -116,11 +116,12 @@ def _arrived(folder: Path, name: str) -> Callable[[], bool]:
 def test_nothing_outlives_the_kernel(
     prepared: Notebook, tmp_path: Path, end: Callable[[Notebook], None], is_busy: bool
 ) -> None:
-    child = int(prepared.run(_FORK))
     kernel = prepared.pid
-    waits = KINDS[-1] if is_busy else ""
-    for kind in KINDS:
-        prepared.start(f"notebook_launcher({kind}, (), 2, block={kind == waits})")
+    for kind in KINDS[:-1]:
+        prepared.run(f"notebook_launcher({kind}, (), 2, block=False)")
+    # Not before there is something of ours whose descriptors the child inherits.
+    child = int(prepared.run(_FORK))
+    prepared.start(f"notebook_launcher({KINDS[-1]}, (), 2, block={is_busy})")
     for kind in KINDS:
         eventually(_arrived(tmp_path, kind), within=READY, what=f"{kind}: both ranks are in it")
     # A template, four agents, eight ranks, four loader workers, two in sessions of their own.
