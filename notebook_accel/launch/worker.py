@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch import bars, output, payload, rank, system, wire
+from notebook_accel.launch.mends import mend_backward
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.segment import seal
 
@@ -160,6 +161,7 @@ def _work(post: Post, context: rank.LaunchedContext, sender: _Sender) -> int:
     call: Any = None
     try:
         bars.install()
+        mend_backward()
         _note_groups(context)
         for name in post.launch.imports:
             import_module(name)
