@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import faulthandler
 import linecache
@@ -148,12 +149,23 @@ def _enter_environment(post: Post) -> None:
         os.chdir(launch.directory)
     sys.path[:] = launch.path
     sys.argv[:] = [""]
+    _give_notebook_names()
     torch.set_num_threads(launch.num_threads)
     if torch.distributed.is_available():
         torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
     random.seed()
     np.random.seed(int.from_bytes(os.urandom(4), "little"))
     torch.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True) >> 1)
+
+
+def _give_notebook_names() -> None:
+    """What a notebook has beside Python's own names: ``display`` prints, there is no shell."""
+
+    def display(*objects: object, **_: object) -> None:
+        for value in objects:
+            sys.stdout.write(f"{value!r}\n")
+
+    vars(builtins).update(display=display, get_ipython=lambda: None)
 
 
 def _work(post: Post, context: rank.LaunchedContext, sender: _Sender) -> int:

@@ -21,7 +21,7 @@ from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.run import Run, runs
 from notebook_accel.launch.template import template
 from notebook_accel.launch.view import View
-from tests.engines.processes import below, eventually, gone
+from tests.engines.processes import below, eventually, gone, of_launches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,8 +48,8 @@ class EngineContract:
         eventually(lambda: not self.alive(), within=CLEAN, what="every process of the run ended")
 
     def alive(self) -> list[psutil.Process]:
-        """Agents, ranks and all below them."""
-        return below(template().pid)
+        """Agents, ranks and all that they brought about."""
+        return [process for process in of_launches(os.getpid()) if process.pid != template().pid]
 
     def launch(self, function: Any, *args: Any, n: int = 2, **options: Any) -> Run:
         config = LaunchConfig(
@@ -172,6 +172,7 @@ class EngineContract:
             print("error", file=sys.stderr)
             subprocess.run(["echo", "child"], check=True)
             print("10%\r20%\r30%")
+            display("shown")  # noqa: F821 - notebooks have it
             if os.environ["RANK"] == "1":
                 ctypes.CDLL(None).printf(b"last words\n")
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -179,7 +180,14 @@ class EngineContract:
         with pytest.raises(WorkerError) as caught:
             self.launch(train)
         run: Run = caught.value.run  # type: ignore[assignment]
-        assert run.logs(1).split("\n")[:-2] == ["python", "from C", "error", "child", "30%"]
+        assert run.logs(1).split("\n")[:-2] == [
+            "python",
+            "from C",
+            "error",
+            "child",
+            "30%",
+            "'shown'",
+        ]
         assert run.logs(1).split("\n")[-2] == "last words"
         assert "[rank 1] child" in run.logs()
         assert run.log_dir.is_dir()
