@@ -98,6 +98,7 @@ def launch_torchrunx(tensor: torch.Tensor, meeting: Meeting) -> None:
     """torchrunx, which sends what the function holds."""
     import torchrunx
 
+    os.environ["TORCHRUNX_LOG_DIR"] = ""  # else it leaves a folder of logs here
     launcher = torchrunx.Launcher(hostnames=["localhost"], workers_per_host=RANKS, backend="gloo")
     launcher.run(lambda: visit(tensor, meeting))
 

@@ -70,8 +70,9 @@ SPAWN = """
 """
 
 TORCHRUNX = """
-    import cloudpickle, torchrunx, work
+    import cloudpickle, os, torchrunx, work
 
+    os.environ["TORCHRUNX_LOG_DIR"] = ""  # else it leaves a folder of logs here
     cloudpickle.register_pickle_by_value(work)  # its processes do not find the module
 
     def launch():
