@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["below", "eventually", "gone", "marked", "runs_of_run"]
+__all__ = ["below", "eventually", "gone", "marked", "of_launches", "runs_of_run"]
 
 
 def eventually(condition: Callable[[], object], *, within: float, what: str) -> None:
@@ -33,6 +34,30 @@ def below(pid: int) -> list[psutil.Process]:
 def gone(pids: Iterable[int]) -> bool:
     """Whether none of the processes lives."""
     return not any(_lives_pid(pid) for pid in pids)
+
+
+def of_launches(kernel: int) -> list[psutil.Process]:
+    """Templates, agents, ranks and all that those brought about, whoever adopted it meanwhile.
+
+    Args:
+        kernel: the process that launches, and has set ``NOTEBOOK_ACCEL_RUNS``.
+    """
+    runs = os.environ["NOTEBOOK_ACCEL_RUNS"]
+    return [
+        process
+        for process in psutil.process_iter()
+        if _lives(process)
+        and (_began_with(process).get("NOTEBOOK_ACCEL_RUNS") == runs or _serves(process, kernel))
+        and process.pid != kernel
+    ]
+
+
+def _serves(process: psutil.Process, kernel: int) -> bool:
+    """Whether it is a template, or a fork of one."""
+    try:
+        return bool(re.search(rf"serve\(\d+, {kernel}\)$", process.cmdline()[-1]))
+    except (psutil.Error, IndexError):
+        return False
 
 
 def marked(name: str, value: str) -> list[psutil.Process]:

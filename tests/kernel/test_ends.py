@@ -170,6 +170,7 @@ def test_a_kernel_ends_what_a_dead_agent_and_a_dead_template_left(
 ) -> None:
     template, agent = _launched(prepared, tmp_path, "loop")
     template.kill()
+    eventually(lambda: gone([template.pid]), within=READY, what="the template is dead")
     agent.kill()
     prepared.expect(0, but=template.pid, within=GONE)
     assert "SIGKILL" in prepared.fails("run.wait()") or "is gone" in prepared.fails("run.wait()")
