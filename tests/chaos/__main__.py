@@ -28,24 +28,27 @@ __all__ = ["Chaos", "main"]
 _VICTIMS = {"rank": 40, "agent": 20, "template": 14, "worker": 14, "kernel": 5}
 _KINDS = ("loop", "collective", "native", "native with the GIL", "loader", "brief", "raises")
 _NUM_KERNELS = 3
+_ONE_REAL_IN = 3
 # From a death until nothing that depended on it is left.
 _GONE_SECONDS = 3.0
 _EVENTS_A_SETTLING = 6
-# What IPython keeps for a person, and torch for itself; and the name that the C library gives a
-# semaphore while it makes it, of which nobody can tell whose it was.
-_ALLOWED = re.compile(r"sem\.[A-Za-z0-9]{6}$|\.ipython|home/\.cache|torchinductor_")
+_EVENTS_A_LINE = 20
+# What IPython keeps for a person, and torch for itself; and semaphores of others on this machine:
+# those of our ranks begin with na-, but for the moment in which the C library makes one.
+_ALLOWED = re.compile(r"/sem\.(?!na-)|\.ipython|home/\.cache|torchinductor_")
 _EXPECTED = {"ok", "LaunchError", "WorkerError", "RunStopped", "KeyboardInterrupt"}
 
 
 class Chaos:
     """Some kernels, what is done to them, and what was wrong."""
 
-    def __init__(self, seed: int, sandbox: Path) -> None:
+    def __init__(self, seed: int, sandbox: Path, *, num_kernels: int = _NUM_KERNELS) -> None:
         self._random = random.Random(seed)
         self._kernels: list[Kernel] = []
         self._sandbox = sandbox
         self._events: Counter[Kernel] = Counter()
         self._num_made = 0
+        self._num_kernels = num_kernels
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self._shared_before = set(os.listdir("/dev/shm"))
@@ -55,9 +58,8 @@ class Chaos:
     # ---- kernels ---------------------------------------------------------------------------
 
     def _fill_up(self) -> None:
-        while len(self._kernels) < _NUM_KERNELS:
-            # One of three is a real one.
-            kind = Real if self._num_made % 3 == 2 else Plain
+        while len(self._kernels) < self._num_kernels:
+            kind = Real if self._num_made % _ONE_REAL_IN == 1 else Plain
             kernel = kind(self._environment(), self._sandbox / "cwd")
             self._num_made += 1
             self._kernels.append(kernel)
@@ -81,7 +83,10 @@ class Chaos:
             self._fill_up()
             kernel = self._random.choice(self._kernels)
             try:
-                done += self._happen(kernel)
+                died = self._happen(kernel)
+                done += died
+                if died and done % _EVENTS_A_LINE == 0:
+                    print(f"{done} of {num_events} killed", flush=True)
             except (AssertionError, TimeoutError, OSError, ValueError) as error:
                 self._note(kernel, f"{type(error).__name__}: {error}")
                 self._drop(kernel)

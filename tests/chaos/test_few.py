@@ -1,0 +1,17 @@
+"""A little of the chaos, so that it keeps working; ``make test-chaos`` is all of it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from tests.chaos.__main__ import Chaos
+
+
+def test_a_few_deaths() -> None:
+    # A short folder: sockets get their paths there.
+    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
+        chaos = Chaos(7, Path(folder), num_kernels=2)
+        chaos.run(8)
+    assert chaos.wrong == []
+    assert sum(chaos.counts[victim] for victim in ("rank", "agent", "template", "kernel")) >= 4
