@@ -110,8 +110,8 @@ def test_no_interrupt_of_those_who_wait_keeps_a_latch_shut() -> None:
 
 
 def _interrupt_waiting(latch: Latch) -> None:
-    signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.0004))
     with contextlib.suppress(KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.0004))
         while True:
             latch.wait(0.00002)
 
