@@ -34,8 +34,9 @@ _GONE_SECONDS = 3.0
 _EVENTS_A_SETTLING = 6
 _EVENTS_A_LINE = 20
 # What IPython keeps for a person, and torch for itself; and semaphores of others on this machine:
-# those of our ranks begin with na-, but for the moment in which the C library makes one.
-_ALLOWED = re.compile(r"/sem\.(?!na-)|\.ipython|home/\.cache|torchinductor_")
+# those of our ranks begin with na-, but for the moment in which the C library makes one. A loader
+# that lost a worker makes some tmp* for a moment, to see whether it may open files.
+_ALLOWED = re.compile(r"/sem\.(?!na-)|/tmp\w{8}$|\.ipython|home/\.cache|torchinductor_")
 _EXPECTED = {"ok", "LaunchError", "WorkerError", "RunStopped", "KeyboardInterrupt"}
 
 
