@@ -205,7 +205,8 @@ def _advice(last: RunState, packed: payload.PackedCall) -> list[str]:
     """Lines that only the end of a run can tell."""
     lines = _lost_models(last, packed)
     told = [rank.made_group for rank in last.ranks if rank.made_group is not None]
-    if last.world_size > 1 and len(told) == last.world_size and not any(told):
+    has_succeeded = all(rank.returned for rank in last.ranks)
+    if last.world_size > 1 and has_succeeded and not any(told):
         alone = (
             f"no rank made a process group: {last.world_size} copies of {last.name} ran on their "
             "own (make an Accelerator in it, or call torch.distributed.init_process_group)"

@@ -68,7 +68,8 @@ def judge(
     """
     failed = [rank for rank in state.ranks if _has_failed(rank, stopped_at, firm)]
     if failed:
-        return Verdict(status="failed", failure=_rank_failure(failed, log_dir))
+        returned = [rank.rank for rank in state.ranks if rank.returned]
+        return Verdict(status="failed", failure=_rank_failure(failed, returned, log_dir))
     lost = tuple(rank.rank for rank in state.ranks if not rank.returned)
     if lost_agent is not None and stopped_at is None and lost:
         return Verdict(status="failed", failure=_agent_failure(lost, lost_agent))
@@ -101,13 +102,20 @@ def _is_watchdog(rank: RankState) -> bool:
     return rank.signal == 6 and bool(_WATCHDOG.search("\n".join(rank.tail)))
 
 
-def _rank_failure(failed: list[RankState], log_dir: str) -> Failure:
+def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) -> Failure:
     failed = sorted(failed, key=lambda rank: (_order(rank)[0], _order(rank)[1], rank.rank))
     cause = failed[0]
     own = [rank for rank in failed if _order(rank)[0] < 2] or [cause]
     how = cause.failure
     return Failure(
-        message="\n".join([*_describe(cause), *_also(own, cause), *_where(cause, log_dir)]),
+        message="\n".join(
+            [
+                *_describe(cause),
+                *_also(own, cause),
+                *_left_alone(cause, returned),
+                *_where(cause, log_dir),
+            ]
+        ),
         rank=cause.rank,
         ranks=tuple(sorted(rank.rank for rank in own)),
         traceback=how.traceback if how else "",
@@ -177,8 +185,22 @@ def _in_one_line(rank: RankState) -> str:
     return f"exit code {rank.exitcode}"
 
 
+def _left_alone(cause: RankState, returned: list[int]) -> list[str]:
+    """Why a rank lost its peers, where they did not fail: they had returned."""
+    if _order(cause)[0] < 2 or not returned:
+        return []
+    verb = "has" if len(returned) == 1 else "have"
+    told = (
+        f"{_names(returned)} {verb} returned already, while rank {cause.rank} still waited for "
+        "all: every rank must make the same collective calls (wait_for_everyone, gather, a backward)"
+    )
+    return ["", told]
+
+
 def _where(rank: RankState, log_dir: str) -> list[str]:
-    return ["", f"The whole output of rank {rank.rank}: run.logs({rank.rank}), kept in {log_dir}"]
+    # A launch that raised gave nobody its handle.
+    logs = f"notebook_accel.runs()[-1].logs({rank.rank})"
+    return ["", f"The whole output of rank {rank.rank}: {logs}, kept in {log_dir}"]
 
 
 def _agent_failure(lost: tuple[int, ...], how: str) -> Failure:

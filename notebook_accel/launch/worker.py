@@ -37,6 +37,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 # Results up to this size travel inside the message.
 _INLINE_BYTES = 65_536
 _POLL_SECONDS = (0.0005, 0.02)
+_LINGER_SECONDS = 5.0
 
 # What torch says in a rank when it has lost another rank.
 _LOST_PEER = re.compile(
@@ -292,11 +293,15 @@ def _users_frames(error: BaseException) -> Any:
 
 
 def _wait_for_others(post: Post) -> None:
-    """Stay until all ranks here ended: what they still have to read may be in our sockets."""
+    """Stay until all ranks here ended: what they still have to read may be in our sockets.
+
+    Not for ever: a rank that waits in a collective for one that has returned must be told.
+    """
+    deadline = time.monotonic() + _LINGER_SECONDS
     rows = [post.board.row(index) for index in range(post.board.num_ranks)]
     pause = _POLL_SECONDS[0]
     with contextlib.suppress(KeyboardInterrupt):
-        while not all(row.ended for row in rows):
+        while not all(row.ended for row in rows) and time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(pause * 1.5, _POLL_SECONDS[1])
 

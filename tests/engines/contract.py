@@ -285,6 +285,20 @@ class EngineContract:
         assert isinstance(error.__cause__, KeyError)
         assert seconds < SOON
 
+    def test_a_rank_that_waits_for_one_that_has_returned(self) -> None:
+        def train(marker: str) -> None:
+            import torch.distributed as dist
+
+            _join_group()
+            if os.environ["RANK"] == "1":
+                Path(marker).touch()
+                return
+            dist.barrier()
+
+        error, _ = self.fails(train)
+        assert (error.rank, error.ranks) == (0, [0])
+        assert "rank 1 has returned already" in str(error)
+
     @pytest.mark.parametrize(
         ("how", "exitcode", "name"),
         [

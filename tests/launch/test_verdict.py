@@ -133,7 +133,7 @@ def test_an_exception() -> None:
     assert told.message.startswith("rank 0 failed: ValueError: bad batch\n")
     assert told.message.count("Traceback of 0") == 1
     assert LOGS in told.message
-    assert "run.logs(0)" in told.message
+    assert "runs()[-1].logs(0)" in told.message
     assert (told.traceback, told.exitcode, told.signal, told.pickled) == (
         "Traceback of 0\n",
         1,
