@@ -21,11 +21,12 @@ from notebook_accel.launch.channel import ProtocolError
 from notebook_accel.launch.interrupts import Latch, held
 from notebook_accel.launch.payload.segment import attach
 from notebook_accel.launch.run import Conductor
+from notebook_accel.launch.stacks import readable
 from notebook_accel.launch.state import apply
 from notebook_accel.launch.verdict import Verdict, judge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from notebook_accel.launch.link import AgentLink
     from notebook_accel.launch.state import RunState
@@ -58,6 +59,7 @@ class Supervisor(Conductor):
         view: View,
         timeout: float | None,
         closing_notices: Callable[[RunState], Sequence[str]],
+        labels: Mapping[str, str],
     ) -> None:
         self.state = state
         self.ended = Latch()
@@ -73,6 +75,7 @@ class Supervisor(Conductor):
         self._send_lock = threading.Lock()
         self._results = _Results(registry)
         self._stacks = _Stacks()
+        self._labels = labels
         self._stopped_at: float | None = None
         self._firm = False
         self._stops = 0
@@ -186,7 +189,7 @@ class Supervisor(Conductor):
                 wall=message.wall, rank=message.rank, step=message.step, values=message.values
             )
         elif isinstance(message, wire.Stacks) and message.rank is not None:
-            self._stacks.put(message.rank, message.text)
+            self._stacks.put(message.rank, readable(message.text, self._labels))
 
     def _look_at_clock(self) -> None:
         now = time.monotonic()
@@ -312,4 +315,5 @@ class _Stacks:
         return self._texts.get(rank, "the rank has ended\n")
 
     def close(self) -> None:
+        self._texts.clear()
         self._expected.clear()

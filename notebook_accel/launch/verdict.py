@@ -192,7 +192,7 @@ def _left_alone(cause: RankState, returned: list[int]) -> list[str]:
     verb = "has" if len(returned) == 1 else "have"
     told = (
         f"{_names(returned)} {verb} returned already, while rank {cause.rank} still waited for "
-        "all: every rank must make the same collective calls (wait_for_everyone, gather, a backward)"
+        "all: every rank must make the same collective calls (wait_for_everyone, gather, backward)"
     )
     return ["", told]
 

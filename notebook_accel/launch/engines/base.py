@@ -144,6 +144,7 @@ def _begin(link: AgentLink, job: Job, opening: Opening, prepared: Prepared) -> C
         view=job.view,
         timeout=job.timeout,
         closing_notices=prepared.closing_notices,
+        labels={source.filename: source.label for source in job.sources},
     )
     opening.run.attach(supervisor)
     try:

@@ -14,7 +14,7 @@ from inspect import CO_OPTIMIZED
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "CellSource",
@@ -60,9 +60,15 @@ def install_sources(sources: Sequence[CellSource]) -> None:
         _labels[source.filename] = source.label
 
 
-def name_cells(text: str) -> str:
-    """A formatted traceback in which each installed cell has its label for a file name."""
-    return _FILE.sub(lambda match: _labels.get(match[1], match[0]), text)
+def name_cells(text: str, labels: Mapping[str, str] | None = None) -> str:
+    """A formatted traceback in which each cell has its label for a file name.
+
+    Args:
+        text: the traceback.
+        labels: by file name; None: of the cells that were installed here.
+    """
+    known = _labels if labels is None else labels
+    return _FILE.sub(lambda match: known.get(match[1], match[0]), text)
 
 
 def main_namespace() -> dict[str, Any]:
