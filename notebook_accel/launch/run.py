@@ -165,8 +165,7 @@ class Run:
             IndexError: there is no such rank.
             WorkerError, RunStopped, TimeoutError: as :meth:`wait`.
         """
-        if not isinstance(rank, int) or not -len(self) <= rank < len(self):
-            raise IndexError(f"run[{rank!r}]: this run has the ranks 0 to {len(self) - 1}")
+        self._check_rank(rank)
         self.wait()
         try:
             return self.conductor.result(rank % len(self))
@@ -174,6 +173,10 @@ class Run:
             raise self._told(
                 RunStopped(f"rank {rank} was stopped before it had a result")
             ) from None
+
+    def _check_rank(self, rank: int) -> None:
+        if not isinstance(rank, int) or not -len(self) <= rank < len(self):
+            raise IndexError(f"rank {rank!r}: this run has the ranks 0 to {len(self) - 1}")
 
     @property
     def results(self) -> list[Any]:
@@ -218,11 +221,11 @@ class Run:
 
     def raise_error(self) -> None:
         """Raise the error of a run that has ended, if it has one."""
-        error = self.error()
+        error = self._error()
         if error is not None:
             raise error
 
-    def error(self) -> BaseException | None:
+    def _error(self) -> BaseException | None:
         """The error of a run that has ended, with ``run`` set; None where there is none."""
         failure = self.conductor.failure()
         if failure is not None:
@@ -273,7 +276,8 @@ class Run:
     def logs(self, rank: int | None = None) -> str:
         """All that one rank printed, or all ranks with a label on each line."""
         if rank is not None:
-            return self._folder.read_log(rank)
+            self._check_rank(rank)
+            return self._folder.read_log(rank % len(self))
         return "".join(self._labelled(rank) for rank in range(len(self)))
 
     def _labelled(self, rank: int) -> str:
@@ -340,7 +344,8 @@ class Run:
         self._view.reopen(self)
 
     def __repr__(self) -> str:
-        return f"<Run {self.id} of {self.name}: {self.status}, {self.world_size} ranks>"
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"<Run {self.id} of {self.name}: {self.status}, {ranks}>"
 
 
 def runs() -> list[Run]:
