@@ -29,17 +29,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "make_plan", "refuse_unbuilt", "resolve_loaders", "resolve_project"]
 
-# Arguments of Hugging Face's Accelerator that nothing here answers to yet.
+_DEEPSPEED = "DeepSpeed is not there yet; prepare() trains with DDP over the ranks"
+_DYNAMO = "prepare() does not compile; pass it torch.compile(model)"
+# Arguments of Hugging Face's Accelerator that nothing here answers to yet, and what there is.
 _UNBUILT = {
-    "deepspeed_plugin",
-    "deepspeed_plugins",
-    "dynamo_backend",
-    "dynamo_plugin",
-    "fsdp_plugin",
-    "log_with",
-    "megatron_lm_plugin",
-    "parallelism_config",
-    "torch_tp_plugin",
+    "deepspeed_plugin": _DEEPSPEED,
+    "deepspeed_plugins": _DEEPSPEED,
+    "dynamo_backend": _DYNAMO,
+    "dynamo_plugin": _DYNAMO,
+    "fsdp_plugin": "FSDP is not there yet; prepare() trains with DDP, a whole model on each rank",
+    "log_with": "trackers are not there yet; what you log is kept in run.metrics",
+    "megatron_lm_plugin": "Megatron-LM is not there; prepare() trains with DDP over the ranks",
+    "parallelism_config": "the only parallelism so far is over the data, and needs no argument",
+    "torch_tp_plugin": "tensor parallelism is not there yet; prepare() trains with DDP",
 }
 _NOTHING = (None, "no", "NO")
 
@@ -133,10 +135,8 @@ def refuse_unbuilt(others: dict[str, Any]) -> None:
         if name not in _UNBUILT:
             raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
         if value not in _NOTHING:
-            raise ConfigError(
-                f"Accelerator({name}=...) is not built: there is training on one device and "
-                "data parallelism over ranks, in full precision, bf16 and fp16"
-            )
+            shown = repr(value) if isinstance(value, str) else "..."
+            raise ConfigError(f"Accelerator({name}={shown}): {_UNBUILT[name]}. Leave it out.")
 
 
 def _establish(cpu: bool, options: InitProcessGroupKwargs) -> topology.Topology:

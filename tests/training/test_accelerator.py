@@ -63,9 +63,13 @@ def test_old_loader_arguments_are_honoured() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"fsdp_plugin": object()}, r"Accelerator\(fsdp_plugin=...\) is not built: there is"),
-        ({"log_with": "tensorboard"}, "log_with"),
-        ({"dynamo_backend": "inductor"}, "dynamo_backend"),
+        ({"fsdp_plugin": object()}, r"^Accelerator\(fsdp_plugin=\.\.\.\): FSDP is not there yet; "),
+        (
+            {"log_with": "tensorboard"},
+            r"^Accelerator\(log_with='tensorboard'\): trackers .* run\.metrics\. Leave it out\.$",
+        ),
+        ({"dynamo_backend": "inductor"}, r"='inductor'\): .* pass it torch\.compile\(model\)"),
+        ({"deepspeed_plugins": {"a": object()}}, "DeepSpeed is not there yet"),
         ({"gradient_accumulation_steps": 0}, "steps is 0: expected a whole number of at least 1"),
         ({"gradient_accumulation_steps": "2"}, "is '2'"),
         (
