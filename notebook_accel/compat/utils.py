@@ -21,8 +21,21 @@ from notebook_accel.training.collectives import (
 from notebook_accel.training.data.config import (
     DataLoaderConfiguration,
 )
+from notebook_accel.training.environment import (
+    patch_environment,
+)
+from notebook_accel.training.memory import (
+    find_executable_batch_size,
+    release_memory,
+)
 from notebook_accel.training.prepare import (
     extract_model_from_parallel,
+)
+from notebook_accel.training.progress import (
+    tqdm,
+)
+from notebook_accel.training.saving import (
+    save,
 )
 from notebook_accel.training.seeding import (
     set_seed,
@@ -64,18 +77,23 @@ __all__ = [
     "extract_model_from_parallel",
     "find_batch_size",
     "find_device",
+    "find_executable_batch_size",
     "gather",
     "gather_object",
     "honor_type",
     "is_namedtuple",
     "listify",
     "pad_across_processes",
+    "patch_environment",
     "recursively_apply",
     "reduce",
+    "release_memory",
+    "save",
     "send_to_device",
     "set_seed",
     "slice_tensors",
     "synchronize_rng_state",
     "synchronize_rng_states",
+    "tqdm",
     "wait_for_everyone",
 ]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
 
-__all__ = ["read", "read_count", "read_flag"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["patch_environment", "read", "read_count", "read_flag"]
 
 _PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_")
 _TRUE = {"1", "true", "yes", "y", "t", "on"}
@@ -39,6 +44,26 @@ def read_count(name: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{variable}={text!r}: expected a whole number of at least 1")
     return int(text)
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """Set environment variables inside a ``with`` block; what was there comes back after it.
+
+    Args:
+        kwargs: the variables' names, put into upper case, and values, made text.
+    """
+    given = {name.upper(): str(value) for name, value in kwargs.items()}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _find(name: str) -> str | None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tqdm.auto import tqdm
+from tqdm import auto
 
 from notebook_accel.launch.rank import current
+from notebook_accel.training import topology
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["progress"]
+__all__ = ["progress", "tqdm"]
 
 _Item = TypeVar("_Item")
 
@@ -31,4 +32,16 @@ def progress(
         total: number of items, where ``iterable`` cannot say.
         is_shown: whether this rank shows one outside our launcher.
     """
-    return tqdm(iterable, desc=desc, total=total, disable=not (is_shown or current().launched))
+    return auto.tqdm(iterable, desc=desc, total=total, disable=not (is_shown or current().launched))
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> auto.tqdm[Any]:
+    """tqdm's own bar, shown by the first rank of each machine alone.
+
+    Args:
+        args, kwargs: what tqdm takes.
+        main_process_only: False shows a bar of every rank.
+    """
+    if main_process_only and topology.topology().local_process_index != 0:
+        kwargs["disable"] = True
+    return auto.tqdm(*args, **kwargs)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 import notebook_accel
 from notebook_accel.launch import rank
@@ -13,6 +15,8 @@ from tests.training.harness import run_ranks
 from tests.training.single import be, fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from notebook_accel.training.logs import MultiProcessAdapter
 
 
@@ -79,3 +83,44 @@ def log_in_order() -> bool:
 
 def test_a_logger_can_go_rank_by_rank() -> None:
     assert run_ranks(log_in_order, 2) == [True, True]
+
+
+def save_and_show(folder: str) -> tuple[list[str], list[bool]]:
+    from notebook_accel.utils import save, tqdm, wait_for_everyone
+
+    index = os.environ["RANK"]
+    save({"rank": index}, f"{folder}/of_{index}.pt")
+    save({"w": torch.ones(1)}, f"{folder}/w_{index}.safetensors", safe_serialization=True)
+    wait_for_everyone()
+    bars = [tqdm([1]), tqdm([1], main_process_only=False), tqdm([1], disable=True)]
+    hidden = [bar.disable for bar in bars]
+    assert [list(bar) for bar in bars] == [[1]] * 3
+    return sorted(os.listdir(folder)), hidden
+
+
+def test_the_main_process_alone_saves_and_shows_a_bar(tmp_path: Path) -> None:
+    files = ["of_0.pt", "w_0.safetensors"]
+    assert run_ranks(save_and_show, 2, str(tmp_path)) == [
+        (files, [False, False, True]),
+        (files, [True, False, True]),
+    ]
+    assert torch.load(tmp_path / "of_0.pt") == {"rank": "0"}
+
+
+def test_a_patched_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from notebook_accel.utils import patch_environment
+
+    monkeypatch.setenv("COMPAT_OLD", "before")
+    monkeypatch.delenv("COMPAT_NEW", raising=False)
+    seen = []
+
+    def leave_by_error() -> None:
+        with patch_environment(compat_old=1, COMPAT_NEW="new"):
+            seen.extend([os.environ["COMPAT_OLD"], os.environ["COMPAT_NEW"]])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        leave_by_error()
+    assert seen == ["1", "new"]
+    assert os.environ["COMPAT_OLD"] == "before"
+    assert "COMPAT_NEW" not in os.environ
