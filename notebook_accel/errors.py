@@ -12,10 +12,11 @@ from __future__ import annotations
 import traceback
 from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from notebook_accel.launch.run import Run
 
@@ -34,6 +35,8 @@ class NotebookAccelError(RuntimeError):
     """
 
     run: Run | None = None
+    # What a person calls each file of the notebook's cells; set where the error is shown.
+    cell_names: Mapping[str, str] = MappingProxyType({})
 
     def __getstate__(self) -> dict[str, Any]:
         # A handle holds threads and sockets: it stays in the process that made it.
@@ -47,8 +50,10 @@ class NotebookAccelError(RuntimeError):
         frames = list(takewhile(_is_outer, traceback.extract_tb(self.__traceback__)))
         frames = [frame for frame in frames if not _SHELL & set(Path(frame.filename).parts)]
         # One frame is the cell itself, right above.
-        where = traceback.format_list(frames) if len(frames) > 1 else []
-        return [*where, f"\x1b[0;31m{type(self).__name__}\x1b[0m: {self}"]
+        where = "".join(traceback.format_list(frames) if len(frames) > 1 else [])
+        for filename, label in self.cell_names.items():
+            where = where.replace(f'File "{filename}"', label)
+        return [where, f"\x1b[0;31m{type(self).__name__}\x1b[0m: {self}"]
 
 
 def _is_outer(frame: traceback.FrameSummary) -> bool:

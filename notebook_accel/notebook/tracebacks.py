@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 from IPython.core.getipython import get_ipython
 
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.notebook.sources import cell_sources
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -24,6 +27,10 @@ def show_in_short() -> Iterator[None]:
         yield
     except (KeyboardInterrupt, TimeoutError) as error:
         _say_what_is_left(error)
+        _forget_older_traceback()
+        raise
+    except NotebookAccelError as error:
+        error.cell_names = {cell.filename: cell.label for cell in cell_sources(get_ipython())}
         _forget_older_traceback()
         raise
     except Exception:
