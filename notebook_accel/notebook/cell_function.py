@@ -7,6 +7,7 @@ the value of a last expression is what it returns, as text.
 from __future__ import annotations
 
 import ast
+import re
 import symtable
 import types
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,12 @@ PROVIDED = ("accelerator", "device", "rank", "world_size")
 _PROVIDER = "notebook_accel.training.cell_names"
 _MAX_SHOWN = 20_000
 _SHOW = "_notebook_accel_shown"
+# ``!ls``, ``%time f()``, ``files = !ls``, ``?name`` and ``name?``.
+_OF_IPYTHON = re.compile(r"\s*([!%?]|[\w\s,.]+=\s*[!%]|[\w.]+\?\??\s*$)")
+_NOT_PYTHON = (
+    "shell lines (!), magics (%) and help (?) are not supported in a cell that runs on the ranks; "
+    "put this line into a cell of its own, or call subprocess.run for a shell command"
+)
 
 
 def cell_function(
@@ -37,8 +44,21 @@ def cell_function(
     Raises:
         SyntaxError: ``text`` is no Python, or holds what no function can (``import *``).
     """
+    # All line numbers, those of syntax errors too, count from the start of the file.
+    placed = "\n" * (first_line - 1) + text
+    try:
+        code = _compiled(placed, filename)
+    except SyntaxError as error:
+        _explain(error, placed)
+        raise
+    made = types.FunctionType(code, namespace, name)
+    made.__qualname__, made.__module__ = name, "__main__"
+    return made
+
+
+def _compiled(text: str, filename: str) -> types.CodeType:
+    """The code of a function with the statements of ``text``."""
     tree = ast.parse(text, filename)
-    ast.increment_lineno(tree, first_line - 1)
     # What is wrong at the top of a cell may be right in a function, as a ``return`` is.
     compile(tree, filename, "exec", dont_inherit=True)
     assigned, mentioned = _names(text, filename)
@@ -55,10 +75,14 @@ def cell_function(
     module = ast.Module([*futures, function], type_ignores=[])
     ast.fix_missing_locations(module)
     code = compile(module, filename, "exec", dont_inherit=True)
-    inner = next(part for part in code.co_consts if isinstance(part, types.CodeType))
-    made = types.FunctionType(inner, namespace, name)
-    made.__qualname__, made.__module__ = name, "__main__"
-    return made
+    return next(part for part in code.co_consts if isinstance(part, types.CodeType))
+
+
+def _explain(error: SyntaxError, text: str) -> None:
+    """Say so where the line is none of Python's but one of IPython's."""
+    line = (error.lineno or 0) - 1
+    if any(_OF_IPYTHON.match(part) for part in text.splitlines()[max(line, 0) : line + 1]):
+        error.msg = _NOT_PYTHON
 
 
 def shown(value: Any) -> str | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, cell_magic, magics_class
@@ -16,11 +17,12 @@ from notebook_accel.launch.template import warm
 from notebook_accel.launch.view import wording
 from notebook_accel.notebook.cell_function import cell_function
 from notebook_accel.notebook.launcher import run_cell
+from notebook_accel.notebook.tracebacks import show_in_short
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["AccelerateMagics", "load_ipython_extension", "tell_apart"]
+__all__ = ["AccelerateMagics", "CellSyntaxError", "load_ipython_extension", "tell_apart"]
 
 
 def load_ipython_extension(ipython: Any) -> None:
@@ -29,11 +31,36 @@ def load_ipython_extension(ipython: Any) -> None:
     warm()
 
 
+class CellSyntaxError(Exception):
+    """A cell is no Python; its cause is the ``SyntaxError``.
+
+    It is none itself: below one that a magic raises IPython lists the frames of the magic.
+    """
+
+    def __init__(self, error: SyntaxError, drawing: list[str]) -> None:
+        super().__init__(str(error))
+        self._drawing = drawing
+
+    def _render_traceback_(self) -> list[str]:
+        return self._drawing
+
+
+@contextmanager
+def _shown_as_syntax_error(shell: Any) -> Iterator[None]:
+    """Have IPython show a ``SyntaxError`` as it shows one of a cell without a magic."""
+    try:
+        yield
+    except SyntaxError as error:
+        drawing = shell.SyntaxTB.structured_traceback(type(error), error, [])
+        raise CellSyntaxError(error, drawing) from error
+
+
 @magics_class
 class AccelerateMagics(Magics):
     """The magics of this package."""
 
-    @magic_arguments()
+    @magic_arguments("%accelerate")
+    @argument("-h", "--help", action="store_true", help="show this text; the cell does not run")
     @argument("-n", "--num-processes", "--num_processes", type=int, help="number of ranks")
     @argument(
         "--mixed-precision",
@@ -50,19 +77,23 @@ class AccelerateMagics(Magics):
         each rank.
         """
         options = parse_argstring(self.accelerate, line)
+        if options.help:
+            print(self.accelerate.__doc__)  # noqa: T201
+            return
         shell: Any = self.shell
         # IPython 9 counts a cell before it runs it, older ones after.
         number = len(shell.user_ns["In"]) - 1
         # Counted with the magic's own line, as the page shows it.
         whole = f"%%accelerate {line}\n{cell}"
         source = CellSource(shell.compile.cache(whole, number), f"Cell In[{number}]", whole)
-        function = cell_function(
-            cell,
-            namespace=shell.user_ns,
-            filename=source.filename,
-            name=f"In[{number}]",
-            first_line=2,
-        )
+        with show_in_short(), _shown_as_syntax_error(shell):
+            function = cell_function(
+                cell,
+                namespace=shell.user_ns,
+                filename=source.filename,
+                name=f"In[{number}]",
+                first_line=2,
+            )
         settings = {
             "num_processes": options.num_processes,
             "mixed_precision": options.mixed_precision,

@@ -92,6 +92,39 @@ def test_what_a_cell_cannot_hold_is_a_syntax_error(text: str) -> None:
     assert caught.value.filename == "<cell>"
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("a = 1\nb = 2\nc = = 3", 4), ("def (", 2), ("a = 1\nreturn a", 3), ("\nif True:\nb", 4)],
+)
+def test_a_syntax_error_names_the_line_of_the_page(text: str, line: int) -> None:
+    with pytest.raises(SyntaxError) as caught:
+        cell_function(text, namespace={}, filename="<cell>", name="In[1]", first_line=2)
+    assert caught.value.lineno == line
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("!echo 'hi", 2),
+        ("a = 1\n%time f()", 3),
+        ("%%time\nf()", 2),
+        ("if a:\n    files = !ls", 3),
+        ("a.b?", 2),
+        ("?a", 2),
+    ],
+)
+def test_lines_of_ipython_are_refused_by_name(text: str, line: int) -> None:
+    with pytest.raises(SyntaxError, match=r"shell lines .* not supported") as caught:
+        cell_function(text, namespace={}, filename="<cell>", name="In[1]", first_line=2)
+    assert caught.value.lineno == line
+
+
+def test_other_syntax_errors_keep_their_words() -> None:
+    with pytest.raises(SyntaxError) as caught:
+        cell_function("a = b % = !c", namespace={}, filename="<cell>", name="In[1]")
+    assert "shell" not in caught.value.msg
+
+
 def test_a_long_value_is_cut() -> None:
     text = shown("x" * 1_000_000)
     assert text is not None

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from notebook_accel.notebook.magics import AccelerateMagics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def shell() -> Iterator[Any]:
+    """A shell that has the magic, the one that ``get_ipython`` gives."""
+    main = sys.modules["__main__"]
+    config = Config(HistoryManager={"enabled": False})
+    made: Any = InteractiveShell.instance(colors="nocolor", config=config)
+    made.register_magics(AccelerateMagics)
+    yield made
+    InteractiveShell.clear_instance()
+    sys.modules["__main__"] = main
+
+
+def shown(shell: Any, text: str, capsys: pytest.CaptureFixture[str]) -> tuple[bool, str]:
+    """Whether the cell succeeds, and all that it shows, from the first non-empty line on."""
+    capsys.readouterr()
+    success = shell.run_cell(text, store_history=True).success
+    return success, capsys.readouterr().out.strip()
+
+
+def test_a_syntax_error_looks_as_in_any_other_cell(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = shown(shell, "a = 0\na = 1\nb = 2\nc = = 3", capsys)
+    magic = shown(shell, "%%accelerate\na = 1\nb = 2\nc = = 3", capsys)
+    assert "line 4\n    c = = 3\n        ^\nSyntaxError:" in magic[1]
+    assert magic == (False, plain[1].replace("In[1]", "In[2]"))
+
+
+def test_a_shell_line_is_refused_by_name(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    success, text = shown(shell, "%%accelerate\nx = 1\n!echo hi", capsys)
+    assert not success
+    assert "line 3\n    !echo hi\n    ^\nSyntaxError: shell lines (!), magics (%)" in text
+
+
+def test_help_is_shown_and_the_cell_does_not_run(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("-h", "--help"):
+        success, text = shown(shell, f"%%accelerate {option}\nno python", capsys)
+        assert success
+        assert "%%accelerate [-h]" in text
+        assert "Run the cell on every rank" in text
