@@ -35,6 +35,8 @@ def execute(path: Path, *, timeout: float = 600) -> NotebookNode:
         timeout=timeout,
         kernel_name="python3",
         record_timing=False,
+        # It warns of its connection, which no other machine can reach.
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],
         resources={"metadata": {"path": str(path.parent)}},
     ).execute()
     _forget_widgets(notebook)
