@@ -10,6 +10,7 @@ import ast
 import base64
 import inspect
 import io
+import linecache
 import sys
 import textwrap
 import types
@@ -21,6 +22,8 @@ import cloudpickle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from notebook_accel.launch.payload import CellSource
 
 __all__ = ["script_of"]
 
@@ -44,6 +47,7 @@ def script_of(
     *,
     world_size: int,
     file: str,
+    sources: Sequence[CellSource] = (),
 ) -> str:
     """The text of a script that calls ``function(*args, **kwargs)``.
 
@@ -52,8 +56,9 @@ def script_of(
         args, kwargs: what it is called with.
         world_size: the number of processes that the script's first lines propose.
         file: the name that they call the script.
+        sources: the notebook's cells, newest first: where classes without methods are found.
     """
-    script = _Script()
+    script = _Script(cells=[source.text for source in sources])
     name = getattr(function, "__name__", "function")
     called = script.value(function)
     given = [script.value(arg) for arg in args]
@@ -66,6 +71,7 @@ def script_of(
 class _Script:
     """Parts of the script, in the order in which they are written."""
 
+    cells: Sequence[str] = ()
     imports: dict[str, None] = field(default_factory=dict)
     values: list[str] = field(default_factory=list)
     sources: list[tuple[int, str]] = field(default_factory=list)
@@ -80,11 +86,10 @@ class _Script:
         if isinstance(value, types.ModuleType):
             self.imports[_import_line(value.__name__, name)] = None
         elif _is_importable(value):
-            self.imports[f"from {value.__module__} import {_alias(value.__qualname__, name)}"] = (
-                None
-            )
-        elif _is_definition(value) and _source(value) and value.__name__ == name:
-            self._copy_source(value, _source(value) or "")
+            line = f"from {_public_module(value)} import {_alias(value.__qualname__, name)}"
+            self.imports[line] = None
+        elif source := self._source_of(name, value):
+            self._copy_source(value, source)
         else:
             expression = repr(value) if _is_plain(value) else self._pickled(value)
             self.values.append(f"{name} = {expression}")
@@ -98,6 +103,11 @@ class _Script:
             self.define(name, value)
             return str(name)
         return self._pickled(value)
+
+    def _source_of(self, name: str, value: Any) -> str | None:
+        if not _is_definition(value) or value.__name__ != name:
+            return None
+        return _source(value, self.cells)
 
     def _pickled(self, value: Any) -> str:
         self.needs_load = True
@@ -152,14 +162,51 @@ def _is_plain(value: Any) -> bool:
         return False
 
 
-def _source(value: Any) -> str | None:
+def _public_module(value: Any) -> str:
+    """The outermost package that has the value by its name: ``torch.nn`` for ``Linear``."""
+    parts = value.__module__.split(".")
+    outer = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((name for name in outer if _offers(name, value)), value.__module__)
+
+
+def _offers(module_name: str, value: Any) -> bool:
+    module, name = sys.modules.get(module_name), value.__qualname__
+    return name in dir(module) and getattr(module, name, None) is value
+
+
+def _source(value: Any, cells: Sequence[str]) -> str | None:
     """The source of a function or class that stands on its own: no closure, no lambda."""
     if getattr(value, "__closure__", None) or value.__name__ == "<lambda>":
         return None
     try:
         return textwrap.dedent(inspect.getsource(value))
     except (OSError, TypeError):
+        return _class_in_cells(value, cells) if isinstance(value, type) else None
+
+
+def _class_in_cells(value: type, cells: Sequence[str]) -> str | None:
+    """The class statement in a cell. ``inspect`` wants a file of the module for it."""
+    for function in _functions(value):
+        code = function.__code__
+        text = "".join(linecache.getlines(code.co_filename))
+        if source := _class_statement(text, value.__qualname__, code.co_firstlineno):
+            return source
+    found = (_class_statement(text, value.__qualname__) for text in cells)
+    return next((source for source in found if source), None)
+
+
+def _class_statement(text: str, name: str, line: int | None = None) -> str | None:
+    """The last statement at the top of ``text`` that makes the class, around ``line`` if given."""
+    try:
+        body = ast.parse(text).body
+    except SyntaxError:  # a cell with a magic of its own
         return None
+    for node in reversed(body):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            first = min([node.lineno, *(part.lineno for part in node.decorator_list)])
+            if line is None or first <= line <= (node.end_lineno or first):
+                return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+    return None
 
 
 def _names_in(source: str) -> set[str]:
@@ -189,7 +236,8 @@ def _place(value: Any) -> int:
 def _functions(value: Any) -> list[types.FunctionType]:
     if isinstance(value, types.FunctionType):
         return [value]
-    return [part for part in vars(value).values() if isinstance(part, types.FunctionType)]
+    parts = [inspect.unwrap(part) for part in vars(value).values() if callable(part)]
+    return [part for part in parts if isinstance(part, types.FunctionType)]
 
 
 def _pickle(value: Any) -> bytes:

@@ -155,7 +155,14 @@ def _ended_by_interrupt(run: Run) -> Iterator[None]:
 
 
 def _script(job: Job, world_size: int, file: str) -> str:
-    return script_of(job.function, job.args, job.kwargs, world_size=world_size, file=file)
+    return script_of(
+        job.function,
+        job.args,
+        job.kwargs,
+        world_size=world_size,
+        file=file,
+        sources=job.sources,
+    )
 
 
 def _pack(job: Job) -> payload.PackedCall:

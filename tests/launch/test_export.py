@@ -67,6 +67,65 @@ def test_torchrun_runs_what_was_exported(tmp_path: Path) -> None:
     assert sorted(said.splitlines()) == ["16 9 3 of 2"] * 2
 
 
+# Cells of a shell, where ``inspect`` finds no source of a class.
+_CELLS = """
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+CELLS = '''
+class M:
+    size = 1
+#---
+class M:
+    size = 2
+#---
+class M:
+    size = 1
+#---
+class N:
+    def f(self):
+        return BASE
+BASE = 3
+#---
+from dataclasses import dataclass
+@dataclass
+class D(N):
+    n: int = 0
+#---
+import os
+import torch
+from torch.nn import Linear
+from notebook_accel import Accelerator, notebook_launcher
+class Net(torch.nn.Module):
+    @torch.no_grad()
+    def forward(self, x):
+        return Linear(1, M.size)(x)
+def train():
+    known = [Accelerator.__name__, M.size, N().f(), D(4).f(), Net()(torch.zeros(1)).shape[0]]
+    print(*known)
+#---
+run = notebook_launcher(train, num_processes=1, devices="cpu", view="none")
+run.export(os.environ["TARGET"])
+'''
+shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
+for cell in CELLS.split("#---"):
+    assert shell.run_cell(cell, store_history=True).success, cell
+"""
+
+
+def test_classes_of_a_notebooks_cells_are_copied_as_source(tmp_path: Path) -> None:
+    notebook, target = tmp_path / "cells.py", tmp_path / "exported.py"
+    notebook.write_text(_CELLS)
+    environment = {**os.environ, "TARGET": str(target), "OMP_NUM_THREADS": "1"}
+    _run(sys.executable, str(notebook), env=environment)
+    text = target.read_text()
+    assert "_unpickled" not in text
+    assert "class M:\n    size = 1\n" in text
+    assert "@dataclass\nclass D(N):" in text
+    assert "from notebook_accel import Accelerator\nfrom torch.nn import Linear\n" in text
+    assert _run(sys.executable, str(target), env=environment) == "Accelerator 1 3 3 1\n"
+
+
 def _run(*command: str, env: dict[str, str]) -> str:
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=100, check=False
