@@ -7,6 +7,7 @@ import socket
 import time
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,19 +30,24 @@ from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 
 
-def meet(port: int) -> dict[str, Any]:
+def meet(port: int, folder: str) -> dict[str, Any]:
     """Make a group of our own, twice in a row, and look at what listens."""
     dist.destroy_process_group()
     os.environ.pop("GLOO_SOCKET_IFNAME")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sums, addresses = [], set()
-    for _ in range(2):
+    for number in range(2):
         state = PartialState(cpu=True, timeout=timedelta(seconds=30))
         total = torch.ones(())
         dist.all_reduce(total)
         sums.append(total.item())
         addresses |= {c.laddr.ip for c in listening()}
         num_listening = len(listening())
+        # Whoever leaves while the other still reads resets its connection.
+        Path(folder, f"{number}-{state.process_index}").touch()
+        deadline = time.monotonic() + 30
+        while len(list(Path(folder).glob(f"{number}-*"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.005)
         state.destroy_process_group()
         assert not dist.is_initialized()
     # What was known stays, and nothing reaches for the others any more.
@@ -59,12 +65,12 @@ def listening() -> list[Any]:
     return [connection for connection in found if connection.status == psutil.CONN_LISTEN]
 
 
-def test_our_groups_listen_on_the_loopback_interface_alone() -> None:
+def test_our_groups_listen_on_the_loopback_interface_alone(tmp_path: Path) -> None:
     with socket.socket() as held:
         # As the launcher's agent does: bound, not listening, so that nobody else takes it.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
-        found = run_ranks(meet, 2, held.getsockname()[1])
+        found = run_ranks(meet, 2, held.getsockname()[1], str(tmp_path))
     assert [one["sums"] for one in found] == [[2.0, 2.0]] * 2
     assert all(one["num_listening"] for one in found), "gloo listens: else nothing was seen"
     assert {address for one in found for address in one["addresses"]} == {"127.0.0.1"}
