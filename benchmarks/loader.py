@@ -63,7 +63,7 @@ class _Launched:
 
     def __init__(self, loader: Any) -> None:
         from notebook_accel.launch.rank import LaunchedContext
-        from notebook_accel.launch.scoreboard import Scoreboard
+        from notebook_accel.launch.transport.scoreboard import Scoreboard
 
         self.loader = loader
         self.context = LaunchedContext(

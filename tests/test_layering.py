@@ -38,7 +38,7 @@ MAY_IMPORT = {
 # An error carries the run that it is about, and says so to a type checker alone.
 FOR_TYPES = {("errors", "launch.run")}
 # One file alone knows device types; the template asks it, in a child process that then ends.
-LATER = {("launch.template", "training.devices")}
+LATER = {("launch.template.process", "training.devices")}
 ONLY_IN_NOTEBOOK = {"IPython", "ipywidgets", "ipykernel", "jupyter_client", "comm"}
 CARRIERS = ("ray", "torch_xla", "torch_tpu", "deepspeed", "torch.distributed.elastic")
 VAGUE = {"utils", "helpers", "common", "misc", "util", "helper"}

@@ -10,14 +10,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch import payload, preflight, state, wire
+from notebook_accel.launch import payload, preflight, wire
+from notebook_accel.launch.control import state
+from notebook_accel.launch.control.export import script_of
+from notebook_accel.launch.control.interrupts import held
+from notebook_accel.launch.control.stores import MetricStore, RunFolder
 from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.engines.base import Job, Opening, Prepared
-from notebook_accel.launch.export import script_of
-from notebook_accel.launch.interrupts import held
 from notebook_accel.launch.payload.segment import seal
 from notebook_accel.launch.run import Run
-from notebook_accel.launch.stores import MetricStore, RunFolder
 from notebook_accel.launch.view import GuardedView, View
 
 if TYPE_CHECKING:
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.engines.base import Placement
     from notebook_accel.launch.payload import CellSource
-    from notebook_accel.launch.state import RunState
 
 __all__ = ["launch"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError, LaunchError
-from notebook_accel.launch import system
+from notebook_accel.launch.system import processes
 
 if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
@@ -71,7 +71,7 @@ def check_machine(config: LaunchConfig, world_size: int) -> None:
     Raises:
         LaunchError: the platform, the limit of open files, or the port.
     """
-    if config.engine != "inline" and not system.supported():
+    if config.engine != "inline" and not processes.supported():
         raise LaunchError(
             "launching processes needs Linux (5.3 or newer) for now; on other systems take "
             "engine='inline', which runs the function in the notebook's own process"

@@ -22,7 +22,7 @@ from notebook_accel.launch import wire
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from notebook_accel.launch.scoreboard import Scoreboard
+    from notebook_accel.launch.transport.scoreboard import Scoreboard
 
 __all__ = ["LaunchedContext", "RankContext", "current", "enter"]
 

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.errors import RunStopped, WorkerError
-from notebook_accel.launch.plotting import plot_metrics
-from notebook_accel.launch.state import Progress
+from notebook_accel.launch.control.plotting import plot_metrics
+from notebook_accel.launch.control.state import Progress
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
     from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.interrupts import Latch
-    from notebook_accel.launch.state import RunState
-    from notebook_accel.launch.stores import MetricStore, RunFolder
-    from notebook_accel.launch.verdict import Failure
+    from notebook_accel.launch.control.interrupts import Latch
+    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.stores import MetricStore, RunFolder
+    from notebook_accel.launch.control.verdict import Failure
     from notebook_accel.launch.view import View
 
 __all__ = ["Conductor", "Run", "runs"]

@@ -27,8 +27,8 @@ from notebook_accel.notebook.style import STYLE
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.run import Run
-    from notebook_accel.launch.state import RunState
     from notebook_accel.notebook.frontend import Clicks
 
 __all__ = ["Dashboard", "Panel"]

@@ -13,7 +13,7 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from notebook_accel.launch.payload import CellSource
-from notebook_accel.launch.template import warm
+from notebook_accel.launch.template.handle import warm
 from notebook_accel.launch.view import wording
 from notebook_accel.notebook.cell_function import cell_function
 from notebook_accel.notebook.launcher import run_cell

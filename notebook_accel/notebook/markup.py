@@ -6,7 +6,7 @@ import html
 import re
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch.text import strip_escapes
+from notebook_accel.launch.control.terminal_text import strip_escapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

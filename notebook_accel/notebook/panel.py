@@ -24,7 +24,7 @@ from notebook_accel.notebook.markup import Html, cut, element, join, weight
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from notebook_accel.launch.state import RankState, RunState
+    from notebook_accel.launch.control.state import RankState, RunState
 
 __all__ = ["MAX_BYTES", "Details", "render_panel"]
 

@@ -11,8 +11,8 @@ from notebook_accel.notebook import output
 from notebook_accel.notebook.snapshot import Snapshot, render_snapshot
 
 if TYPE_CHECKING:
+    from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.run import Run
-    from notebook_accel.launch.state import RunState
 
 __all__ = ["Transcript"]
 

@@ -19,7 +19,7 @@ from notebook_accel import LaunchError, RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.run import Run, runs
-from notebook_accel.launch.template import template
+from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
 from tests.engines.processes import below, eventually, gone, of_launches
 

@@ -135,7 +135,7 @@ def test_nothing_outlives_the_kernel(
 
 
 def test_nothing_outlives_a_kernel_that_dies_while_the_template_starts(prepared: Notebook) -> None:
-    prepared.run("from notebook_accel.launch.template import template; source = template()")
+    prepared.run("from notebook_accel.launch.template.handle import template; source = template()")
     child = int(prepared.run(_FORK))
     (template,) = prepared.others(child)
     # It looks for its kernel before that.

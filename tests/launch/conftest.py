@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.launch.clean_ranks import Notebook, Ranks
+from tests.launch.payload.clean_ranks import Notebook, Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

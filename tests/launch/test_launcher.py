@@ -15,11 +15,11 @@ import pytest
 
 from notebook_accel import ConfigError, LaunchError, RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.channel import connect
 from notebook_accel.launch.engines import local
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.run import runs
-from notebook_accel.launch.template import template
+from notebook_accel.launch.template.handle import template
+from notebook_accel.launch.transport.channel import connect
 from notebook_accel.launch.view import View
 from tests.engines.processes import below, eventually
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from notebook_accel.launch.channel import Channel
+    from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.run import Run
-    from notebook_accel.launch.state import RunState
+    from notebook_accel.launch.transport.channel import Channel
 
 SOON = 20.0
 

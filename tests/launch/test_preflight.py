@@ -12,8 +12,8 @@ import pytest
 
 from notebook_accel import ConfigError, LaunchError
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch import system
 from notebook_accel.launch.preflight import check_call, check_machine
+from notebook_accel.launch.system import processes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -135,7 +135,7 @@ def test_a_port_that_others_listen_on_everywhere() -> None:
 
 
 def test_a_platform_that_cannot_end_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "supported", lambda: False)
+    monkeypatch.setattr(processes, "supported", lambda: False)
     with pytest.raises(LaunchError, match="inline"):
         check_machine(LaunchConfig(), 1)
     check_machine(LaunchConfig(engine="inline"), 1)

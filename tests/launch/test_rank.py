@@ -12,7 +12,7 @@ import pytest
 from notebook_accel import RunStopped
 from notebook_accel.launch import rank, wire
 from notebook_accel.launch.rank import LaunchedContext, RankContext, current, enter
-from notebook_accel.launch.scoreboard import Scoreboard
+from notebook_accel.launch.transport.scoreboard import Scoreboard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

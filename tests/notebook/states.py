@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.state import RunState, apply, starting
+from notebook_accel.launch.control.state import RunState, apply, starting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

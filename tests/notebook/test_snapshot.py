@@ -13,7 +13,7 @@ from tests.notebook.states import after, metrics, running, succeeded, with_faile
 from tests.notebook.test_markup import HOSTILE, Tags
 
 if TYPE_CHECKING:
-    from notebook_accel.launch.state import RunState
+    from notebook_accel.launch.control.state import RunState
 
 ERROR = "rank 1 failed: ValueError: bad\n\nTraceback (most recent call last):\n  Cell In[3], line 7"
 # What JupyterLab's sanitiser keeps of an untrusted notebook.

@@ -7,19 +7,19 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from notebook_accel.launch.interrupts import held
-from notebook_accel.launch.supervisor import Supervisor
+from notebook_accel.launch.control.interrupts import held
+from notebook_accel.launch.control.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch import wire
-    from notebook_accel.launch.link import AgentLink
+    from notebook_accel.launch.control.agent_link import AgentLink
+    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.stores import MetricStore, RunFolder
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Conductor, Run
-    from notebook_accel.launch.state import RunState
-    from notebook_accel.launch.stores import MetricStore, RunFolder
     from notebook_accel.launch.view import View
 
 __all__ = ["AgentEngine", "Engine", "Job", "Opening", "Placement", "Prepared"]

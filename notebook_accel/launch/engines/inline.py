@@ -13,16 +13,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.launch.control.interrupts import Latch
+from notebook_accel.launch.control.verdict import Failure
 from notebook_accel.launch.engines.base import Engine, Placement
-from notebook_accel.launch.interrupts import Latch
 from notebook_accel.launch.run import Conductor
-from notebook_accel.launch.verdict import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.engines.base import Job, Opening
-    from notebook_accel.launch.state import RunState
 
 __all__ = ["InlineEngine"]
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from notebook_accel.config import check_enough_devices
 from notebook_accel.errors import ConfigError, LaunchError
-from notebook_accel.launch import scratch, system
-from notebook_accel.launch.channel import AuthenticationError, connect, new_secret
+from notebook_accel.launch.control.agent_link import AgentLink
 from notebook_accel.launch.engines.base import AgentEngine, Placement
-from notebook_accel.launch.link import AgentLink
-from notebook_accel.launch.template import template
+from notebook_accel.launch.system import processes, scratch
+from notebook_accel.launch.template.handle import template
+from notebook_accel.launch.transport.channel import AuthenticationError, connect, new_secret
 
 if TYPE_CHECKING:
     from notebook_accel.launch.engines.base import Job
-    from notebook_accel.launch.template import Template
+    from notebook_accel.launch.template.handle import Template
 
 __all__ = ["LocalEngine"]
 
@@ -71,8 +71,8 @@ class LocalEngine(AgentEngine):
 
 def _end(agent: int, run: str) -> None:
     """End an agent with all that it had, also where neither it nor its template can any more."""
-    system.kill_tree([agent])
-    killed = system.kill_leftovers(session=agent, variable=("NOTEBOOK_ACCEL_RUN", run))
+    processes.kill_tree([agent])
+    killed = processes.kill_leftovers(session=agent, variable=("NOTEBOOK_ACCEL_RUN", run))
     scratch.remove(run, used_by=killed)
 
 
@@ -104,5 +104,5 @@ def _how_it_ended(source: Template, pid: int) -> str:
     if code is None:
         return f"(pid {pid}) is gone"
     if code < 0:
-        return f"(pid {pid}) was killed by {system.signal_name(-code)}"
+        return f"(pid {pid}) was killed by {processes.signal_name(-code)}"
     return f"(pid {pid}) ended with exit code {code}"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.run import Run
-    from notebook_accel.launch.state import RunState
 
 __all__ = ["GuardedView", "View"]
 

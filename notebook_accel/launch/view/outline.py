@@ -11,7 +11,7 @@ from notebook_accel.launch.view import wording
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from notebook_accel.launch.state import BarState, RankState, RunState
+    from notebook_accel.launch.control.state import BarState, RankState, RunState
 
 __all__ = ["Advance", "Pace", "advance", "last_values", "memory_of", "spread"]
 

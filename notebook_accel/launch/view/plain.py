@@ -10,7 +10,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
-from notebook_accel.launch.text import strip_escapes
+from notebook_accel.launch.control.terminal_text import strip_escapes
 from notebook_accel.launch.view import View, wording
 from notebook_accel.launch.view.outline import Pace, advance
 from notebook_accel.launch.view.summary import summarise
@@ -18,8 +18,8 @@ from notebook_accel.launch.view.summary import summarise
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from notebook_accel.launch.control.state import RankState, RunState
     from notebook_accel.launch.run import Run
-    from notebook_accel.launch.state import RankState, RunState
 
 __all__ = ["PlainView"]
 

@@ -11,7 +11,7 @@ from notebook_accel.launch.view.outline import advance, last_values, memory_of, 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from notebook_accel.launch.state import RankState, RunState
+    from notebook_accel.launch.control.state import RankState, RunState
 
 __all__ = ["COLUMNS", "SIGNS", "elapsed", "facts", "folded", "size", "summarise", "worth_a_row"]
 

@@ -1,0 +1,347 @@
+"""The agent: one a machine and run. It forks the ranks, feeds, watches, reaps and ends them.
+
+It runs no code of the user's, so it can act whatever a rank does. It is a subreaper and its
+ranks get SIGKILL when it dies; it watches the kernel's process and the connection to it, and
+when either is gone it ends its ranks at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch.multiprocessing as mp
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.agent.ending import Ending, Stage
+from notebook_accel.launch.agent.file_tail import FileTail
+from notebook_accel.launch.agent.rank_process import RankProcess
+from notebook_accel.launch.payload.segment import attach
+from notebook_accel.launch.system import processes, scratch
+from notebook_accel.launch.system.log_files import log_path
+from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.launch.transport.scoreboard import Scoreboard
+from notebook_accel.launch.worker import main as worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["Agent", "main"]
+
+_TICK_SECONDS = 0.05
+_BUSY_PENDING = 4096
+_FLUSH_SECONDS = 2.0
+
+_SIGNALS = {
+    Stage.INTERRUPT: signal.SIGINT,
+    Stage.TERMINATE: signal.SIGTERM,
+    Stage.KILL: signal.SIGKILL,
+}
+
+
+def main(
+    channel: Channel,
+    kernel: int,
+    first: tuple[wire.Message, list[int]],
+    *,
+    unneeded: Sequence[int] = (),
+) -> None:
+    """Serve one run.
+
+    Args:
+        channel: to the kernel.
+        kernel: a descriptor that becomes readable when the kernel's process ends.
+        first: what came over the channel first, which must be ``Launch``.
+        unneeded: descriptors of the process that forked the agent, for the ranks to close.
+    """
+    processes.adopt_orphans()
+    processes.raise_open_files()
+    message, fds = first
+    if not isinstance(message, wire.Launch):
+        raise ProtocolError(f"the first message must be Launch, not {type(message).__name__}")
+    packet = message.payload
+    buffers = tuple(memoryview(bytearray(part)) for part in packet.inline)
+    if fds:
+        buffers = attach(fds[0], packet.sizes)
+        os.close(fds[0])
+    agent = Agent(channel, kernel, message)
+    try:
+        agent.start(buffers, unneeded)
+        agent.serve()
+    finally:
+        agent.close()
+
+
+class Agent:
+    """The ranks of one run on this machine."""
+
+    def __init__(self, channel: Channel, kernel: int, launch: wire.Launch) -> None:
+        self._channel = channel
+        self._kernel = kernel
+        self._launch = launch
+        self._board = Scoreboard(len(launch.ranks))
+        self._ending = Ending(grace=launch.grace)
+        self._ranks: list[RankProcess] = []
+        self._reaped: list[int] = []
+        self._selector = selectors.DefaultSelector()
+        self._progress: tuple[int, ...] = ()
+        self._progressed = time.monotonic()
+        self._port = _reserve_port(launch.environment)
+
+    # ---- start -----------------------------------------------------------------------------
+
+    def start(self, buffers: tuple[memoryview, ...], unneeded: Sequence[int]) -> None:
+        """Fork the ranks and tell the kernel their pids."""
+        scratch.use(self._launch.run)
+        context = mp.get_context("fork")
+        for local_rank, rank in enumerate(self._launch.ranks):
+            ours, theirs = socket.socketpair()
+            log = _open_log(self._launch.log_dir, rank)
+            stacks = os.memfd_create(f"stacks-{rank}")
+            post = worker.Post(
+                agent=os.getpid(),
+                launch=self._launch,
+                rank=rank,
+                local_rank=local_rank,
+                port=self._port.getsockname()[1],
+                channel=Channel(theirs),
+                board=self._board,
+                buffers=buffers,
+                log=log,
+                stacks=stacks,
+                unneeded=(*unneeded, *self._own_descriptors(), ours.fileno()),
+            )
+            process = context.Process(target=worker.main, args=(post,), name=f"rank-{rank}")
+            process.start()
+            theirs.close()
+            os.close(log)
+            self._ranks.append(
+                RankProcess(
+                    rank=rank,
+                    process=process,
+                    channel=Channel(ours),
+                    tail=FileTail(log_path(self._launch.log_dir, rank)),
+                    stacks=stacks,
+                    row=self._board.row(local_rank),
+                )
+            )
+        for buffer in buffers:
+            buffer.release()
+        self._post(wire.AgentReady, pids=self._pids(), port=self._port.getsockname()[1])
+
+    def _own_descriptors(self) -> tuple[int, ...]:
+        ranks = (fd for rank in self._ranks for fd in rank.descriptors())
+        return (self._channel.fileno(), self._kernel, self._selector.fileno(), *ranks)
+
+    def _pids(self) -> tuple[int, ...]:
+        return tuple(rank.pid for rank in self._ranks)
+
+    # ---- serve -----------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Pass messages, follow output and act on what is due, until every rank has ended."""
+        self._watch(self._channel.fileno(), self._from_kernel)
+        self._watch(self._kernel, self._kernel_gone)
+        for rank in self._ranks:
+            self._watch(rank.channel.fileno(), partial(self._relay, rank))
+            self._watch(rank.exit_fd, partial(self._reap, rank))
+        # What came together with Launch was read with it: nothing would wake us for that.
+        self._from_kernel()
+        while any(rank.alive for rank in self._ranks):
+            for key, _ in self._selector.select(_TICK_SECONDS):
+                key.data()
+            self._tick()
+        self._flush_to_kernel()
+
+    def _watch(self, fd: int, act: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, act)
+
+    def _unwatch(self, fd: int) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(fd)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._note_progress(now)
+        for rank in self._ranks:
+            if rank.alive:
+                for message in rank.observe(now):
+                    self._post_message(message)
+        stage = self._ending.next_stage(now=now, idle=self._idle(now), leaving=self._all_leaving())
+        if stage is not None:
+            self._go(stage)
+        with contextlib.suppress(OSError):
+            self._channel.flush(block=False)
+
+    def _note_progress(self, now: float) -> None:
+        progress = tuple(
+            count for rank in self._ranks for count in (rank.row.batches, rank.row.steps)
+        )
+        if progress != self._progress:
+            self._progress, self._progressed = progress, now
+
+    def _idle(self, now: float) -> float:
+        """Seconds without progress; none where all ranks ask for themselves whether to stop."""
+        asks = all(rank.row.reads or rank.leaving for rank in self._ranks if rank.alive)
+        return 0.0 if asks else now - self._progressed
+
+    def _all_leaving(self) -> bool:
+        return all(rank.leaving for rank in self._ranks if rank.alive)
+
+    # ---- what comes in ---------------------------------------------------------------------
+
+    def _from_kernel(self) -> None:
+        try:
+            messages = self._channel.drain()
+        except (EOFError, OSError, ProtocolError):
+            self._kernel_gone()
+            return
+        for message, fds in messages:
+            for fd in fds:
+                os.close(fd)
+            self._obey(message)
+
+    def _obey(self, message: wire.Message) -> None:
+        stages = {
+            wire.Stop: Stage.STOP,
+            wire.Interrupt: Stage.INTERRUPT,
+            wire.Terminate: Stage.TERMINATE,
+            wire.Kill: Stage.KILL,
+        }
+        if isinstance(message, wire.DumpStacks):
+            for rank in self._ranks:
+                if message.rank in (None, rank.rank):
+                    rank.ask_stacks()
+        elif type(message) in stages:
+            self._go(stages[type(message)], grace=getattr(message, "grace", None))
+
+    def _kernel_gone(self) -> None:
+        """Nobody will ever read of these ranks: end them without grace, and go."""
+        processes.kill_tree(self._pids())
+        scratch.remove(self._launch.run, used_by=processes.kill_descendants())
+        os._exit(0)
+
+    def _relay(self, rank: RankProcess) -> None:
+        """Pass on what a rank says, unless the kernel is far behind."""
+        if self._channel.num_pending > _BUSY_PENDING:
+            time.sleep(_TICK_SECONDS / 10)
+            return
+        try:
+            messages = rank.channel.drain(limit=_BUSY_PENDING)
+        except (EOFError, OSError, ProtocolError):
+            self._unwatch(rank.channel.fileno())
+            return
+        self._pass_on(rank, messages)
+
+    def _relay_rest(self, rank: RankProcess) -> None:
+        """Pass on all that a rank said before it ended, however far behind the kernel is."""
+        with contextlib.suppress(EOFError, OSError, ProtocolError):
+            while messages := rank.channel.drain():
+                self._pass_on(rank, messages)
+
+    def _pass_on(
+        self, rank: RankProcess, messages: Sequence[tuple[wire.Message, list[int]]]
+    ) -> None:
+        for message, fds in messages:
+            self._note(rank, message)
+            self._channel.post(message, fds)
+            for fd in fds:
+                os.close(fd)
+
+    def _note(self, rank: RankProcess, message: wire.Message) -> None:
+        rank.has_told = rank.has_told or isinstance(message, (wire.Returned, wire.Raised))
+        if isinstance(message, wire.Raised) and message.kind in ("exception", "exit", "lost peer"):
+            self._ending = self._ending.failed(now=time.monotonic())
+
+    def _reap(self, rank: RankProcess) -> None:
+        """A rank's process ended: pass on its last words, end what it left, tell the kernel."""
+        self._unwatch(rank.exit_fd)
+        if not rank.channel.closed:
+            self._relay_rest(rank)
+            self._unwatch(rank.channel.fileno())
+        exitcode = rank.reap()
+        self._reaped += [rank.pid]
+        self._reaped += processes.kill_descendants(
+            keep=[other.pid for other in self._ranks if other.alive]
+        )
+        for message in rank.last_words():
+            self._post_message(message)
+        rank.row.ended = 1
+        is_death = exitcode != 0 or not rank.has_told
+        if is_death and not rank.ended_by_us:
+            self._ending = self._ending.failed(now=time.monotonic())
+        self._post(
+            wire.RankEnded,
+            rank=rank.rank,
+            exitcode=exitcode if exitcode >= 0 else None,
+            signal=-exitcode if exitcode < 0 else None,
+            ours=rank.ended_by_us,
+        )
+
+    # ---- what goes out ---------------------------------------------------------------------
+
+    def _go(self, stage: Stage, *, grace: float | None = None) -> None:
+        before = self._ending
+        self._ending = before.ask(stage, now=time.monotonic(), grace=grace)
+        if self._ending is before:
+            return
+        if stage == Stage.STOP:
+            self._progressed = time.monotonic()
+            self._board.ask_stop()
+            return
+        for rank in self._ranks:
+            rank.end(_SIGNALS[stage])
+
+    def _post(self, kind: type[wire.Message], /, **fields: Any) -> None:
+        self._post_message(kind(run=self._launch.run, **fields))
+
+    def _post_message(self, message: wire.Message) -> None:
+        self._channel.post(message)
+
+    def _flush_to_kernel(self) -> None:
+        """Write all that is queued; a kernel that does not read loses it after a while."""
+        deadline = time.monotonic() + 600 * _FLUSH_SECONDS
+        while self._channel.num_pending and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                self._channel.flush(block=False)
+                select_write(self._channel.fileno(), self._kernel)
+                continue
+            return
+
+    def close(self) -> None:
+        """Leave nobody behind."""
+        processes.kill_tree(rank.pid for rank in self._ranks if rank.alive)
+        scratch.remove(self._launch.run, used_by=[*self._reaped, *processes.kill_descendants()])
+        self._channel.close()
+
+
+def select_write(fd: int, gone: int) -> None:
+    """Wait until ``fd`` can be written.
+
+    Raises:
+        BrokenPipeError: ``gone`` became readable instead.
+    """
+    with selectors.DefaultSelector() as selector:
+        selector.register(fd, selectors.EVENT_WRITE)
+        selector.register(gone, selectors.EVENT_READ)
+        if any(key.fd == gone for key, _ in selector.select(1.0)):
+            raise BrokenPipeError
+
+
+def _open_log(log_dir: str, rank: int) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    return os.open(log_path(log_dir, rank), flags, 0o600)
+
+
+def _reserve_port(environment: dict[str, str]) -> socket.socket:
+    """A socket that holds MASTER_PORT for the run: bound, so that nobody takes it, and deaf."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", int(environment.get("MASTER_PORT", "0"))))
+    return holder

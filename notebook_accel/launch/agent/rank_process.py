@@ -1,0 +1,194 @@
+"""What the agent knows of one rank's process, and what it can do to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.system import processes
+from notebook_accel.launch.worker.main import STACKS_SIGNAL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.process import BaseProcess
+
+    from notebook_accel.launch.agent.file_tail import FileTail
+    from notebook_accel.launch.transport.channel import Channel
+    from notebook_accel.launch.transport.scoreboard import Row
+
+__all__ = ["RankProcess"]
+
+_OUTPUT_SECONDS = 0.1
+_SAMPLE_SECONDS = 0.2
+_MEMORY_SECONDS = 1.0
+# A dump of stacks is whole once the file has not grown for this long.
+_STACKS_QUIET_SECONDS = 0.1
+_STACKS_SECONDS = 3.0
+
+
+class RankProcess:
+    """One rank as its agent sees it."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        process: BaseProcess,
+        channel: Channel,
+        tail: FileTail,
+        stacks: int,
+        row: Row,
+    ) -> None:
+        assert process.pid is not None
+        self.rank = rank
+        self.pid: int = process.pid
+        self.channel = channel
+        self.row = row
+        self.exit_fd = processes.watch_exit(self.pid)
+        self.alive = True
+        self.ended_by_us = False
+        self.has_told = False
+        self._process = process
+        self._tail = tail
+        self._stacks = stacks
+        self._stacks_asked: float | None = None
+        self._stacks_grew = (0, 0.0)
+        self._next_output = 0.0
+        self._next_sample = 0.0
+        self._next_memory = 0.0
+        self._memory: int | None = None
+        self._sample: wire.Sample | None = None
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the rank knows of a polite stop and leaves on its own."""
+        return self.row.leaving
+
+    def descriptors(self) -> tuple[int, ...]:
+        """What later ranks must not keep."""
+        return (
+            self.channel.fileno(),
+            self.exit_fd,
+            self._stacks,
+            self._tail.fileno(),
+            self._process.sentinel,
+        )
+
+    # ---- look ------------------------------------------------------------------------------
+
+    def observe(self, now: float) -> Iterator[wire.Message]:
+        """What is new: output, counters, stacks."""
+        if now >= self._next_output:
+            self._next_output = now + _OUTPUT_SECONDS
+            yield from self._new_output()
+        if now >= self._next_sample:
+            self._next_sample = now + _SAMPLE_SECONDS
+            yield from self._new_sample(now)
+        if self._stacks_asked is not None:
+            yield from self._new_stacks(now)
+
+    def last_words(self) -> Iterator[wire.Message]:
+        """What is new once the process has ended."""
+        yield from self._new_output()
+        yield from self._new_sample(time.monotonic())
+        if self._stacks_asked is not None:
+            yield wire.Stacks(rank=self.rank, text="the rank has ended\n")
+
+    def _new_output(self) -> Iterator[wire.Message]:
+        text, skipped = self._tail.read()
+        if text or skipped:
+            yield wire.Output(rank=self.rank, text=text, skipped=skipped)
+
+    def _new_sample(self, now: float) -> Iterator[wire.Message]:
+        if now >= self._next_memory and self.alive:
+            self._next_memory = now + _MEMORY_SECONDS
+            with contextlib.suppress(psutil.Error):
+                # A process that has just ended has none.
+                self._memory = psutil.Process(self.pid).memory_info().rss or self._memory
+        fields = (
+            self.row.batches,
+            self.row.total_batches or None,
+            self.row.steps,
+            self._memory,
+            self.row.device_memory or None,
+            self.row.pass_start,
+        )
+        if fields != self._last_fields():
+            self._sample = wire.Sample(
+                rank=self.rank,
+                batches=fields[0],
+                total_batches=fields[1],
+                steps=fields[2],
+                memory=fields[3],
+                device_memory=fields[4],
+                pass_start=fields[5],
+            )
+            yield self._sample
+
+    def _last_fields(self) -> tuple[int, int | None, int, int | None, int | None, int] | None:
+        last = self._sample
+        if last is None:
+            return None
+        return (
+            last.batches,
+            last.total_batches,
+            last.steps,
+            last.memory,
+            last.device_memory,
+            last.pass_start,
+        )
+
+    # ---- stacks ----------------------------------------------------------------------------
+
+    def ask_stacks(self) -> None:
+        """Have faulthandler write where the rank stands."""
+        if self.alive and self._stacks_asked is None:
+            os.ftruncate(self._stacks, 0)
+            os.lseek(self._stacks, 0, os.SEEK_SET)
+            self._stacks_asked = time.monotonic()
+            self._stacks_grew = (0, self._stacks_asked)
+            self._signal(STACKS_SIGNAL)
+
+    def _new_stacks(self, now: float) -> Iterator[wire.Message]:
+        size = os.fstat(self._stacks).st_size
+        if size != self._stacks_grew[0]:
+            self._stacks_grew = (size, now)
+        assert self._stacks_asked is not None
+        is_whole = size and now - self._stacks_grew[1] >= _STACKS_QUIET_SECONDS
+        if is_whole or now - self._stacks_asked >= _STACKS_SECONDS:
+            self._stacks_asked = None
+            text = os.pread(self._stacks, size, 0).decode(errors="replace")
+            yield wire.Stacks(rank=self.rank, text=text or "the rank did not answer\n")
+
+    # ---- act -------------------------------------------------------------------------------
+
+    def end(self, number: signal.Signals) -> None:
+        """Send the signal, unless the rank is at its end already; SIGKILL takes all below it."""
+        if not self.alive:
+            return
+        if number == signal.SIGKILL:
+            self.ended_by_us = True
+            processes.kill_tree([self.pid])
+            return
+        if number == signal.SIGTERM:
+            self.ended_by_us = True
+        self._signal(number)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.exit_fd, number)
+
+    def reap(self) -> int:
+        """The exit code of the ended process, negative for a signal; closes what belonged to it."""
+        self._process.join()
+        self.alive = False
+        os.close(self.exit_fd)
+        self.channel.close()
+        code = self._process.exitcode
+        return 1 if code is None else code

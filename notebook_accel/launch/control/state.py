@@ -1,0 +1,300 @@
+"""What is known of a run: one small immutable value, and the function that advances it.
+
+Every view draws a :class:`RunState`. It holds states, bars, last values and tails only; the
+whole logs and metrics lie in the stores (``stores.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import singledispatch
+from typing import TYPE_CHECKING
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.control.terminal_text import Tail, append_output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["ENDED", "BarState", "Progress", "RankState", "RunState", "apply", "starting"]
+
+ENDED = ("succeeded", "failed", "stopped")
+_MAX_TAIL_LINES = 200
+_MAX_BARS = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """One progress bar of a rank. ``rate`` in items/s, ``elapsed`` in seconds."""
+
+    rank: int
+    name: str
+    n: float
+    total: float | None
+    rate: float | None
+    elapsed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarState(Progress):
+    """A bar, with what the views need beside what the user sees."""
+
+    bar: int
+    unit: str
+    closed: bool
+    postfix: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """What is known of one rank.
+
+    Attributes:
+        status: "starting", "running", "succeeded", "failed" or "stopped".
+        bars: its progress bars in the order in which they were opened.
+        batches, total_batches: given out by its prepared loaders in all, and an epoch's number.
+        pass_start: number of batches that were given out before this pass through a loader.
+        steps: made by its prepared optimizers.
+        memory, device_memory: bytes; None where unknown.
+        metrics: last value of each name, with its step.
+        tail: its last lines of output; ``open_line`` says whether the last one goes on,
+            ``rewound`` whether what comes next overwrites it.
+        num_lines: lines of output that were ended so far, skipped ones included.
+        skipped_lines: lines that only the file has.
+        failure: how its function ended, where it raised.
+        exitcode, signal: how its process ended; ``ended_by_us`` where its agent ended it.
+    """
+
+    rank: int
+    pid: int | None = None
+    status: str = "starting"
+    bars: tuple[BarState, ...] = ()
+    batches: int = 0
+    total_batches: int | None = None
+    pass_start: int = 0
+    steps: int = 0
+    memory: int | None = None
+    device_memory: int | None = None
+    metrics: dict[str, tuple[int | None, float]] = field(default_factory=dict)
+    tail: tuple[str, ...] = ()
+    open_line: bool = False
+    rewound: bool = False
+    num_lines: int = 0
+    skipped_lines: int = 0
+    returned: bool = False
+    returned_none: bool = False
+    made_group: bool | None = None
+    failure: wire.Raised | None = None
+    exitcode: int | None = None
+    signal: int | None = None
+    ended_by_us: bool = False
+    ended: float | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.ended is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """What is known of a run.
+
+    Attributes:
+        status: "starting", "running", "stopping", "succeeded", "failed", "stopped".
+        started, ended: wall time, seconds; ``ended`` is None while it goes on.
+        notices: lines for the person, each once.
+        error: the text of the run's error, once it has failed.
+    """
+
+    run: str
+    name: str
+    ranks: tuple[RankState, ...]
+    started: float
+    status: str = "starting"
+    ended: float | None = None
+    notices: tuple[str, ...] = ()
+    error: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in ENDED
+
+
+def starting(
+    *, run: str, name: str, world_size: int, started: float, notices: tuple[str, ...] = ()
+) -> RunState:
+    """The state of a run whose processes do not exist yet."""
+    ranks = tuple(RankState(rank=rank) for rank in range(world_size))
+    return RunState(run=run, name=name, ranks=ranks, started=started, notices=notices)
+
+
+def change_rank(
+    state: RunState, rank: int | None, change: Callable[[RankState], RankState]
+) -> RunState:
+    """``state`` with one rank changed; a rank that the run does not have changes nothing."""
+    if rank is None or not 0 <= rank < state.world_size:
+        return state
+    ranks = (*state.ranks[:rank], change(state.ranks[rank]), *state.ranks[rank + 1 :])
+    return replace(state, ranks=ranks)
+
+
+@singledispatch
+def apply(message: wire.Message, state: RunState) -> RunState:  # noqa: ARG001
+    """``state`` after ``message``. Messages that say nothing about the state leave it as it is."""
+    return state
+
+
+@apply.register
+def _(message: wire.AgentReady, state: RunState) -> RunState:
+    ranks = tuple(
+        replace(rank, pid=pid) for rank, pid in zip(state.ranks, message.pids, strict=True)
+    )
+    return replace(state, ranks=ranks)
+
+
+@apply.register
+def _(message: wire.RankStarted, state: RunState) -> RunState:
+    status = "running" if state.status == "starting" else state.status
+    return change_rank(
+        replace(state, status=status),
+        message.rank,
+        lambda rank: replace(rank, status="running", pid=message.process),
+    )
+
+
+@apply.register
+def _(message: wire.Metric, state: RunState) -> RunState:
+    def change(rank: RankState) -> RankState:
+        last = {name: (message.step, value) for name, value in message.values.items()}
+        return replace(rank, metrics={**rank.metrics, **last})
+
+    return change_rank(state, message.rank, change)
+
+
+@apply.register
+def _(message: wire.Bar, state: RunState) -> RunState:
+    def change(rank: RankState) -> RankState:
+        bar = BarState(
+            rank=rank.rank,
+            bar=message.bar,
+            name=message.name,
+            n=message.n,
+            total=message.total,
+            rate=message.rate,
+            elapsed=message.elapsed,
+            unit=message.unit,
+            postfix=message.postfix,
+            closed=message.closed,
+        )
+        return replace(rank, bars=_with_bar(rank.bars, bar))
+
+    return change_rank(state, message.rank, change)
+
+
+def _with_bar(bars: tuple[BarState, ...], bar: BarState) -> tuple[BarState, ...]:
+    """``bars`` with the new state of one of them; where there are too many, an old one goes."""
+    for index in range(len(bars) - 1, -1, -1):
+        if bars[index].bar == bar.bar:
+            return (*bars[:index], bar, *bars[index + 1 :])
+    if len(bars) >= _MAX_BARS:
+        # The oldest that was closed: the bar of the epochs is older than all others, and lives.
+        oldest = next((index for index, old in enumerate(bars) if old.closed), 0)
+        bars = (*bars[:oldest], *bars[oldest + 1 :])
+    return (*bars, bar)
+
+
+@apply.register
+def _(message: wire.Notice, state: RunState) -> RunState:
+    if message.text in state.notices:
+        return state
+    return replace(state, notices=(*state.notices, message.text))
+
+
+@apply.register
+def _(message: wire.Output, state: RunState) -> RunState:
+    def change(rank: RankState) -> RankState:
+        before = Tail() if message.skipped else Tail(rank.tail, rank.open_line, rank.rewound)
+        tail = append_output(before, message.text, limit=_MAX_TAIL_LINES)
+        return replace(
+            rank,
+            tail=tail.lines,
+            open_line=tail.is_open,
+            rewound=tail.is_rewound,
+            num_lines=rank.num_lines + message.skipped + message.text.count("\n"),
+            skipped_lines=rank.skipped_lines + message.skipped,
+        )
+
+    return change_rank(state, message.rank, change)
+
+
+@apply.register
+def _(message: wire.Sample, state: RunState) -> RunState:
+    return change_rank(
+        state,
+        message.rank,
+        lambda rank: replace(
+            rank,
+            batches=message.batches,
+            total_batches=message.total_batches,
+            pass_start=message.pass_start,
+            steps=message.steps,
+            memory=message.memory,
+            device_memory=message.device_memory,
+        ),
+    )
+
+
+@apply.register
+def _(message: wire.Returned, state: RunState) -> RunState:
+    return change_rank(
+        state,
+        message.rank,
+        lambda rank: replace(
+            rank,
+            status="succeeded",
+            returned=True,
+            returned_none=message.is_none,
+            made_group=message.made_group,
+        ),
+    )
+
+
+_STATUS_AFTER = {"stopped": "stopped", "interrupted": "stopped"}
+
+
+@apply.register
+def _(message: wire.Raised, state: RunState) -> RunState:
+    return change_rank(
+        state,
+        message.rank,
+        lambda rank: replace(
+            rank,
+            status=_STATUS_AFTER.get(message.kind, "failed"),
+            failure=message,
+            made_group=message.made_group,
+        ),
+    )
+
+
+def _unexplained_status(message: wire.RankEnded) -> str:
+    return "stopped" if message.ours else "failed"
+
+
+@apply.register
+def _(message: wire.RankEnded, state: RunState) -> RunState:
+    def change(rank: RankState) -> RankState:
+        unexplained = not rank.returned and rank.failure is None
+        return replace(
+            rank,
+            status=_unexplained_status(message) if unexplained else rank.status,
+            exitcode=message.exitcode,
+            signal=message.signal,
+            ended_by_us=message.ours,
+            ended=message.wall,
+        )
+
+    return change_rank(state, message.rank, change)

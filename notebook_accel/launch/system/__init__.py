@@ -1,0 +1,1 @@
+"""What the platform gives: processes, signals, scratch files."""

@@ -1,0 +1,1 @@
+"""The clean process from which agents fork: the kernel's side and the process's side."""

@@ -1,0 +1,186 @@
+"""The template's own process: it imports, then forks agents until the kernel goes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.system import processes, scratch
+from notebook_accel.launch.transport.channel import Channel, ProtocolError, accept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["serve"]
+
+# torch._dynamo: the first optimizer of a process imports it, 2 s in every rank otherwise.
+_PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.multiprocessing",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "numpy",
+    "cloudpickle",
+    "psutil",
+    "tqdm.auto",
+    "notebook_accel.launch.agent.agent",
+    "notebook_accel.launch.worker.bars",
+    "notebook_accel.training.accelerator",
+)
+_START_SECONDS = 120.0
+_ANSWER_SECONDS = 60.0
+
+
+def serve(fd: int, kernel_pid: int) -> None:
+    """Be a template: import, then fork agents until the kernel goes."""
+    kernel = processes.watch_exit(kernel_pid)
+    if os.getppid() != kernel_pid:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    processes.adopt_orphans()
+    with processes.acting_on_exit(kernel, _go):
+        secret = sys.stdin.buffer.read(32)
+        for name in _PRELOADED:
+            import_module(name)
+        gc.collect()
+        gc.freeze()
+        channel = accept(socket.socket(fileno=fd), secret, timeout=_START_SECONDS)
+        channel.send(wire.TemplateReady())
+    _Server(channel, kernel).run()
+
+
+def _go(runs: Iterable[str] = ()) -> None:
+    """The kernel's process ended: nobody wants this one."""
+    reaped = processes.kill_descendants()
+    for run in runs:
+        scratch.remove(run, used_by=reaped)
+    os._exit(0)
+
+
+class _Server:
+    """The template's loop: one thread, three kinds of descriptors."""
+
+    def __init__(self, channel: Channel, kernel: int) -> None:
+        self._channel = channel
+        self._kernel = kernel
+        self._agents: dict[int, int] = {}
+        self._runs: dict[int, str] = {}
+        self._selector = selectors.DefaultSelector()
+        self._draining = False
+
+    def run(self) -> None:
+        self._selector.register(self._channel.fileno(), selectors.EVENT_READ, self._from_kernel)
+        self._selector.register(self._kernel, selectors.EVENT_READ, self._go)
+        while self._agents or not self._draining:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _go(self) -> None:
+        _go(self._runs.values())
+
+    def _from_kernel(self) -> None:
+        try:
+            messages = self._channel.drain()
+        except (EOFError, OSError, ProtocolError):
+            # Retired: runs that are under way go on, and their kernel is still watched.
+            self._selector.unregister(self._channel.fileno())
+            self._draining = True
+            return
+        for message, fds in messages:
+            if isinstance(message, wire.ForkAgent):
+                self._fork_agent(message, fds)
+            elif isinstance(message, wire.CountDevices):
+                self._count_devices(message)
+
+    def _fork_agent(self, message: wire.ForkAgent, fds: list[int]) -> None:
+        try:
+            pid = self._fork(lambda: self._be_agent(message, fds[0]))
+        except OSError as error:
+            self._channel.send(wire.Forked(run=message.run, error=str(error)))
+            return
+        finally:
+            for fd in fds:
+                os.close(fd)
+        exit_fd = processes.watch_exit(pid)
+        self._agents[pid] = exit_fd
+        self._runs[pid] = message.run
+        self._selector.register(exit_fd, selectors.EVENT_READ, lambda: self._reap(pid))
+        self._channel.send(wire.Forked(run=message.run, pid=pid))
+
+    def _be_agent(self, message: wire.ForkAgent, fd: int) -> None:
+        from notebook_accel.launch.agent import agent
+
+        os.setsid()
+        unneeded = (self._channel.fileno(), self._selector.fileno(), *self._agents.values())
+        for number in unneeded:
+            os.close(number)
+        # The template, which would end this process with the kernel, may be gone itself.
+        with processes.acting_on_exit(self._kernel, _go):
+            channel = accept(socket.socket(fileno=fd), message.secret)
+            first = channel.receive()
+        agent.main(channel, self._kernel, first)
+
+    def _reap(self, pid: int) -> None:
+        exit_fd = self._agents.pop(pid)
+        self._selector.unregister(exit_fd)
+        os.close(exit_fd)
+        _, status = os.waitpid(pid, 0)
+        # What the agent would have ended itself, had it not been killed.
+        reaped = processes.kill_descendants(keep=self._agents)
+        scratch.remove(self._runs.pop(pid), used_by=reaped)
+        with contextlib.suppress(OSError):
+            self._channel.send(
+                wire.AgentExited(pid=pid, exitcode=os.waitstatus_to_exitcode(status))
+            )
+
+    def _count_devices(self, message: wire.CountDevices) -> None:
+        """Ask in a child: torch may have to initialise a device for the answer."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            me = os.getpid()
+            pid = self._fork(lambda: _answer_devices(Channel(theirs), message.environment, me))
+            theirs.close()
+            ours.settimeout(_ANSWER_SECONDS)
+            answer: wire.Message = wire.Devices(kind="cpu")
+            with (
+                processes.acting_on_exit(self._kernel, self._go),
+                contextlib.suppress(EOFError, OSError),
+            ):
+                answer, _ = Channel(ours).receive()
+            answer = msgspec.structs.replace(answer, run=message.run)
+            processes.kill_tree([pid])
+            os.waitpid(pid, 0)
+        self._channel.send(answer)
+
+    def _fork(self, act: Callable[[], None]) -> int:
+        """Fork a child that does ``act`` and ends."""
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            processes.reset_signals()
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+
+
+def _answer_devices(channel: Channel, environment: dict[str, str], template: int) -> None:
+    processes.die_with_parent(template)
+    os.environ.clear()
+    os.environ.update(environment)
+    kind, names = import_module("notebook_accel.training.devices").inventory()
+    channel.send(wire.Devices(kind=kind, names=tuple(names)))

@@ -1,0 +1,1 @@
+"""A rank's own side: its environment, output, bars and calls."""

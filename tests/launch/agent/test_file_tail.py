@@ -1,0 +1,153 @@
+"""Following a growing file, and what a process prints through every door."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import tracemalloc
+from typing import TYPE_CHECKING
+
+import pytest
+
+from notebook_accel.launch.agent.file_tail import FileTail
+from notebook_accel.launch.system.log_files import log_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LIVE = 32_768
+
+
+class Growing:
+    """A file that is written to, and the tail that follows it."""
+
+    def __init__(self, path: Path) -> None:
+        path.touch()
+        self.file = path.open("ab", buffering=0)
+        self.tail = FileTail(path)
+
+    def then(self, data: bytes | str) -> tuple[str, int]:
+        self.file.write(data.encode() if isinstance(data, str) else data)
+        return self.tail.read()
+
+
+@pytest.fixture
+def growing(tmp_path: Path) -> Iterator[Growing]:
+    growing = Growing(tmp_path / "log")
+    yield growing
+    growing.file.close()
+    growing.tail.close()
+
+
+def test_what_is_new_comes_once(growing: Growing) -> None:
+    assert growing.tail.read() == ("", 0)
+    assert growing.then("one\n") == ("one\n", 0)
+    assert growing.tail.read() == ("", 0)
+    assert growing.then("two\nthr") == ("two\nthr", 0)
+    assert growing.then("ee") == ("ee", 0)
+
+
+@pytest.mark.parametrize("character", ["ü", "€", "🤗"])
+def test_a_character_that_comes_in_pieces(growing: Growing, character: str) -> None:
+    data = f"a{character}{character}b".encode()
+    for cut in range(1, len(data)):
+        texts = [growing.then(data[:cut])[0], growing.then(data[cut:])[0]]
+        assert "".join(texts) == f"a{character}{character}b", cut
+        assert "\N{REPLACEMENT CHARACTER}" not in "".join(texts)
+
+
+def test_any_text_cut_anywhere(growing: Growing) -> None:
+    draw = random.Random(0)
+    text = "".join(draw.choices("aü€🤗\n\r", k=300))
+    data, arrived = text.encode(), ""
+    while data:
+        size = draw.randint(1, 7)
+        arrived += growing.then(data[:size])[0]
+        data = data[size:]
+    assert arrived == text
+
+
+def test_bytes_that_are_no_text_hold_nothing_back(growing: Growing) -> None:
+    assert growing.then(b"a\x80\x80\x80\x80")[0].startswith("a")
+    assert growing.then(b"\xff\xfe!\n")[0].endswith("!\n")
+    assert growing.then("fine\n") == ("fine\n", 0)
+
+
+def test_of_a_flood_the_newest_lines_come_and_the_others_are_counted(growing: Growing) -> None:
+    lines = [f"line {n}\n" for n in range(20_000)]
+    text, skipped = growing.then("".join(lines))
+    shown = text.splitlines(keepends=True)
+    assert 0 < len(text) <= LIVE
+    assert shown == lines[-len(shown) :], "whole lines, the last ones"
+    assert skipped + len(shown) == len(lines)
+    assert growing.then("after\n") == ("after\n", 0)
+
+
+def test_a_flood_that_ends_within_a_line(growing: Growing) -> None:
+    text, skipped = growing.then("x\n" * 50_000 + "open")
+    assert text.endswith("x\nopen")
+    assert text.count("\n") + skipped == 50_000
+
+
+@pytest.mark.parametrize("before", ["", "short\n" * 3])
+def test_a_line_that_is_longer_than_all_that_is_shown(growing: Growing, before: str) -> None:
+    text, skipped = growing.then(before + "€" * 200_000)
+    assert set(text) == {"€"}, "no broken character where it was cut"
+    assert len(text.encode()) <= LIVE
+    assert skipped == before.count("\n")
+
+
+def test_reading_a_file_that_grew_much_needs_little_memory(growing: Growing) -> None:
+    for _ in range(60):
+        growing.file.write(b"x" * 999_999 + b"\n")
+    tracemalloc.start()
+    try:
+        text, skipped = growing.tail.read()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert skipped + text.count("\n") == 60
+    assert peak < 20_000_000
+
+
+_PRINTS = """
+import ctypes, logging, os, subprocess, sys, warnings
+from notebook_accel.launch.worker.output import redirect
+redirect(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+print("python")
+print("no newline ", end="", flush=True)
+sys.stderr.write("error\\n")
+ctypes.CDLL(None).puts(b"from C")
+os.write(1, b"descriptor\\n")
+subprocess.run(["sh", "-c", "echo child; echo child error >&2"])
+print("f\\xfcr \\ud800", file=sys.__stdout__)
+logging.warning("logged")
+warnings.warn("warned")
+sys.stdout.write("last words\\n")
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_every_door_leads_to_the_file_in_order(tmp_path: Path) -> None:
+    path = log_path(tmp_path, 0)
+    done = subprocess.run(
+        [sys.executable, "-c", _PRINTS, str(path)], capture_output=True, check=False
+    )
+    assert (done.stdout, done.stderr) == (b"", b"")
+    lines = path.read_text().splitlines()
+    assert lines[:6] == [
+        "python",
+        "no newline error",
+        "from C",
+        "descriptor",
+        "child",
+        "child error",
+    ]
+    assert lines[6].startswith("für ")
+    assert "logged" in lines[7]
+    assert "warned" in lines[8]
+    assert lines[-1] == "last words"
+    assert os.path.basename(path) == "rank-0.log"

@@ -1,0 +1,276 @@
+"""The folder of a run: what is kept, what goes, and what is never touched."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+
+from notebook_accel import LaunchError
+from notebook_accel.launch.control.stores import MetricStore, RunFolder, runs_folder
+from notebook_accel.launch.system.log_files import log_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEPT = 20
+
+
+def ended(root: Path) -> Path:
+    folder = RunFolder(root)
+    folder.release()
+    return folder.path
+
+
+def names(root: Path) -> list[str]:
+    return sorted(entry.name for entry in root.iterdir())
+
+
+# ---- where ---------------------------------------------------------------------------------
+
+
+def test_runs_are_where_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "mine"))
+    assert runs_folder() == tmp_path / "mine"
+    folder = RunFolder()
+    assert folder.path == tmp_path / "mine" / folder.id
+    assert folder.path.stat().st_mode & 0o077 == 0, "logs are the person's own"
+    folder.release()
+
+
+def test_a_path_that_is_not_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", "here")
+    assert runs_folder() == tmp_path / "here"
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", "~/there")
+    assert runs_folder().is_absolute()
+    assert "~" not in str(runs_folder())
+
+
+def test_the_platforms_folder_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOTEBOOK_ACCEL_RUNS")
+    assert runs_folder().is_absolute()
+    assert "notebook-accel" in runs_folder().parts
+
+
+@pytest.mark.parametrize("blocked_by", ["a file", "rights", "a full disk"])
+def test_a_folder_that_cannot_be_made_says_what_to_do(
+    blocked_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "runs"
+    if blocked_by == "a file":
+        root.touch()
+    else:
+        error = PermissionError(13, "Permission denied")
+        if blocked_by == "a full disk":
+            error = OSError(28, "No space left on device")  # type: ignore[assignment]
+
+        def refuse(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    with pytest.raises(LaunchError, match="NOTEBOOK_ACCEL_RUNS") as caught:
+        RunFolder(root)
+    assert str(root) in str(caught.value)
+
+
+# ---- which are kept ------------------------------------------------------------------------
+
+
+def test_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    for number in range(KEPT + 5):
+        monkeypatch.setattr("time.strftime", lambda *_, n=number: f"20260101-0000{n:02d}-")
+        made.append(ended(tmp_path).name)
+    assert names(tmp_path) == made[-KEPT:]
+
+
+def test_a_run_that_lives_is_kept_however_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.strftime", lambda *_: "20200101-000000-")
+    old = RunFolder(tmp_path)
+    monkeypatch.undo()
+    for _ in range(KEPT + 2):
+        ended(tmp_path)
+    assert old.path.exists()
+    old.release()
+    ended(tmp_path)
+    assert not old.path.exists()
+    assert len(names(tmp_path)) == KEPT
+
+
+def test_a_run_of_another_process_is_kept_while_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = (
+        "import sys, pathlib\n"
+        "from notebook_accel.launch.control.stores import RunFolder\n"
+        "folder = RunFolder(pathlib.Path(sys.argv[1]))\n"
+        "print(folder.id, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with other:
+        assert other.stdout is not None
+        name = other.stdout.readline().strip()
+        monkeypatch.setattr("time.strftime", lambda *_: "29990101-000000-")
+        for _ in range(KEPT + 2):
+            ended(tmp_path)
+        assert name in names(tmp_path)
+        # It dies as a killed kernel does: the lock goes with it, the mark stays.
+        other.kill()
+        other.wait()
+    assert (tmp_path / name / ".live").exists()
+    ended(tmp_path)
+    assert name not in names(tmp_path)
+
+
+def test_what_is_not_a_run_is_never_removed(tmp_path: Path) -> None:
+    foreign = ["data", "2024", "0", "20240101-experiments", "20240101-000000-results", "-"]
+    for name in foreign:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").touch()
+    (tmp_path / "notes.txt").touch()
+    target = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    target.mkdir()
+    (target / "precious").touch()
+    (tmp_path / "20200101-000000-abcdef").symlink_to(target)
+    for _ in range(KEPT + 5):
+        ended(tmp_path)
+    assert {*foreign, "notes.txt"} <= set(names(tmp_path))
+    assert all((tmp_path / name / "precious").exists() for name in foreign)
+    assert (target / "precious").exists()
+    assert len(names(tmp_path)) == KEPT + len(foreign) + 2
+
+
+def test_releasing_twice(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.release()
+    folder.release()
+    assert not (folder.path / ".live").exists()
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    for _ in range(KEPT + 2):
+        ended(tmp_path)
+    assert len(names(tmp_path)) == KEPT
+
+
+# ---- logs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (b"", ""),
+        (b"one\ntwo\n", "one\ntwo\n"),
+        (b"10%\r20%\r30%\nnext", "30%\nnext"),
+        (b"trailing\r\nwindows\r\n", "trailing\nwindows\n"),
+        (b"\r10%\r20%", "20%"),
+        (b"bad \xff byte", "bad \N{REPLACEMENT CHARACTER} byte"),
+        ("früh\n".encode(), "früh\n"),
+        (b"form\x0cfeed\x1cand more\n", "form\x0cfeed\x1cand more\n"),
+    ],
+)
+def test_a_log_is_read_as_a_terminal_would_show_it(
+    written: bytes, shown: str, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path)
+    log_path(folder.path, 3).write_bytes(written)
+    assert folder.read_log(3) == shown
+    assert folder.read_log(4) == ""
+    folder.release()
+
+
+# ---- metrics -------------------------------------------------------------------------------
+
+
+def test_metrics_come_back_in_order(tmp_path: Path) -> None:
+    store = MetricStore(tmp_path)
+    assert store.read() == []
+    store.add(wall=1.5, rank=0, step=None, values={"loss": 0.5, 'na"me\n': 1.0})
+    store.add(wall=2.5, rank=1, step=7, values={"loss": 1 / 3})
+    expected = [
+        {"time": 1.5, "rank": 0, "step": None, "name": "loss", "value": 0.5},
+        {"time": 1.5, "rank": 0, "step": None, "name": 'na"me\n', "value": 1.0},
+        {"time": 2.5, "rank": 1, "step": 7, "name": "loss", "value": 1 / 3},
+    ]
+    assert store.read() == expected
+    store.close()
+    assert store.read() == expected
+
+
+def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
+    store = MetricStore(tmp_path)
+    store.add(wall=0, rank=0, step=0, values={"a": math.nan, "b": math.inf, "c": -math.inf})
+    store.close()
+    a, b, c = (row["value"] for row in store.read())
+    assert math.isnan(a)
+    assert (b, c) == (math.inf, -math.inf)
+
+
+def test_a_row_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    store = MetricStore(tmp_path)
+    store.add(wall=0, rank=0, step=0, values={"loss": 1.0})
+    store.flush()
+    with store.path.open("ab") as file:
+        file.write(b'{"time":1,"rank"')
+    assert len(store.read()) == 1
+    store.close()
+
+
+def test_metrics_of_a_folder_that_is_gone(tmp_path: Path) -> None:
+    store = MetricStore(tmp_path)
+    store.close()
+    store.path.unlink()
+    assert store.read() == []
+
+
+def test_a_full_disk_ends_no_training(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    store = MetricStore(tmp_path)
+    for step in range(2000):
+        store.add(wall=0, rank=0, step=step, values={"loss": 1.0})
+        store.flush()
+    store.close()
+
+
+def test_adding_is_cheap(tmp_path: Path) -> None:
+    store = MetricStore(tmp_path)
+    for step in range(20_000):
+        store.add(wall=0, rank=0, step=step, values={"loss": 1.0})
+    store.close()
+    assert len(store.read()) == 20_000
+    assert os.path.getsize(store.path) < 20_000 * 100
+
+
+def test_a_sample_of_a_long_run_has_its_begin_its_end_and_what_lies_between(
+    tmp_path: Path,
+) -> None:
+    store = MetricStore(tmp_path)
+    for step in range(50_000):
+        store.add(wall=0.0, rank=0, step=step, values={"loss": 1.0})
+    steps = [row["step"] for row in store.sample(200_000)]
+    assert steps[0] == 0
+    assert steps[-1] == 49_999
+    assert steps == sorted(set(steps))
+    assert len(steps) < 5_000
+    assert max(after - before for before, after in pairwise(steps)) < 500
+    assert store.sample(100_000_000) == store.read()

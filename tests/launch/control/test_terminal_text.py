@@ -1,0 +1,100 @@
+"""Output as a terminal would show it, however it is cut into pieces."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from notebook_accel.launch.control.terminal_text import Tail, append_output, as_shown, strip_escapes
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b[1;38;5;200mbold\x1b[K\x1b[2A", "bold"),
+        ("\x1b]0;a title\x07text", "text"),
+        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\ and \x1b]0;t\x07more", "link and more"),
+        ("\x1b]8;;http://x\x07link\x1b]8;;\x07", "link"),
+        ("\x1b(Bplain", "plain"),
+        ("nothing [31m here", "nothing [31m here"),
+        ("an end \x1b", "an end \x1b"),
+    ],
+)
+def test_escapes_are_left_out(text: str, plain: str) -> None:
+    assert strip_escapes(text) == plain
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("plain", "plain"),
+        ("10%\r20%\r30%", "30%"),
+        ("\r10%\r20%", "20%"),
+        ("10%\r", "10%"),
+        ("\r\r", ""),
+        ("", ""),
+    ],
+)
+def test_what_is_left_of_a_line(line: str, shown: str) -> None:
+    assert as_shown(line) == shown
+
+
+def fold(pieces: list[str], limit: int = 100) -> Tail:
+    tail = Tail()
+    for piece in pieces:
+        tail = append_output(tail, piece, limit=limit)
+    return tail
+
+
+TEXTS = [
+    "one\ntwo\nthree",
+    "one\ntwo\nthree\n",
+    "\n\nempty\n\n",
+    "10%\r20%\r30%\ndone\n",
+    "10%\r20%\r",
+    "\r10%\r20%\nnext",
+    "windows\r\nlines\r\n",
+    "\n",
+    "a",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_show_what_the_whole_shows(text: str) -> None:
+    whole = fold([text])
+    assert list(whole.lines) == [as_shown(line) for line in text.removesuffix("\n").split("\n")]
+    assert whole.is_open == (not text.endswith("\n"))
+    draw = random.Random(0)
+    for _ in range(50):
+        cuts = sorted(draw.choices(range(len(text) + 1), k=draw.randint(0, 6)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert fold(pieces) == whole, pieces
+
+
+def test_a_line_that_is_rewritten_piece_by_piece() -> None:
+    """``print(n, end="\\r")``, as most home-made progress does it."""
+    tail = fold([f"{n}%\r" for n in range(100)])
+    assert tail == Tail(("99%",), is_open=True, is_rewound=True)
+    assert append_output(tail, "\n", limit=100) == Tail(("99%",))
+    assert append_output(tail, "done\n", limit=100) == Tail(("done",))
+
+
+def test_only_the_last_lines_are_kept() -> None:
+    last = Tail(("995", "996", "997", "998", "999"))
+    assert fold([f"{n}\n" for n in range(1000)], limit=5) == last
+    assert fold(["".join(f"{n}\n" for n in range(1000))], limit=5) == last
+
+
+def test_a_line_without_end_is_bounded() -> None:
+    tail = fold(["." * 1000 + str(n) for n in range(1000)])
+    assert tail.is_open
+    (line,) = tail.lines
+    assert len(line) < 50_000
+    assert line.endswith("." * 1000 + "999")
+
+
+def test_nothing_changes_nothing() -> None:
+    tail = Tail(("a", "b"), is_open=True)
+    assert append_output(tail, "", limit=5) is tail

@@ -1,0 +1,267 @@
+"""The engine for a debugger: one rank, in this process, on this process's own objects."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from notebook_accel import ConfigError, RunStopped, WorkerError, notebook_launcher
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.run import runs
+from notebook_accel.launch.view import View
+from tests.engines.processes import below
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.run import Run
+
+
+@pytest.fixture(autouse=True)
+def _changes_nothing() -> Iterator[None]:
+    before = _surroundings()
+    yield
+    assert _surroundings() == before
+
+
+def _surroundings() -> tuple[object, ...]:
+    environment = {**os.environ, "PYTEST_CURRENT_TEST": ""}
+    return environment, threading.active_count(), os.getcwd(), {*below(os.getpid())}
+
+
+class Recorded(View):
+    """Notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def open(self, run: Run) -> None:
+        self.calls.append("open")
+
+    def close(self, state: RunState) -> None:
+        self.calls.append(f"close {state.status}")
+
+    def settle(self) -> None:
+        self.calls.append("settle")
+
+
+def inline(
+    function: Callable[..., Any], *args: Any, view: View | None = None, **options: Any
+) -> Run:
+    settings = options.pop("settings", {})
+    config = LaunchConfig(engine="inline", **settings)
+    return launch(function, args, config=config, view=view or View(), **options)
+
+
+# ---- results -------------------------------------------------------------------------------
+
+
+def test_it_returns_what_the_function_returned_and_not_a_copy() -> None:
+    model: list[int] = []
+
+    def train(number: int, *, more: int) -> list[int]:
+        model.append(number + more)
+        return model
+
+    view = Recorded()
+    run = inline(train, 1, view=view, kwargs={"more": 2})
+    assert run[0] is model
+    assert model == [3]
+    assert (run.results, len(run), run.status, run.pids) == ([[3]], 1, "succeeded", [os.getpid()])
+    assert run.wait(0) is run
+    assert run in runs()
+    assert view.calls[:3] == ["open", "close succeeded", "settle"]
+    with pytest.raises(IndexError):
+        run[1]
+
+
+def test_what_cannot_travel_needs_not_to() -> None:
+    lock = threading.Lock()
+    assert inline(lambda: lock)[0] is lock
+
+
+def test_what_it_prints_stays_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    inline(lambda: print("here"))
+    assert capsys.readouterr().out == "here\n"
+
+
+def test_sys_exit_zero_is_success() -> None:
+    assert inline(sys.exit).results == [None]
+    assert inline(sys.exit, 0).results == [None]
+
+
+# ---- errors --------------------------------------------------------------------------------
+
+
+def test_an_exception_is_the_cause_itself() -> None:
+    error = KeyError("missing")
+
+    def train() -> None:
+        raise error
+
+    with pytest.raises(WorkerError) as caught:
+        inline(train)
+    assert caught.value.__cause__ is error
+    assert (caught.value.rank, caught.value.ranks, caught.value.exitcode) == (0, [0], 1)
+    assert "rank 0 failed: KeyError: 'missing'" in str(caught.value)
+    assert "raise error" in caught.value.traceback
+    # The frames that lead to the user's function are ours and of no use.
+    assert "engines/inline.py" not in caught.value.traceback
+    run = caught.value.run
+    assert run is not None
+    assert (run.status, run.results) == ("failed", [None])
+    assert "missing" in run.state.error
+    with pytest.raises(WorkerError):
+        run.wait()
+
+
+def test_without_blocking_the_error_waits_for_who_asks() -> None:
+    def train() -> None:
+        raise ValueError("later")
+
+    run = inline(train, block=False)
+    assert run.status == "failed"
+    with pytest.raises(WorkerError, match="later"):
+        run.wait()
+
+
+@pytest.mark.parametrize(("code", "exitcode"), [(4, 4), ("no more", 1)])
+def test_an_exit_is_a_failure(code: Any, exitcode: int) -> None:
+    with pytest.raises(WorkerError) as caught:
+        inline(sys.exit, code)
+    assert caught.value.exitcode == exitcode
+    assert str(code) in str(caught.value)
+
+
+def test_an_exception_whose_text_cannot_be_made() -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    def train() -> None:
+        raise Odd
+
+    with pytest.raises(WorkerError, match="Odd"):
+        inline(train)
+
+
+def test_an_interrupt_stays_one() -> None:
+    def train() -> None:
+        raise KeyboardInterrupt
+
+    view = Recorded()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        inline(train, view=view)
+    run: Run = caught.value.run  # type: ignore[attr-defined]
+    assert run.status == "stopped"
+    assert run is runs()[-1]
+    assert run.results == [None]
+    assert view.calls == ["open", "close stopped", "settle"]
+    with pytest.raises(RunStopped):
+        run.wait(0)
+
+
+# ---- a world of one ------------------------------------------------------------------------
+
+
+def test_the_environment_is_that_of_a_rank_for_the_time_of_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "ACCELERATE_MIXED_PRECISION",
+        "ACCELERATE_USE_CPU",
+        "MINE",
+    )
+
+    def train() -> dict[str, str | None]:
+        os.environ["LEFT_BEHIND"] = "1"
+        return {name: os.environ.get(name) for name in names}
+
+    settings = {"mixed_precision": "bf16", "devices": "cpu", "env": {"MINE": "1"}}
+    assert inline(train, settings=settings)[0] == {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_USE_CPU": "true",
+        "MINE": "1",
+    }
+    assert "LEFT_BEHIND" not in os.environ
+    assert os.environ["RANK"] == "7"
+
+
+def test_the_environment_comes_back_after_an_error() -> None:
+    def train() -> None:
+        os.environ.clear()
+        raise ValueError
+
+    with pytest.raises(WorkerError):
+        inline(train)
+
+
+def test_arguments_that_the_engine_does_not_use_are_named_in_one_line() -> None:
+    given: dict[str, Any] = {"timeout": 5.0, "grace": 3.0, "rdzv_id": "x", "master_addr": "1.2.3.4"}
+    run = notebook_launcher(lambda: 1, engine="inline", view="none", block=False, **given)
+    (line,) = run.state.notices
+    assert all(name in line for name in (*given, "block", "engine='inline'"))
+    unknown = {"num_processes", "mixed_precision", "use_port", "env", "debug"}
+    assert not [name for name in unknown if name in line]
+    assert notebook_launcher(lambda: 1, engine="inline", view="none").state.notices == ()
+
+
+def test_two_processes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_processes=2"):
+        inline(lambda: 1, settings={"num_processes": 2})
+    assert inline(lambda: 1, settings={"num_processes": 1}).results == [1]
+
+
+_TWICE = """
+import torch
+import torch.distributed as dist
+from notebook_accel import Accelerator
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.view import View
+
+def plain():
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return float(total)
+
+def train():
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    return accelerator.num_processes, accelerator.device.type, accelerator.is_main_process
+
+config = LaunchConfig(engine="inline", devices="cpu")
+for function in (plain, plain, train, train):
+    print(launch(function, config=config, view=View())[0])
+"""
+
+
+def test_a_process_group_and_an_accelerator_inside_work_twice() -> None:
+    """In a process of its own: torch's threads end with the interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", _TWICE], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["1.0"] * 2 + ["(1, 'cpu', True)"] * 2

@@ -1,0 +1,773 @@
+"""What goes to a rank, what comes back, and what neither leaves behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from notebook_accel.launch import payload
+from tests.launch.payload.clean_ranks import Notebook, Raised
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+# ---- out by value --------------------------------------------------------------------------
+
+
+def test_functions_of_every_make_travel(notebook: Notebook) -> None:
+    notebook.cell("""
+        import functools
+        from concurrent.futures import ThreadPoolExecutor
+        import os.path
+        import numpy as np
+
+        base = 10
+        scale = lambda x, by=3: x * by
+
+        def factorial(n):
+            return n * factorial(n - 1) if n else 1
+
+        def even(n): return n == 0 or odd(n - 1)
+        def odd(n): return n != 0 and even(n - 1)
+
+        def adder(n):
+            def add(x):
+                return x + n + base
+            return add
+
+        add_five = adder(5)
+        power = functools.partial(pow, 2)
+
+        def train(x, *, y):
+            with ThreadPoolExecutor(1) as pool:
+                threaded = pool.submit(scale, x).result()
+            return [threaded, factorial(5), even(4), add_five(x), power(y),
+                    os.path.basename("a/b"), float(np.sqrt(4.0))]
+    """)
+    assert notebook.launch("train", 2, y=3) == [6, 120, True, 17, 8, "b", 2.0]
+
+
+def test_classes_of_every_make_travel(notebook: Notebook) -> None:
+    notebook.cell("""
+        import abc, enum
+        from collections import namedtuple
+        from dataclasses import dataclass, field
+        from typing import Generic, NamedTuple, TypeVar
+
+        T = TypeVar("T")
+
+        class Color(enum.Enum):
+            RED = 1
+            BLUE = 2
+            def shout(self): return self.name + "!"
+
+        class Flag(enum.IntFlag):
+            A = 1
+            B = 2
+
+        Pair = namedtuple("Pair", "left right")
+
+        class Typed(NamedTuple):
+            a: int
+            b: str = "b"
+
+        class Base(abc.ABC):
+            made = 0
+            def __init__(self, x):
+                super().__init__()
+                Base.made += 1
+                self.x = x
+            @property
+            def twice(self): return self.x * 2
+            @abc.abstractmethod
+            def name(self): ...
+            @staticmethod
+            def plain(): return "plain"
+            @classmethod
+            def build(cls): return cls(7)
+
+        class Child(Base):
+            __slots__ = ("y",)
+            class Inner:
+                value = 3
+            def __init__(self, x):
+                super().__init__(x + 1)
+                self.y = x
+            def name(self): return f"{type(self).__name__}{self.x}{self.Inner.value}"
+
+        class Box(Generic[T]):
+            def __init__(self, value: T): self.value = value
+            def get(self) -> T: return self.value
+
+        @dataclass(frozen=True, order=True)
+        class Config:
+            lr: float = 0.1
+            tags: list = field(default_factory=list)
+
+        def train(config):
+            child = Child.build()
+            return dict(
+                color=Color.RED, shout=Color("BLUE" == "x" or 2).shout(), flag=Flag.A | Flag.B,
+                pair=Pair(1, 2), typed=Typed(3), child=child, name=child.name(),
+                twice=child.twice, plain=Child.plain(), made=Base.made, inner=Child.Inner(),
+                box=Box[int](5), config=Config(config.lr * 2, ["a"]), same=config == Config(),
+                hint=T,
+            )
+        config = Config()
+    """)
+    found = notebook.launch("train", notebook["config"])
+    assert found["color"] is notebook["Color"].RED
+    assert found["shout"] == "BLUE!"
+    assert found["flag"] is notebook["Flag"](3)
+    assert type(found["pair"]) is notebook["Pair"]
+    assert found["typed"] == notebook["Typed"](3, "b")
+    assert type(found["child"]) is notebook["Child"]
+    assert (found["child"].x, found["child"].y, found["name"], found["twice"]) == (
+        8,
+        7,
+        "Child83",
+        16,
+    )
+    assert (found["plain"], found["made"]) == ("plain", 1)
+    assert type(found["inner"]) is notebook["Child"].Inner
+    assert type(found["box"]) is notebook["Box"]
+    assert found["box"].get() == 5
+    assert found["config"] == notebook["Config"](0.2, ["a"])
+    assert found["same"] is True
+    assert found["hint"] is notebook["T"]
+    assert notebook["Base"].made == 0
+
+
+def test_what_pickle_knows_by_name_alone_travels(notebook: Notebook) -> None:
+    notebook.cell("""
+        import functools
+        from dataclasses import dataclass
+        from typing import Callable, NewType, ParamSpec, TypeVar
+
+        P, R, Id = ParamSpec("P"), TypeVar("R"), NewType("Id", int)
+
+        @functools.lru_cache(maxsize=50)
+        def fibonacci(n):
+            return fibonacci(n - 1) + fibonacci(n - 2) if n > 1 else n
+
+        @functools.singledispatch
+        def kind(x): return "any"
+        @kind.register
+        def _(x: int): return "int"
+
+        @dataclass(slots=True)
+        class Slotted:
+            n: int = 1
+            @functools.cache
+            def cached(): return "cached"
+
+        class Lazy:
+            @functools.cached_property
+            def value(self): return 3
+            @functools.singledispatchmethod
+            def of(self, x): return "any"
+            @of.register
+            def _(self, x: int): return "int"
+
+        def same(f: Callable[P, R]) -> Callable[P, R]:
+            def inner(*args: P.args, **kwargs: P.kwargs) -> R: return f(*args, **kwargs)
+            return inner
+
+        lazy, slotted = Lazy(), Slotted(2)
+
+        @same
+        def train(i: Id = Id(4)):
+            return (fibonacci(30), fibonacci.cache_info().maxsize, kind(1), kind(""), lazy.value,
+                    Lazy().of(1), slotted.n, Slotted.cached(), hasattr(slotted, "__dict__"),
+                    fibonacci, slotted, Lazy(), Id, P)
+    """)
+    found = notebook.launch("train")
+    assert found[:9] == (832040, 50, "int", "any", 3, "int", 2, "cached", False)
+    assert found[9] is notebook["fibonacci"]
+    assert found[10] == notebook["slotted"]
+    assert type(found[11]) is notebook["Lazy"]
+    assert found[11].value == 3
+    assert found[12:] == (notebook["Id"], notebook["P"])
+    assert notebook["fibonacci"].cache_info().currsize == 0
+
+
+def test_compiled_and_parametrized_models_travel(notebook: Notebook) -> None:
+    notebook.cell("""
+        import torch
+        from torch.nn.utils.parametrizations import weight_norm
+
+        compiled = torch.compile(torch.nn.Linear(2, 1), backend="eager")
+        normed = weight_norm(torch.nn.Linear(2, 1))
+
+        @torch.compile(backend="eager", dynamic=True)
+        def double(x): return 2 * x
+
+        def train():
+            x = torch.ones(1, 2)
+            with torch.no_grad():
+                normed.parametrizations.weight.original0.fill_(0)
+            return double(x)[0, 0].item(), compiled(x).shape, normed, compiled
+    """)
+    doubled, shape, normed, compiled = notebook.launch("train")
+    assert (doubled, shape) == (2, (1, 1))
+    assert type(normed) is type(notebook["normed"])
+    assert not normed.weight.any()
+    assert notebook["normed"].weight.any()
+    assert torch.equal(compiled.weight, notebook["compiled"].weight)
+
+
+def test_only_what_is_used_travels_and_main_is_one_namespace(notebook: Notebook) -> None:
+    notebook.cell("""
+        import sys
+        from dataclasses import dataclass
+        import torch
+
+        counter = 0
+        unused = open("/dev/null", "w")
+        dtype = torch.float32
+
+        def count():
+            global counter
+            counter += 1
+            return counter
+
+        def train():
+            global late
+            count()
+            late = "late"
+            @dataclass
+            class Local:
+                values: torch.Tensor
+                kind: str = str(dtype)
+            here = sys.modules["__main__"]
+            return (
+                counter, here.counter, count(), here.late, Local(None).kind, __name__,
+                train is here.train, train.__globals__ is vars(here), "unused" in vars(here),
+            )
+    """)
+    assert notebook.launch("train") == (
+        1,
+        1,
+        2,
+        "late",
+        "torch.float32",
+        "__main__",
+        True,
+        True,
+        False,
+    )
+    assert notebook["counter"] == 0
+
+
+def test_redefined_functions_reach_the_next_launch(notebook: Notebook) -> None:
+    notebook.cell("""
+        def helper(): return "old"
+        class Net:
+            def go(self): return helper()
+        def train(): return Net().go(), Net
+    """)
+    assert notebook.launch("train")[0] == "old"
+    notebook.cell("def helper(): return 'new'")
+    assert notebook.launch("train") == ("new", notebook["Net"])
+
+
+# ---- back by reference ---------------------------------------------------------------------
+
+
+def test_the_notebooks_classes_are_its_own_before_and_after(notebook: Notebook) -> None:
+    notebook.cell("""
+        def helper(): return "old"
+        class Net:
+            def __init__(self): self.made = "there"
+            def go(self): return helper()
+        def make(n): return lambda: n
+        seven = make(7)
+        def train():
+            Net.go = lambda self: "changed in the rank"
+            Net.new = 1
+            return Net(), helper, seven, Net().go, make(8)
+    """)
+    net_class, go = notebook["Net"], notebook["Net"].go
+    members = dict(vars(net_class))
+    net, helper, seven, _, eight = notebook.launch("train")
+    assert type(net) is net_class
+    assert net.made == "there"
+    assert helper is notebook["helper"]
+    assert seven is notebook["seven"]
+    assert eight() == 8
+    assert dict(vars(net_class)) == members
+    assert net_class.go is go
+    assert net_class.go.__globals__ is vars(notebook.main)
+    notebook.cell("def helper(): return 'new'")
+    assert net.go() == "new"
+
+
+def test_what_a_rank_made_itself_comes_by_value(notebook: Notebook) -> None:
+    notebook.cell("""
+        base = 1
+        def train():
+            global base
+            base = 2
+            class Made:
+                def get(self): return base
+            def function(): return base + 1
+            return Made(), function
+    """)
+    made, function = notebook.launch("train")
+    assert (made.get(), function()) == (2, 3)
+    assert notebook["base"] == 1
+
+
+# ---- tensors -------------------------------------------------------------------------------
+
+
+def test_ties_views_and_identity_are_kept(notebook: Notebook) -> None:
+    notebook.cell("""
+        import numpy as np
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed = nn.Embedding(5, 4)
+                self.head = nn.Linear(4, 5, bias=False)
+                self.head.weight = self.embed.weight
+                self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+            def forward(self, x): return self.head(self.embed(x))
+
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        whole = torch.arange(12.0).reshape(3, 4)
+        row, turned = whole[1], whole.T
+        half = torch.ones(3, dtype=torch.bfloat16)
+        wanted = torch.ones(2, requires_grad=True)
+        frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        empty = torch.empty(0, 3)
+        table = np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])
+        strided = np.arange(10)[::2]
+        objects = np.array([{}, None], dtype=object)
+        memory = np.zeros(4)
+        twins = torch.from_numpy(memory), torch.from_numpy(memory)
+
+        def train():
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss = model(torch.tensor([0, 1])).square().mean()
+                loss.backward()
+                optimizer.step()
+            model.steps += 2
+            whole[1, 2] = 100
+            twins[0][0] = 7
+            facts = dict(
+                tied=model.head.weight is model.embed.weight,
+                stepped=optimizer.param_groups[0]["params"][0] is model.embed.weight,
+                row=row[2].item(), turned=turned[2, 1].item(),
+                half=half.dtype, wanted=wanted.requires_grad, leaf=wanted.is_leaf,
+                frozen=(type(frozen), frozen.requires_grad), empty=empty.shape,
+                table=table["b"][0], strided=strided.sum(), objects=len(objects),
+                twin=twins[1][0].item(),
+            )
+            wanted.share_memory_()
+            table["a"] = 5
+            return facts, model, optimizer, loss, whole, row, half, table, empty
+    """)
+    weight = notebook["model"].embed.weight.clone()
+    facts, model, optimizer, loss, whole, row, half, table, empty = notebook.launch("train")
+    assert facts == {
+        "tied": True,
+        "stepped": True,
+        "row": 100.0,
+        "turned": 100.0,
+        "half": torch.bfloat16,
+        "wanted": True,
+        "leaf": True,
+        "frozen": (torch.nn.Parameter, False),
+        "empty": (0, 3),
+        "table": 2.0,
+        "strided": 20,
+        "objects": 2,
+        "twin": 7.0,
+    }
+    # what came back is trained, of the notebook's class, and as closely tied
+    assert type(model) is notebook["Net"]
+    assert model.head.weight is model.embed.weight is optimizer.param_groups[0]["params"][0]
+    assert optimizer.state[model.embed.weight]["step"] == 2
+    assert model.steps == 2
+    assert not torch.equal(model.embed.weight, weight)
+    assert (loss.requires_grad, loss.shape) == (False, ())
+    row[0] = -1
+    assert (whole[1, 0], whole[1, 2]) == (-1, 100)
+    assert half.tolist() == [1, 1, 1]
+    assert (table["a"][0], empty.shape) == (5, (0, 3))
+    # what is in the notebook is as it was
+    assert torch.equal(notebook["model"].embed.weight, weight)
+    assert not weight.is_shared()
+    assert not notebook["model"].embed.weight.is_shared()
+    assert notebook["whole"][1, 2] == 6
+    assert notebook["table"]["a"][0] == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_less_usual_tensors_travel(notebook: Notebook) -> None:
+    notebook.cell("""
+        import torch
+        dense = torch.eye(3)
+        class Named(torch.Tensor):
+            pass
+        tensors = dict(
+            sparse=dense.to_sparse(), csr=dense.to_sparse_csr(),
+            quantized=torch.quantize_per_tensor(dense, 0.1, 0, torch.quint8),
+            meta=torch.empty(2, 3, device="meta"), complex=torch.ones(2, dtype=torch.complex64),
+            conj=torch.ones(2, dtype=torch.complex64).conj() * 1j,
+            bool=torch.ones(2, dtype=torch.bool),
+            subclass=torch.ones(2).as_subclass(Named), expanded=torch.ones(1).expand(4),
+            tokens=torch.ones(2, dtype=torch.uint16), float8=torch.ones(2).to(torch.float8_e4m3fn),
+        )
+        def train(generator):
+            return tensors, torch.rand(2, generator=generator), dense.untyped_storage()
+    """)
+    sent = notebook["tensors"]
+    generator = torch.Generator().manual_seed(3)
+    tensors, drawn, storage = notebook.launch("train", generator)
+    assert torch.equal(tensors["sparse"].to_dense(), torch.eye(3))
+    assert torch.equal(tensors["csr"].to_dense(), torch.eye(3))
+    assert torch.equal(tensors["quantized"].int_repr(), sent["quantized"].int_repr())
+    assert (tensors["meta"].device.type, tensors["meta"].shape) == ("meta", (2, 3))
+    assert type(tensors["subclass"]) is notebook["Named"]
+    assert tensors["expanded"].stride() == (0,)
+    assert tensors["float8"].dtype == torch.float8_e4m3fn
+    for name in ("complex", "conj", "bool", "tokens"):
+        assert torch.equal(tensors[name], sent[name])
+    assert torch.equal(drawn, torch.rand(2, generator=generator))
+    assert storage.tolist() == notebook["dense"].untyped_storage().tolist()
+
+
+def test_a_big_tensor_is_never_copied_into_the_pickle(notebook: Notebook) -> None:
+    notebook.cell("""
+        import torch
+        big = torch.zeros(75_000_000)
+        text = "x" * 300_000
+        def train():
+            big[::1000] += 1
+            return int(big.sum()), big[:5].clone(), text
+    """)
+    packed = notebook.pack("train").packed
+    assert len(packed.header) < 10_000
+    assert max(view.nbytes for view in packed.buffers) == 300_000_000
+    address = np.frombuffer(packed.buffers[0], dtype=np.uint8).ctypes.data
+    assert address == notebook["big"].data_ptr()
+    total, start, text = notebook.launch("train")
+    assert (total, start.tolist(), len(text)) == (75_000, [1, 0, 0, 0, 0], 300_000)
+    assert not notebook["big"].any()
+
+
+def test_results_from_read_only_memory_are_writable(notebook: Notebook) -> None:
+    notebook.cell("import torch\ndef train(): return torch.ones(3)")
+    packed = payload.pack_result(notebook["train"]())
+    inline = tuple(bytes(view) for view in packed.buffers)
+    result = payload.unpack_result(
+        payload.Packed(packed.header, tuple(map(memoryview, inline))), payload.Registry()
+    )
+    result += 1
+    assert result.tolist() == [2, 2, 2]
+
+
+def test_the_strategys_wrapper_stays_in_the_rank(notebook: Notebook) -> None:
+    notebook.cell("""
+        import os, torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        class Prepared:
+            def __init__(self, inner): self.inner = inner
+            def __notebook_accel_unwrap__(self): return self.inner
+
+        def train():
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            model = torch.nn.Linear(2, 1)
+            wrapped = DistributedDataParallel(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            wrapped(torch.ones(1, 2)).sum().backward()
+            result = {"model": wrapped, "inner": [model], "optimizer": Prepared(optimizer)}
+            dist.destroy_process_group()
+            return result
+    """)
+    result = notebook.launch("train")
+    assert type(result["model"]) is torch.nn.Linear
+    assert result["inner"][0] is result["model"]
+    assert type(result["optimizer"]) is torch.optim.SGD
+    assert result["optimizer"].param_groups[0]["params"][0] is result["model"].weight
+
+
+def test_what_is_not_on_the_cpu_is_told_of(notebook: Notebook) -> None:
+    notebook.cell("""
+        import torch
+        class Elsewhere(torch.UntypedStorage):
+            device = torch.device("cuda", 1)
+            def cpu(self): return torch.UntypedStorage(self.tolist())
+        class Thing:
+            device = Elsewhere.device
+            def __init__(self): self.memory = Elsewhere([1, 2, 3])
+            def untyped_storage(self): return self.memory
+        thing, others = Thing(), {"a": Thing()}
+        def train(): return thing.memory.tolist(), others["a"].memory.device.type
+    """)
+    assert notebook.pack("train").notices == (
+        (
+            "2 tensors (0.0 MB) of `thing`, `others` on cuda:1 arrive in the ranks on the CPU: "
+            "prepare the model there, or move them with `.to(accelerator.device)`."
+        ),
+    )
+    assert notebook.launch("train") == ([1, 2, 3], "cpu")
+
+
+@pytest.mark.gpu
+def test_tensors_on_a_gpu_arrive_on_the_cpu(notebook: Notebook) -> None:
+    notebook.cell("""
+        import torch
+        model = torch.nn.Linear(2, 2, device="cuda")
+        model.bias = torch.nn.Parameter(model.weight[0])
+        def train():
+            return model.weight.device.type, model.bias.data_ptr() == model.weight.data_ptr()
+        def back(): return model.cuda()
+    """)
+    packed = notebook.pack("train")
+    (notice,) = packed.notices
+    assert notice.startswith("1 tensor (0.0 MB) of `model` on cuda:0 arrive")
+    assert notebook.launch("train") == ("cpu", True)
+    assert notebook["model"].weight.is_cuda
+    result = payload.pack_result(notebook["model"])
+    assert payload.unpack_result(result, payload.Registry()).weight.device.type == "cpu"
+
+
+def test_the_notebooks_models_are_named(notebook: Notebook) -> None:
+    notebook.cell("""
+        import torch
+        model, other, unused = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        def use(): return model
+        def train(net): return use(), model, net
+    """)
+    assert notebook.pack("train", notebook["other"]).models == ("net", "model")
+    assert notebook.pack("use").notices == ()
+
+
+# ---- what lives in a rank's process --------------------------------------------------------
+
+
+def test_plain_pickle_knows_the_cells_classes(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.cell("""
+        import pickle
+        from dataclasses import dataclass
+        import torch
+        from torch.utils.data import DataLoader, Dataset
+
+        @dataclass
+        class Batch:
+            x: torch.Tensor
+            names: list
+            def pin_memory(self): return self
+
+        class Squares(Dataset):
+            def __len__(self): return 6
+            def __getitem__(self, i): return torch.tensor(float(i * i))
+
+        class Setting: pass
+        setting = Setting()
+
+        def collate(items): return Batch(torch.stack(items), ["n"] * len(items))
+
+        def train(path):
+            loader = DataLoader(Squares(), batch_size=3, num_workers=2, collate_fn=collate)
+            batches = list(loader)
+            torch.save(batches[0], path)
+            again = torch.load(path, weights_only=False)
+            kind = type(pickle.loads(pickle.dumps(setting)))
+            return batches, again, kind is type(setting)
+    """)
+    batches, again, same = notebook.launch("train", str(tmp_path / "batch.pt"))
+    assert [type(batch) for batch in [*batches, again]] == [notebook["Batch"]] * 3
+    assert batches[1].x.tolist() == [9, 16, 25]
+    assert again.x.tolist() == [0, 1, 4]
+    assert same
+
+
+def test_the_cells_sources_are_there(notebook: Notebook) -> None:
+    notebook.cell("unused = 1")
+    notebook.cell("""
+        import inspect, warnings
+        import torch
+
+        def fail(x):
+            y = x + 1
+            raise ValueError("too bad")
+
+        @torch.no_grad()
+        def evaluate(x): return fail(x)
+
+        def train(kind):
+            if kind == "source":
+                compiled = torch.compile(lambda x: x * 2 + 1, backend="eager")
+                return inspect.getsource(fail), compiled(torch.ones(1)).item()
+            return evaluate(1)
+    """)
+    source, value = notebook.launch("train", "source")
+    assert source.startswith("def fail(x):\n    y = x + 1")
+    assert value == 3
+    with pytest.raises(Raised) as caught:
+        notebook.launch("train", "fail")
+    text = str(caught.value)
+    assert 'Cell In[2], line 7, in fail\n    raise ValueError("too bad")' in text
+    assert "/nowhere/" not in text
+    packed = notebook.pack("train").packed
+    assert b"unused = 1" not in packed.header
+
+
+# ---- modules -------------------------------------------------------------------------------
+
+
+def test_modules_beside_the_notebook(
+    notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "beside_the_notebook.py"
+    module.write_text("def value(): return 'first'\nclass Thing: pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    notebook.cell("""
+        import beside_the_notebook as lib
+        from beside_the_notebook import Thing, value
+        def train(): return value(), lib.value(), Thing()
+    """)
+    first = notebook.launch("train")
+    assert first[:2] == ("first", "first")
+    assert type(first[2]) is notebook["Thing"]
+    module.write_text("def value(): return 'second, longer'\nclass Thing: pass\n")
+    assert notebook.launch("train")[:2] == ("second, longer", "second, longer")
+    # as autoreload leaves it: the names that the cells imported are no longer the module's own
+    sys.modules["beside_the_notebook"].__dict__["value"] = lambda: "third"
+    assert notebook.launch("train")[0] == "first"
+    del sys.modules["beside_the_notebook"]
+
+
+def test_modules_that_a_rank_cannot_import_go_by_value(
+    notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "by_hand.py").write_text("k = 4\ndef value(): return k\nclass Thing: pass\n")
+    monkeypatch.setenv("BY_HAND", str(tmp_path / "by_hand.py"))
+    notebook.cell("""
+        import importlib.util, os, sys, types
+        spec = importlib.util.spec_from_file_location("by_hand", os.environ["BY_HAND"])
+        by_hand = importlib.util.module_from_spec(spec)
+        sys.modules["by_hand"] = by_hand
+        spec.loader.exec_module(by_hand)
+        made = types.ModuleType("made_up")
+        exec("n = 2\\ndef double(x): return x * n", vars(made))
+        sys.modules["made_up"] = made
+        double, Thing = made.double, by_hand.Thing
+        def train(): return double(3), made.double(4), by_hand.value(), Thing()
+    """)
+    *numbers, thing = notebook.launch("train")
+    assert numbers == [6, 8, 4]
+    assert type(thing) is notebook["Thing"]
+    import cloudpickle
+
+    assert cloudpickle.list_registry_pickle_by_value() == set()
+    del sys.modules["by_hand"], sys.modules["made_up"]
+
+
+def test_register_pickle_by_value_is_honoured(
+    notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cloudpickle
+
+    (tmp_path / "only_here.py").write_text("def value(): return 'by value'\n")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        notebook.cell("import only_here\ndef train(): return only_here.value()")
+    (tmp_path / "only_here.py").unlink()
+    cloudpickle.register_pickle_by_value(sys.modules["only_here"])
+    try:
+        assert notebook.launch("train") == "by value"
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules["only_here"])
+        del sys.modules["only_here"]
+
+
+# ---- exceptions ----------------------------------------------------------------------------
+
+
+def test_exceptions_come_back_as_the_notebooks_own(notebook: Notebook) -> None:
+    notebook.cell("""
+        import threading
+        class Plain(Exception): pass
+        class Odd(Exception):
+            def __init__(self, code, *, where):
+                super().__init__(f"{code} at {where}")
+                self.code = code
+        class Held(Exception): pass
+        def train(kind):
+            if kind == "plain": raise Plain("a", 1)
+            if kind == "odd": raise Odd(5, where="home")
+            if kind == "system": open("/not/there")
+            if kind == "unicode": b"\\xff".decode()
+            if kind == "local":
+                class Local(KeyError): pass
+                raise Local("k")
+            error = Held("x")
+            error.lock = threading.Lock()
+            raise error
+    """)
+
+    def raised(kind: str) -> Any:
+        with pytest.raises(Raised) as caught:
+            notebook.launch("train", kind)
+        return caught.value.error
+
+    plain, odd = raised("plain"), raised("odd")
+    assert type(plain) is notebook["Plain"]
+    assert plain.args == ("a", 1)
+    assert type(odd) is notebook["Odd"]
+    assert (str(odd), odd.code) == ("5 at home", 5)
+    system = raised("system")
+    assert type(system) is FileNotFoundError
+    assert system.filename == "/not/there"
+    assert raised("unicode").reason == "invalid start byte"
+    assert isinstance(raised("local"), KeyError)
+    assert raised("held") is None
+
+
+def test_an_exception_that_does_not_unpickle_is_none() -> None:
+    assert payload.unpack_exception(None, payload.Registry()) is None
+    assert payload.unpack_exception(b"garbage", payload.Registry()) is None
+    data = payload.pack_exception(ValueError("x"))
+    error = payload.unpack_exception(data, payload.Registry())
+    assert isinstance(error, ValueError)
+
+
+def test_a_result_that_does_not_unpickle_spoils_only_itself(notebook: Notebook) -> None:
+    notebook.cell("""
+        import os
+        class Shy:
+            def __getstate__(self): return {"pid": os.getpid()}
+            def __setstate__(self, state):
+                if state["pid"] != os.getpid(): raise OSError("not at home")
+        def train(kind): return Shy() if kind else 1
+    """)
+    with pytest.raises(OSError, match="not at home"):
+        notebook.launch("train", True)
+    assert notebook.launch("train", False) == 1
+
+
+def test_this_process_is_left_as_it_was(notebook: Notebook) -> None:
+    notebook.cell("def train(): return 1")
+    main, directory = sys.modules["__main__"], os.getcwd()
+    assert notebook.launch("train") == 1
+    assert sys.modules["__main__"] is main
+    assert os.getcwd() == directory

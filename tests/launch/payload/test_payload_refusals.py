@@ -1,0 +1,209 @@
+"""What cannot travel is named, with where it is used and what to do, before any process starts."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import types
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from notebook_accel.errors import LaunchError
+from notebook_accel.launch import payload
+from notebook_accel.launch.payload.refusals import STAYS_HOME
+
+if TYPE_CHECKING:
+    from tests.launch.payload.clean_ranks import Notebook
+
+
+def refusal(notebook: Notebook, function: str, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(LaunchError) as caught:
+        notebook.pack(function, *args, **kwargs)
+    return str(caught.value)
+
+
+def test_what_cannot_be_pickled_is_named(notebook: Notebook) -> None:
+    notebook.cell("""
+        import sqlite3, threading
+        import torch
+        conn = sqlite3.connect(":memory:")
+        fine = {"numbers": [1, 2]}
+        config = {"lr": 1, "db": [0, conn]}
+
+        def train(x=None): return fine, conn
+        def load(): return conn
+        def nested():
+            def inner(): return load()
+            return fine, inner()
+        def contained(): return config["db"]
+
+        class Reader:
+            shared = threading.Lock()
+            def __init__(self, path): self.path = path
+        reader = Reader("a")
+        def reads(): return reader
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first = torch.nn.Linear(1, 1)
+                self.first.helper = (i for i in range(3))
+        model = Net()
+        def models(): return model
+
+        def ping(n): return pong(n)
+        def pong(n): return ping(n) if n else conn
+
+        def closing():
+            log = open("/dev/null", "w")
+            def inner(): return log
+            return inner
+        closed = closing()
+        def default(lock=threading.Lock()): return lock
+        method = reader.__init__
+    """)
+    conn = "`conn` (sqlite3.Connection)"
+    reason = "create it inside (cannot pickle 'sqlite3.Connection' object)"
+    assert refusal(notebook, "train") == f"{conn}, used in train, cannot travel; {reason}"
+    assert refusal(notebook, "nested") == f"{conn}, used in load, cannot travel; {reason}"
+    assert refusal(notebook, "ping", 1) == f"{conn}, used in pong, cannot travel; {reason}"
+    expected = {
+        "contained": "`config['db'][1]` (sqlite3.Connection), used in contained, cannot travel;",
+        "reads": "`Reader.shared` (_thread.lock), used in Reader, cannot travel; create",
+        "models": "`model.first.helper` (generator), used in models, cannot travel; create",
+        "closed": "`log` (_io.TextIOWrapper), used in inner, cannot travel; create it inside",
+        "default": "`lock` (_thread.lock), used in default, cannot travel; create it inside",
+    }
+    for function, start in expected.items():
+        assert refusal(notebook, function).startswith(start)
+
+
+def test_arguments_are_named_as_the_function_names_them(notebook: Notebook) -> None:
+    notebook.cell("def train(data, *rest, option=None, **more): pass")
+    lock = threading.Lock()
+    for args, kwargs, name in (
+        ((lock,), {}, "data"),
+        ((1, 2, [lock]), {}, "rest[1][0]"),
+        ((1,), {"option": {"a": lock}}, "option['a']"),
+        ((1,), {"other": lock}, "more['other']"),
+    ):
+        start = f"`{name}` (_thread.lock), used in train, cannot travel; create it inside"
+        assert refusal(notebook, "train", *args, **kwargs).startswith(start)
+
+
+def test_what_would_be_wrong_is_refused_by_its_class(notebook: Notebook) -> None:
+    notebook.cell(f"""
+        class Accelerator:
+            {STAYS_HOME} = "make it inside the function"
+        class Derived(Accelerator): pass
+        accelerator = Derived()
+        class Trainer:
+            def __init__(self): self.accelerator = accelerator
+        trainer = Trainer()
+        def train(): return accelerator
+        def method(): return trainer
+        def makes(): return Accelerator()
+    """)
+    assert refusal(notebook, "train") == (
+        "`accelerator` (Derived), used in train, cannot travel; make it inside the function"
+    )
+    assert refusal(notebook, "method").startswith("`trainer.accelerator` (Derived), used in method")
+    assert notebook.pack("makes")
+
+
+def _bare(path: str) -> Any:
+    """An instance of a class that would do much if it were made properly."""
+    module, _, name = path.rpartition(".")
+    __import__(module)
+    kind = getattr(sys.modules[module], name)
+    return kind.__new__(kind)
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("IPython.core.interactiveshell.InteractiveShell", "the notebook itself"),
+        ("accelerate.Accelerator", "make it inside the function"),
+        ("accelerate.optimizer.AcceleratedOptimizer", "make it inside the function"),
+        ("lightning_fabric.Fabric", "make it inside the function"),
+        ("torch.distributed.device_mesh.DeviceMesh", "process group"),
+        ("torch.nn.parallel.DistributedDataParallel", "`.module`"),
+        ("torch.distributed.HashStore", "process group"),
+        ("ipywidgets.IntProgress", "notebook's page"),
+    ],
+)
+def test_objects_of_this_process_stay(notebook: Notebook, path: str, remedy: str) -> None:
+    notebook.cell("def train(): return thing")
+    vars(notebook.main)["thing"] = _bare(path)
+    text = refusal(notebook, "train")
+    assert re.fullmatch(rf"`thing` \(\S+\), used in train, cannot travel; .*{remedy}.*", text)
+
+
+def test_a_bar_stays(notebook: Notebook) -> None:
+    notebook.cell("""
+        from tqdm.auto import tqdm
+        bar = tqdm(disable=True)
+        def train(): return bar
+        def fine(): return list(tqdm(range(2)))
+    """)
+    assert "make the bar inside the function, where it is shown live" in refusal(notebook, "train")
+    assert notebook.pack("fine")
+
+
+def test_a_run_stays(notebook: Notebook) -> None:
+    run_class = types.new_class("Run")
+    run_class.__module__ = "notebook_accel.launch.run"
+    notebook.cell("def train(): return run[0]")
+    vars(notebook.main)["run"] = run_class()
+    assert refusal(notebook, "train") == (
+        "`run` (Run), used in train, cannot travel; take what you need of it (`run[0]`) and "
+        "send that"
+    )
+
+
+def test_a_result_that_cannot_be_pickled_is_named(notebook: Notebook) -> None:
+    notebook.cell(f"""
+        class Prepared:
+            {STAYS_HOME} = "return its state"
+        def helper(): return lock
+    """)
+    vars(notebook.main)["lock"] = threading.Lock()
+    for value, text in (
+        ({"a": [1, (i for i in "x")]}, "`result['a'][1]` (generator), returned, cannot travel to"),
+        ([notebook["Prepared"]()], "`result[0]` (Prepared), returned, cannot travel to"),
+        (notebook["helper"], "`lock` (_thread.lock), returned, cannot travel to the notebook;"),
+    ):
+        with pytest.raises(TypeError) as caught:
+            payload.pack_result(value)
+        assert str(caught.value).startswith(text)
+    with pytest.raises(TypeError, match=r"; return its state$"):
+        payload.pack_result(notebook["Prepared"]())
+
+
+def test_an_error_of_the_users_own_keeps_its_traceback(notebook: Notebook) -> None:
+    notebook.cell("""
+        class Shy:
+            def __getstate__(self): raise OSError("stay away\\nplease")
+        shy = Shy()
+        def train(): return shy
+        def locked(): return lock
+    """)
+    vars(notebook.main)["lock"] = threading.Lock()
+    with pytest.raises(LaunchError, match=r"`shy` \(Shy\).*inside \(stay away\)$") as caught:
+        notebook.pack("train")
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(LaunchError) as caught:
+        notebook.pack("locked")
+    assert caught.value.__cause__ is None
+
+
+def test_endless_nesting_is_refused(notebook: Notebook) -> None:
+    notebook.cell("""
+        deep = []
+        for _ in range(100_000):
+            deep = [deep]
+        def train(): return deep
+    """)
+    assert "recursion" in refusal(notebook, "train")

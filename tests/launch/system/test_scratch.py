@@ -1,0 +1,51 @@
+"""What multiprocessing leaves when its processes are killed is removed with the run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.synchronize
+import os
+import signal
+import tempfile
+from multiprocessing.connection import Listener
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch.system import scratch
+
+if TYPE_CHECKING:
+    import pytest
+
+_RUN = "20260101-000000-beef00"
+
+
+def _leave(said: Any) -> None:
+    """Be killed with a socket and a semaphore in the file system."""
+    scratch.use(_RUN)
+    listener = Listener()
+    shared = Path("/dev/shm")
+    name = multiprocessing.synchronize.SemLock._make_name()  # type: ignore[attr-defined]
+    (shared / f"sem.{name[1:]}").touch()
+    os.link(shared / f"sem.{name[1:]}", shared / "sem.beef00")
+    said.send((listener.address, name))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_nothing_is_left_of_a_killed_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        context = multiprocessing.get_context("fork")
+        heard, said = context.Pipe()
+        process = context.Process(target=_leave, args=(said,))
+        process.start()
+        address, name = heard.recv()
+        process.join()
+        left = [Path(address), Path(f"/dev/shm/sem.{name[1:]}"), Path("/dev/shm/sem.beef00")]
+        assert all(path.exists() for path in left)
+        assert Path(address).is_relative_to(folder)
+        tensor = Path(f"/dev/shm/torch_{process.pid}_1_0")
+        tensor.touch()
+        left.append(tensor)
+        scratch.remove(_RUN, used_by=[process.pid])
+        assert not any(path.exists() for path in left)
+        assert os.listdir(folder) == []

@@ -1,0 +1,449 @@
+"""A channel carries whole messages, and nothing of a peer that is not what it should be."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.transport import channel as channels
+from notebook_accel.launch.transport.channel import (
+    AuthenticationError,
+    Channel,
+    ProtocolError,
+    accept,
+    connect,
+    new_secret,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SOON = 5.0
+BIG = "x" * 3_000_000
+MAGIC = b"notebook-accel %03d" % wire.VERSION
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_descriptor() -> Iterator[None]:
+    before = _open_files()
+    yield
+    assert _open_files() == before
+
+
+def _open_files() -> set[str]:
+    """What this process has open; epoll instances and the like of others do not change."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+    return {entry for entry in found if f"/proc/{os.getpid()}/fd" not in entry}
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    ours, theirs = socket.socketpair()
+    one, other = Channel(ours), Channel(theirs)
+    yield one, other
+    one.close()
+    other.close()
+
+
+@pytest.fixture
+def raw() -> Iterator[tuple[socket.socket, Channel]]:
+    """A peer that may send anything, and the channel that hears it."""
+    theirs, ours = socket.socketpair()
+    channel = Channel(ours)
+    yield theirs, channel
+    theirs.close()
+    channel.close()
+
+
+@contextlib.contextmanager
+def beside(act: Callable[[], Any]) -> Iterator[list[Any]]:
+    """``act`` in a thread; the list holds what it gave or raised, once the block has ended."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(act())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield outcome
+    thread.join(SOON)
+    assert not thread.is_alive(), "the other end hangs"
+
+
+def text_of(message: wire.Message) -> str:
+    assert isinstance(message, wire.Notice)
+    return message.text
+
+
+def frame(body: bytes, num_fds: int = 0) -> bytes:
+    return struct.pack("!IB", len(body), num_fds) + body
+
+
+def notice(text: str) -> bytes:
+    return frame(wire.encode(wire.Notice(text=text)))
+
+
+# ---- messages ------------------------------------------------------------------------------
+
+
+def test_a_message_arrives_as_it_was(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    message = wire.Metric(rank=3, values={"loss": 0.5}, step=7)
+    one.send(message)
+    assert other.receive() == (message, [])
+
+
+def test_frames_split_at_any_byte(raw: tuple[socket.socket, Channel]) -> None:
+    peer, channel = raw
+    data = notice("first") + notice("second") + notice("")
+    whole: list[str] = []
+    for cut in range(1, len(data)):
+        texts = []
+        for part in (data[:cut], data[cut:]):
+            peer.sendall(part)
+            texts += [text_of(message) for message, _ in channel.drain()]
+        assert texts == ["first", "second", ""], cut
+        whole += texts
+    for byte in data:
+        peer.sendall(bytes([byte]))
+        whole += [text_of(message) for message, _ in channel.drain()]
+    assert whole[-3:] == ["first", "second", ""]
+
+
+def test_receive_gives_one_message_and_keeps_the_rest(raw: tuple[socket.socket, Channel]) -> None:
+    peer, channel = raw
+    peer.sendall(notice("a") + notice("b") + notice("c"))
+    assert text_of(channel.receive()[0]) == "a"
+    assert [text_of(message) for message, _ in channel.drain()] == ["b", "c"]
+    assert channel.drain() == []
+
+
+def test_posting_never_blocks_and_flushing_takes_what_fits(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    for number in range(4):
+        one.post(wire.Notice(text=f"{number}{BIG}"))
+    one.flush(block=False)
+    assert one.num_pending == 4
+    arrived: list[str] = []
+    deadline = time.monotonic() + SOON
+    while len(arrived) < 4 and time.monotonic() < deadline:
+        arrived += [text_of(message)[0] for message, _ in other.drain()]
+        one.flush(block=False)
+    assert arrived == ["0", "1", "2", "3"]
+    assert one.num_pending == 0
+
+
+def test_sending_blocks_until_the_peer_reads(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    one.post(wire.Notice(text="queued before"))
+    with beside(lambda: one.send(wire.Notice(text=BIG))):
+        texts = [text_of(other.receive()[0]) for _ in range(2)]
+    assert texts == ["queued before", BIG]
+
+
+def test_a_drain_can_be_limited(raw: tuple[socket.socket, Channel]) -> None:
+    peer, channel = raw
+    with beside(lambda: peer.sendall(notice("much") * 60_000)):
+        counts = []
+        while sum(counts) < 60_000:
+            counts.append(len(channel.drain(limit=100)))
+    # One read brings more than the limit; it is the reading that stops.
+    assert max(counts) < 20_000
+
+
+# ---- descriptors ---------------------------------------------------------------------------
+
+
+def test_descriptors_travel_beside_their_message(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    reading, writing = os.pipe()
+    one.send(wire.Notice(text="without"))
+    one.send(wire.Notice(text="with"), (writing, writing))
+    one.send(wire.Notice(text=BIG[:1000]))
+    os.close(writing)
+    got = {text_of(message): fds for message, fds in (other.receive() for _ in range(3))}
+    assert [len(fds) for fds in got.values()] == [0, 2, 0]
+    for fd in got["with"]:
+        assert not os.get_inheritable(fd)
+        os.write(fd, b"!")
+        os.close(fd)
+    assert os.read(reading, 10) == b"!!"
+    assert os.read(reading, 10) == b""
+    os.close(reading)
+
+
+def test_descriptors_of_a_message_that_is_written_in_parts(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    reading, writing = os.pipe()
+    for number in range(3):
+        one.post(wire.Notice(text=f"{number}{BIG}"), (writing,))
+    os.close(writing)
+    with beside(one.flush):
+        for number in range(3):
+            message, (fd,) = other.receive()
+            assert text_of(message)[0] == str(number)
+            os.close(fd)
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+
+
+def test_closing_closes_what_was_not_taken_or_sent(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    reading, writing = os.pipe()
+    one.send(wire.Notice(text="half of it is read"), (writing,))
+    one.post(wire.Notice(text="never sent"), (writing,))
+    other._read(0)
+    os.close(writing)
+    one.close()
+    other.close()
+    one.close()
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+
+
+def test_a_frame_that_claims_more_descriptors_than_came(
+    raw: tuple[socket.socket, Channel],
+) -> None:
+    peer, channel = raw
+    peer.sendall(frame(wire.encode(wire.Notice(text="liar")), num_fds=2))
+    with pytest.raises(ProtocolError, match="descriptors"):
+        channel.receive()
+
+
+def test_a_message_that_is_too_large_is_refused_where_it_is_made(
+    pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = pair
+    monkeypatch.setattr(channels, "_MAX_FRAME", 1000)
+    reading, writing = os.pipe()
+    with pytest.raises(ProtocolError, match="1,000"):
+        one.send(wire.Notice(text="y" * 2000), (writing,))
+    one.send(wire.Notice(text="fine"))
+    assert text_of(other.receive()[0]) == "fine"
+    os.close(writing)
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+
+
+# ---- a peer that goes, or talks nonsense ---------------------------------------------------
+
+
+def test_what_came_before_the_end_is_given_out(raw: tuple[socket.socket, Channel]) -> None:
+    peer, channel = raw
+    peer.sendall(notice("last words") + notice("cut off")[:-1])
+    peer.close()
+    assert [text_of(message) for message, _ in channel.drain()] == ["last words"]
+    for _ in range(2):
+        with pytest.raises(EOFError):
+            channel.drain()
+    with pytest.raises(EOFError):
+        channel.receive()
+
+
+def test_writing_to_a_peer_that_is_gone(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    other.close()
+    with pytest.raises(OSError, match=r"[Bb]roken pipe"):
+        one.send(wire.Notice(text="nobody"))
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        frame(b"\xc1not msgpack"),
+        frame(b""),
+        frame(b"\x80"),
+        frame(b"\x81\xa4type\xa4Nope"),
+        frame(b"\x82\xa4type\xa6Notice\xa4text\x01"),
+        struct.pack("!IB", 0xFFFFFFFF, 0),
+        struct.pack("!IB", 10, 200),
+        b"\xff" + os.urandom(300_000),
+    ],
+    ids=[
+        "no msgpack",
+        "empty",
+        "no type",
+        "unknown type",
+        "wrong field",
+        "oversized",
+        "many descriptors",
+        "noise",
+    ],
+)
+def test_garbage_ends_the_channel_after_what_came_before(
+    raw: tuple[socket.socket, Channel], garbage: bytes
+) -> None:
+    peer, channel = raw
+    with beside(lambda: peer.sendall(notice("good") + garbage + notice("after"))):
+        assert text_of(channel.receive()[0]) == "good"
+        for _ in range(2):
+            with pytest.raises(ProtocolError):
+                drain_for_ever(channel)
+        with pytest.raises(ProtocolError):
+            channel.receive()
+        channel.close()
+
+
+def drain_for_ever(channel: Channel) -> None:
+    deadline = time.monotonic() + SOON
+    while time.monotonic() < deadline:
+        assert channel.drain() == []
+
+
+def test_a_silent_peer_of_a_drain(raw: tuple[socket.socket, Channel]) -> None:
+    assert raw[1].drain() == []
+
+
+# ---- the handshake -------------------------------------------------------------------------
+
+
+def meet(first: Callable[[socket.socket], Any], second: Callable[[socket.socket], Any]) -> Any:
+    """What both ends of a socket pair came to."""
+    one, other = socket.socketpair()
+    with one, other, beside(lambda: first(one)) as outcome:
+        try:
+            result = second(other)
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            result = error
+        other_end = outcome
+    return other_end[0], result
+
+
+def test_both_ends_prove_the_secret() -> None:
+    secret = new_secret()
+    one, other = meet(lambda s: accept(s, secret), lambda s: connect(s, secret))
+    with contextlib.closing(one), contextlib.closing(other):
+        assert isinstance(one, Channel)
+        assert isinstance(other, Channel)
+
+
+def test_after_the_handshake_messages_pass_both_ways() -> None:
+    secret = new_secret()
+    ours, theirs = socket.socketpair()
+    with beside(lambda: accept(theirs, secret)) as made:
+        one = connect(ours, secret)
+    other: Channel = made[0]
+    one.send(wire.Notice(text="hello"))
+    other.send(wire.Notice(text="and back"))
+    assert text_of(other.receive()[0]) == "hello"
+    assert text_of(one.receive()[0]) == "and back"
+    # Slow peers are waited for: the time-out was the handshake's own.
+    assert ours.gettimeout() is None
+    one.close()
+    other.close()
+
+
+def test_secrets_are_not_repeated() -> None:
+    assert new_secret() != new_secret()
+    assert len(new_secret()) >= 32
+
+
+def test_a_wrong_secret_on_either_side_opens_nothing() -> None:
+    secret = new_secret()
+    for mine, yours in ((secret, new_secret()), (new_secret(), secret)):
+        one, other = meet(lambda s, k=mine: accept(s, k), lambda s, k=yours: connect(s, k))
+        assert isinstance(one, AuthenticationError)
+        assert isinstance(other, AuthenticationError)
+
+
+def _impostor(sock: socket.socket) -> bytes:
+    """Connects without the secret, by sending back what it was sent."""
+    hello = sock.recv(len(MAGIC) + 32, socket.MSG_WAITALL)
+    sock.sendall(hello[-32:] + hmac.digest(b"guess", hello, "sha256") + notice("decode me"))
+    return sock.recv(100)
+
+
+def _reflector(sock: socket.socket) -> bytes:
+    """Accepts without the secret: replays the proof that it was sent."""
+    sock.sendall(MAGIC + bytes(32))
+    answer = sock.recv(64, socket.MSG_WAITALL)
+    sock.sendall(answer[32:] + notice("decode me"))
+    return sock.recv(100)
+
+
+def test_guessed_and_replayed_proofs_open_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[bytes] = []
+    monkeypatch.setattr(wire, "decode", decoded.append)
+    theirs, ours = meet(_impostor, lambda s: accept(s, new_secret()))
+    assert isinstance(ours, AuthenticationError)
+    assert isinstance(theirs, ConnectionError) or theirs == b""
+    theirs, ours = meet(_reflector, lambda s: connect(s, new_secret()))
+    assert isinstance(ours, AuthenticationError)
+    assert decoded == []
+
+
+def test_another_version_is_named() -> None:
+    def old(sock: socket.socket) -> None:
+        sock.sendall(b"notebook-accel 000" + bytes(32))
+
+    _, ours = meet(old, lambda s: connect(s, new_secret()))
+    assert isinstance(ours, AuthenticationError)
+    assert "version" in str(ours)
+
+
+@pytest.mark.parametrize("side", [accept, connect])
+def test_garbage_before_the_handshake(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[bytes] = []
+    monkeypatch.setattr(wire, "decode", decoded.append)
+
+    def noise(sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock.sendall(notice("before the proof") + os.urandom(500))
+
+    _, ours = meet(noise, lambda s: side(s, new_secret(), timeout=SOON))
+    assert isinstance(ours, AuthenticationError)
+    assert decoded == []
+
+
+@pytest.mark.parametrize("side", [accept, connect])
+def test_a_peer_that_goes_during_the_handshake(side: Any) -> None:
+    _, ours = meet(lambda s: s.close(), lambda s: side(s, new_secret()))
+    assert isinstance(ours, AuthenticationError)
+
+
+@pytest.mark.parametrize("side", [accept, connect])
+def test_a_silent_peer_is_given_up_after_the_time_out(side: Any) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, pytest.raises(AuthenticationError):
+        side(ours, new_secret(), timeout=0.05)
+    assert ours.fileno() == -1
+
+
+@pytest.mark.parametrize("side", [accept, connect])
+def test_a_peer_that_trickles_is_given_up_after_the_time_out(side: Any) -> None:
+    done = threading.Event()
+
+    def trickle(sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            for byte in MAGIC + bytes(200):
+                sock.sendall(bytes([byte]))
+                if done.wait(0.03):
+                    return
+
+    def patient(sock: socket.socket) -> float:
+        begin = time.monotonic()
+        with pytest.raises(AuthenticationError):
+            side(sock, new_secret(), timeout=0.2)
+        done.set()
+        return time.monotonic() - begin
+
+    _, seconds = meet(trickle, patient)
+    # Every byte came within the time-out, all of them together would take 6 s.
+    assert seconds < 2.0

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.view.plain import PlainView
+from tests.notebook.states import after, running, succeeded
+
+if TYPE_CHECKING:
+    import pytest
+
+    from notebook_accel.launch.control.state import RunState
+
+
+class Shown:
+    """A view with a run whose state the test sets, and what it printed."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.stream = io.StringIO()
+        self.run: Any = SimpleNamespace(state=running(2), log_dir="/runs/1", metrics=[])
+        self.view = PlainView(self.stream, **settings)
+        self.view.open(self.run)
+
+    def poll(self, state: RunState) -> list[str]:
+        """What a look at the state adds."""
+        self.run.state = state
+        before = len(self.stream.getvalue())
+        self.view.poll()
+        return self.stream.getvalue()[before:].splitlines()
+
+    def settle(self, state: RunState) -> list[str]:
+        self.run.state = state
+        before = len(self.stream.getvalue())
+        self.view.settle()
+        return self.stream.getvalue()[before:].splitlines()
+
+
+def output(rank: int, text: str, skipped: int = 0) -> wire.Output:
+    return wire.Output(rank=rank, text=text, skipped=skipped)
+
+
+def test_each_line_is_printed_once_with_its_rank() -> None:
+    shown = Shown()
+    state = after(running(2), output(0, "a\nb\n"), output(1, "\x1b[31mc\x1b[0m\n"))
+    assert shown.poll(state) == ["[rank 0] a", "[rank 0] b", "[rank 1] c"]
+    assert shown.poll(state) == []
+    assert shown.poll(after(state, output(0, "d\n"))) == ["[rank 0] d"]
+
+
+def test_a_line_is_printed_when_it_is_whole_or_the_run_has_ended() -> None:
+    shown = Shown()
+    state = after(running(2), output(0, "half"))
+    assert shown.poll(state) == []
+    state = after(state, output(0, " and half\nlast"))
+    assert shown.poll(state) == ["[rank 0] half and half"]
+    ended = shown.settle(succeeded(state))
+    assert ended[0] == "[rank 0] last"
+    assert ended[1].startswith("train: succeeded")
+
+
+def test_lines_beyond_the_budget_are_counted() -> None:
+    shown = Shown(burst=10, lines_per_second=0.0)
+    state = after(running(2), output(0, "".join(f"{n}\n" for n in range(150))))
+    assert shown.poll(state) == [
+        "[rank 0] … 140 lines not shown, whole in /runs/1",
+        *(f"[rank 0] {n}" for n in range(140, 150)),
+    ]
+    state = after(state, output(0, "x\ny\n", skipped=100_000), output(1, "z\n"))
+    assert shown.poll(state) == [
+        "[rank 0] … 100,001 lines not shown, whole in /runs/1",
+        "[rank 0] y",
+        "[rank 1] z",
+    ]
+
+
+def test_lines_that_the_state_no_longer_holds_are_counted() -> None:
+    shown = Shown()
+    assert shown.poll(after(running(2), output(0, "".join(f"{n}\n" for n in range(1000))))) == [
+        "[rank 0] … 800 lines not shown, whole in /runs/1",
+        *(f"[rank 0] {n}" for n in range(800, 1000)),
+    ]
+
+
+def test_progress_and_metrics_come_now_and_then_and_once() -> None:
+    shown = Shown(progress_seconds=0.0)
+    bar = wire.Bar(rank=0, bar=1, name="epoch 1", n=50, total=100, rate=10.0)
+    state = after(running(2), bar, wire.Metric(rank=0, values={"loss": 0.25}))
+    line = "[rank 0] epoch 1  50%  50/100  10.0 it/s  0:05 left  loss 0.25"
+    assert shown.poll(state) == [line]
+    assert shown.poll(state) == []
+    assert Shown(progress_seconds=60.0).poll(state) == []
+
+
+def test_notices_are_printed_once() -> None:
+    shown = Shown()
+    state = after(running(2), wire.Notice(text="mind this"))
+    assert shown.poll(state) == ["notebook_accel: mind this"]
+    assert shown.poll(after(state, wire.Notice(text="and this"))) == ["notebook_accel: and this"]
+
+
+def test_the_end_is_told_once() -> None:
+    shown = Shown()
+    assert len(shown.settle(succeeded(running(2)))) == 4
+    assert shown.settle(succeeded(running(2))) == []
+
+
+def test_it_prints_where_standard_output_goes_now(capsys: pytest.CaptureFixture[str]) -> None:
+    view = PlainView()
+    run: Any = SimpleNamespace(state=after(running(1), output(0, "a\n")), log_dir="")
+    view.open(run)
+    view.poll()
+    assert capsys.readouterr().out == "[rank 0] a\n"

@@ -1,0 +1,267 @@
+"""Bars of tqdm report to their rank, whatever way they are made."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+# Bars are patched for the life of a process: each scene runs in one of its own, as in a rank.
+_STAGE = """
+import io, json, os, sys, threading, time
+from notebook_accel.launch import rank, wire
+from notebook_accel.launch.worker import bars
+from notebook_accel.launch.transport.scoreboard import Scoreboard
+
+told = []
+context = rank.LaunchedContext(
+    rank=3, local_rank=0, world_size=4, local_world_size=1, run="r",
+    send=told.append, board=Scoreboard(1),
+)
+rank.enter(context)
+bars.install()
+facts = {}
+"""
+_CURTAIN = """
+last = {}
+for message in told:
+    assert isinstance(message, wire.Bar) and message.rank == 3
+    last[message.bar] = [message.name, message.n, message.total, message.closed]
+    facts.setdefault("postfix", []).append(message.postfix)
+json.dump({"bars": list(last.values()), "told": len(told), **facts}, sys.__stdout__)
+"""
+
+
+def play(scene: str) -> dict[str, Any]:
+    """What the bars of a scene told, in the order in which they were opened."""
+    done = subprocess.run(
+        [sys.executable, "-c", _STAGE + scene + _CURTAIN],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return {**found, "stderr": done.stderr}
+
+
+SCENES = {
+    "loops": """
+from tqdm import tqdm, trange
+from tqdm.auto import tqdm as auto
+for _ in tqdm(range(3), desc="plain"): pass
+for _ in trange(4, desc="a range"): pass
+for _ in auto(range(5), desc="auto", leave=False): pass
+for _ in tqdm([], desc="empty"): pass
+for _ in tqdm((n for n in range(6)), desc="no total"): pass
+for _ in tqdm(range(10), desc="left"):
+    break
+""",
+    "notebook": """
+from tqdm.notebook import tqdm, trange, tqdm_notebook, tnrange
+for _ in tqdm(range(2), desc="a"): pass
+for _ in trange(3, desc="b"): pass
+for _ in tqdm_notebook(range(4), desc="c"): pass
+""",
+    "subclass": """
+from tqdm import tqdm
+class Mine(tqdm):
+    def update(self, n=1):
+        facts["updated"] = facts.get("updated", 0) + n
+        return super().update(n)
+    def display(self, *args, **kwargs):
+        facts["displayed"] = True
+        return super().display(*args, **kwargs)
+with Mine(total=10, desc="mine") as bar:
+    for _ in range(10):
+        bar.update()
+""",
+    "nested": """
+from tqdm import tqdm
+for _ in tqdm(range(2), desc="outer"):
+    for _ in tqdm(range(3), desc="inner", leave=False): pass
+""",
+    "manual": """
+from tqdm import tqdm
+bar = tqdm(total=100, desc="manual", unit="B", unit_scale=True)
+bar.update(30)
+bar.set_description("renamed")
+bar.set_postfix(loss=0.5)
+bar.total = 200
+bar.refresh()
+bar.reset(50)
+bar.update(7)
+bar.close()
+bar.close()
+""",
+    "write": """
+from tqdm import tqdm
+for number in tqdm(range(3), desc="loop"):
+    tqdm.write(f"line {number}", file=sys.stderr)
+""",
+    "own file": """
+from tqdm import tqdm
+own = io.StringIO()
+for _ in tqdm(range(3), desc="own", file=own): pass
+facts["own"] = own.getvalue()
+for _ in tqdm(range(3), desc="out", file=sys.stdout): pass
+""",
+    "disabled": """
+from tqdm import tqdm
+with tqdm(range(3), disable=True) as bar:
+    for _ in bar: pass
+    bar.set_description("x"); bar.refresh(); bar.clear()
+""",
+    "thread": """
+from tqdm import tqdm
+def work(number):
+    for _ in tqdm(range(number), desc=f"thread {number}"): pass
+threads = [threading.Thread(target=work, args=(n,)) for n in (3, 4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+""",
+    "maps": """
+from tqdm.contrib import tenumerate, tzip
+from tqdm.contrib.concurrent import thread_map
+list(tenumerate([1, 2], desc="enumerate"))
+list(tzip([1, 2, 3], [4, 5, 6], desc="zip"))
+facts["mapped"] = thread_map(abs, [-1, -2], desc="map", max_workers=2)
+""",
+    "pandas": """
+import pandas
+from tqdm import tqdm
+tqdm.pandas(desc="apply")
+facts["applied"] = pandas.Series([1, 2, 3]).progress_apply(lambda x: x + 1).tolist()
+""",
+    "child": """
+from tqdm import tqdm
+outer = tqdm(total=5, desc="parent")
+before = len(told)
+pid = os.fork()
+if not pid:
+    for _ in tqdm(range(3), desc="child"): pass
+    outer.update(5)
+    outer.close()
+    os._exit(len(told) - before)
+facts["told by the child"] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+outer.update(2)
+outer.close()
+""",
+    "fast": """
+from tqdm import tqdm
+bar = tqdm(total=20000, desc="fast")
+for step in range(20000):
+    bar.update(1)
+    bar.set_postfix(loss=step)
+bar.close()
+""",
+    "dropped": """
+import gc
+from tqdm import tqdm
+bar = tqdm(total=5, desc="dropped")
+bar.update(1)
+del bar
+gc.collect()
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def played() -> dict[str, dict[str, Any]]:
+    """All scenes at once: most of the time of each is its imports."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(3) as pool:
+        return dict(zip(SCENES, pool.map(play, SCENES.values()), strict=True))
+
+
+def test_loops(played: dict[str, Any]) -> None:
+    assert played["loops"]["bars"] == [
+        ["plain", 3, 3, True],
+        ["a range", 4, 4, True],
+        ["auto", 5, 5, True],
+        ["empty", 0, 0, True],
+        ["no total", 6, None, True],
+        ["left", 0, 10, True],
+    ]
+
+
+def test_nothing_is_drawn(played: dict[str, Any]) -> None:
+    drawn = {name: scene["stderr"] for name, scene in played.items() if scene["stderr"]}
+    assert drawn == {"write": "line 0\nline 1\nline 2\n"}
+
+
+def test_bars_of_notebooks(played: dict[str, Any]) -> None:
+    told = played["notebook"]["bars"]
+    assert told == [["a", 2, 2, True], ["b", 3, 3, True], ["c", 4, 4, True]]
+
+
+def test_a_subclass(played: dict[str, Any]) -> None:
+    scene = played["subclass"]
+    assert scene["bars"] == [["mine", 10, 10, True]]
+    assert (scene["updated"], scene["displayed"]) == (10, True)
+
+
+def test_nested_bars(played: dict[str, Any]) -> None:
+    outer, *inner = played["nested"]["bars"]
+    assert outer == ["outer", 2, 2, True]
+    assert inner == [["inner", 3, 3, True]] * 2
+
+
+def test_a_bar_by_hand(played: dict[str, Any]) -> None:
+    assert played["manual"]["bars"] == [["renamed", 7, 50, True]]
+    assert played["manual"]["postfix"][0] == ""
+    assert played["manual"]["postfix"][-1] == "loss=0.5"
+
+
+def test_lines_written_beside_a_bar(played: dict[str, Any]) -> None:
+    assert played["write"]["bars"] == [["loop", 3, 3, True]]
+
+
+def test_a_bar_with_a_file_of_its_own_keeps_it(played: dict[str, Any]) -> None:
+    scene = played["own file"]
+    assert "own: 100%" in scene["own"]
+    assert scene["bars"] == [["out", 3, 3, True]]
+
+
+def test_a_disabled_bar_says_nothing(played: dict[str, Any]) -> None:
+    assert played["disabled"]["bars"] == []
+
+
+def test_bars_in_threads(played: dict[str, Any]) -> None:
+    told = sorted(played["thread"]["bars"])
+    assert told == [["thread 3", 3, 3, True], ["thread 4", 4, 4, True]]
+
+
+def test_bars_of_helpers(played: dict[str, Any]) -> None:
+    assert played["maps"]["bars"] == [
+        ["enumerate", 2, 2, True],
+        ["zip", 3, 3, True],
+        ["map", 2, 2, True],
+    ]
+    assert played["maps"]["mapped"] == [1, 2]
+
+
+def test_pandas(played: dict[str, Any]) -> None:
+    assert played["pandas"]["bars"] == [["apply", 3, 3, True]]
+    assert played["pandas"]["applied"] == [2, 3, 4]
+
+
+def test_a_forked_child_says_nothing(played: dict[str, Any]) -> None:
+    scene = played["child"]
+    assert scene["told by the child"] == 0
+    assert scene["bars"] == [["parent", 2, 5, True]]
+
+
+def test_a_bar_that_is_refreshed_at_every_step_does_not_flood(played: dict[str, Any]) -> None:
+    scene = played["fast"]
+    assert scene["bars"] == [["fast", 20000, 20000, True]]
+    assert scene["told"] < 2000
+
+
+def test_a_bar_that_is_dropped_is_closed(played: dict[str, Any]) -> None:
+    assert played["dropped"]["bars"] == [["dropped", 1, 5, True]]
