@@ -1,26 +1,45 @@
-"""The settings of a launch: one dataclass, where its values come from, and its YAML."""
+"""The settings of a launch: one dataclass, where its values come from, and its YAML.
+
+    argument > config= > NOTEBOOK_ACCEL_* > ACCELERATE_* > default config file > default
+
+:func:`resolve` takes each setting from the first of these that gives it. An argument, a mapping
+and a YAML file give what is written in them, also where that is the default; a ``LaunchConfig``
+gives what differs from the defaults, since it cannot tell what was written.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import platformdirs
 import yaml
 
 from notebook_accel.errors import ConfigError
 
-__all__ = ["ENGINES", "PRECISIONS", "LaunchConfig", "default_config_path", "resolve"]
+__all__ = [
+    "ENGINES",
+    "LaunchConfig",
+    "check_enough_devices",
+    "check_seconds",
+    "default_config_path",
+    "parse_flag",
+    "resolve",
+    "shown",
+]
 
-ENGINES = ("auto", "local", "inline")
-PRECISIONS = ("no", "bf16", "fp16")
-_BACKENDS = ("nccl", "gloo")
+# Name of each engine, and how many ranks it can have; None: any number.
+ENGINES: Mapping[str, int | None] = {"auto": None, "local": None, "inline": 1}
+_PRECISIONS = ("no", "bf16", "fp16")
+# Name of each backend, and whether it works on a CPU.
+_BACKENDS = {"nccl": False, "gloo": True}
 
 # What of Accelerate's YAML a launch uses, by our names.
 _ACCELERATE_NAMES = {
@@ -43,6 +62,15 @@ _FLAGS = {
     **dict.fromkeys(("1", "true", "yes", "on", "y", "t"), True),
     **dict.fromkeys(("0", "false", "no", "off", "n", "f"), False),
 }
+
+# How a value is written in an error. YAML's aliases make a value of gigabytes out of 300 bytes.
+_repr = reprlib.Repr()
+_repr.maxlevel, _repr.maxstring, _repr.maxother, _repr.maxlong = 3, 200, 200, 100
+
+
+def shown(value: object) -> str:
+    """``repr(value)``, of bounded length whatever the value is."""
+    return _repr.repr(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,27 +110,30 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_processes", _as_count("num_processes", self.num_processes))
-        _check_choice("mixed_precision", self.mixed_precision, PRECISIONS, optional=True)
-        _check_choice("engine", self.engine, ENGINES)
-        _check_choice("backend", self.backend, _BACKENDS, optional=True)
+        _check_choice("mixed_precision", self.mixed_precision, (*_PRECISIONS, None))
+        _check_choice("engine", self.engine, tuple(ENGINES))
+        _check_choice("backend", self.backend, (*_BACKENDS, None))
         _check_port(self.use_port)
         _check_env(self.env)
-        _check_seconds("grace", self.grace)
+        check_seconds("grace", self.grace)
         if not isinstance(self.debug, bool):
-            raise ConfigError(f"debug={self.debug!r}: expected True or False")
+            raise ConfigError(f"debug={shown(self.debug)}: expected True or False")
+        object.__setattr__(self, "grace", float(self.grace))
         object.__setattr__(self, "env", None if self.env is None else dict(self.env))
         object.__setattr__(self, "devices", _as_devices(self.devices))
         self._check_together()
 
     def _check_together(self) -> None:
-        wanted = self.num_processes
-        if self.engine == "inline" and wanted not in (None, 1):
+        wanted, most = self.num_processes, ENGINES[self.engine]
+        if wanted is not None and most is not None and wanted > most:
             raise ConfigError(
-                f"engine='inline' runs in the notebook's own process, so num_processes={wanted} "
-                "cannot be had: leave it out, or take engine='local'"
+                f"engine={self.engine!r} has {most} rank{'s' * (most > 1)}, so num_processes="
+                f"{wanted} cannot be had: leave it out, or take engine='local'"
             )
-        if self.devices == "cpu" and self.backend == "nccl":
-            raise ConfigError("backend='nccl' needs GPUs: with devices='cpu' take 'gloo'")
+        if self.devices == "cpu" and not _BACKENDS.get(self.backend or "gloo"):
+            raise ConfigError(
+                f"backend={self.backend!r} needs GPUs: with devices='cpu' take 'gloo'"
+            )
         if isinstance(self.devices, tuple) and wanted is not None and self.backend != "gloo":
             _check_enough(wanted, len(self.devices), f"devices={list(self.devices)}")
 
@@ -113,15 +144,13 @@ class LaunchConfig:
         Raises:
             ConfigError: the file is not there, is no mapping, or holds what we cannot use.
         """
-        try:
-            return _from_file(_read(path))
-        except ConfigError as error:
-            raise ConfigError(f"config file {os.fspath(path)!r}: {error}") from None
+        return cls(**_settings_in_file(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the settings that differ from the defaults as YAML."""
+        text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+        Path(path).write_text(text, encoding="utf-8")
 
     def to_dict(self) -> dict[str, Any]:
         """The settings that differ from the defaults, as plain values."""
@@ -142,17 +171,25 @@ def resolve(
 ) -> tuple[LaunchConfig, list[str]]:
     """The settings of a launch, and lines for the person about where they came from.
 
-    First found wins: an argument that is not None, ``config``, the environment
-    (``NOTEBOOK_ACCEL_*``, then ``ACCELERATE_*``), the default config file, the default.
+    Args:
+        arguments: what the caller gave, by the names of the fields; None leaves a field open.
+        config: where the fields that the arguments leave open come from, before the environment
+            and the default config file.
 
     Raises:
         ConfigError: a setting that makes no sense, or a name that is none.
     """
     notices: list[str] = []
-    given = _as_mapping(config)
+    given = _given_by(config)
     given.update({name: value for name, value in arguments.items() if value is not None})
-    found = {**_saved(notices), **_from_environment(os.environ, but=given), **given}
-    return _from_mapping(found), notices
+    saved: dict[str, Any] = {}
+    path = default_config_path()
+    if path.is_file():
+        notices.append(f"settings of {path} are used where the call gives none")
+        saved = _settings_in_file(path)
+    found = {**saved, **_from_environment(os.environ, given=given), **given}
+    _check_names(found)
+    return LaunchConfig(**found), notices
 
 
 def check_enough_devices(wanted: int, available: int) -> None:
@@ -173,15 +210,8 @@ def _check_enough(wanted: int, available: int, why: str) -> None:
         )
 
 
-def _saved(notices: list[str]) -> dict[str, Any]:
-    path = default_config_path()
-    if not path.is_file():
-        return {}
-    notices.append(f"settings of {path} are used where the call gives none")
-    return LaunchConfig.load(path).to_dict()
-
-
-def _as_mapping(config: Any) -> dict[str, Any]:
+def _given_by(config: Any) -> dict[str, Any]:
+    """The settings that the argument ``config`` of a launch gives."""
     if config is None:
         return {}
     if isinstance(config, LaunchConfig):
@@ -189,49 +219,91 @@ def _as_mapping(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     if isinstance(config, (str, os.PathLike)):
-        return LaunchConfig.load(config).to_dict()
+        return _settings_in_file(config)
     raise ConfigError(
-        f"config={config!r}: expected a LaunchConfig, a mapping of its fields or a YAML file's path"
+        f"config={shown(config)}: expected a LaunchConfig, a mapping of its fields or a YAML "
+        "file's path"
     )
 
 
-def _from_environment(environment: Mapping[str, str], *, but: Mapping[str, Any]) -> dict[str, Any]:
-    """What the environment says of the settings that nobody ``but`` it gives."""
+# ---- environment ---------------------------------------------------------------------------
+
+
+def _from_environment(
+    environment: Mapping[str, str], *, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the environment says of the settings that are not ``given`` already."""
     found: dict[str, Any] = {}
-    for name in (field.name for field in fields(LaunchConfig) if field.name not in ("env", *but)):
+    for name in (field.name for field in fields(LaunchConfig) if field.name not in ("env", *given)):
         variables = (f"NOTEBOOK_ACCEL_{name.upper()}", _ACCELERATE_VARIABLES.get(name, ""))
-        variable = next((each for each in variables if environment.get(each)), None)
+        variable = next((each for each in variables if environment.get(each, "").strip()), None)
         if variable is not None:
-            found.update(_from_variable(name, variable, environment[variable]))
+            found.update(_from_variable(name, variable, environment[variable].strip()))
     return found
 
 
 def _from_variable(name: str, variable: str, text: str) -> dict[str, Any]:
     if variable == "ACCELERATE_USE_CPU":
-        return {"devices": "cpu"} if _FLAGS.get(text.lower()) else {}
-    value: Any = text
-    with contextlib.suppress(ValueError, KeyError):
-        value = _CONVERSIONS.get(name, str)(text)
+        return {"devices": "cpu"} if parse_flag(variable, text) else {}
     try:
+        value = _convert(name, text)
         LaunchConfig(**{name: value})
     except ConfigError as error:
-        raise ConfigError(f"{variable}={text!r} in the environment: {error}") from None
+        raise ConfigError(f"{variable}={shown(text)} in the environment: {error}") from None
     return {name: value}
 
 
-_CONVERSIONS: Mapping[str, Callable[[str], Any]] = {
-    "num_processes": int,
-    "use_port": int,
-    "grace": float,
-    "debug": lambda text: _FLAGS[text.lower()],
-}
+def _convert(name: str, text: str) -> Any:
+    """The value of a field that ``text`` means; the text itself where it is none of its type."""
+    import msgspec
+
+    kind = get_type_hints(LaunchConfig)[name]
+    if kind is bool:
+        return parse_flag(name, text)
+    try:
+        return msgspec.convert(text, kind, strict=False)
+    except msgspec.ValidationError:
+        return text
+
+
+def parse_flag(name: str, text: str) -> bool:
+    """The flag that a text means: true, 1, yes, on, or the opposite.
+
+    Raises:
+        ConfigError: it means neither; the message calls it ``name``.
+    """
+    found = _FLAGS.get(text.strip().lower())
+    if found is None:
+        raise ConfigError(f"{name}={shown(text)}: expected true or false")
+    return found
+
+
+# ---- YAML ----------------------------------------------------------------------------------
+
+
+def _settings_in_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The settings that a YAML file gives, checked."""
+    try:
+        data = _read(path)
+        if "compute_environment" in data or "distributed_type" in data:
+            data = _from_accelerate(data)
+        _check_names(data)
+        LaunchConfig(**data)
+    except ConfigError as error:
+        raise ConfigError(f"config file {os.fspath(path)!r}: {error}") from None
+    return data
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    if Path(path).exists() and not Path(path).is_file():
+        # Reading a FIFO or a terminal would wait for its writer for ever.
+        raise ConfigError("it is no regular file")
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise ConfigError(f"it cannot be read: {error}") from None
+    except RecursionError:
+        raise ConfigError("it cannot be read: it is nested too deeply") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -242,30 +314,26 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     return {**data, "mixed_precision": "no"} if data.get("mixed_precision") is False else data
 
 
-def _from_file(data: Mapping[str, Any]) -> LaunchConfig:
-    is_accelerates = "compute_environment" in data or "distributed_type" in data
-    return _from_accelerate(data) if is_accelerates else _from_mapping(data)
-
-
-def _from_mapping(data: Mapping[str, Any]) -> LaunchConfig:
+def _check_names(data: Mapping[Any, Any]) -> None:
     known = [field.name for field in fields(LaunchConfig)]
     unknown = [name for name in data if name not in known]
     if unknown:
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         raise ConfigError(
-            f"no setting is called {', '.join(map(repr, unknown))}; there are {', '.join(known)}"
+            f"no setting is called {', '.join(map(shown, unknown[:5]))}{more}; "
+            f"there are {', '.join(known)}"
         )
-    return LaunchConfig(**data)
 
 
-def _from_accelerate(data: Mapping[str, Any]) -> LaunchConfig:
-    """What of ``accelerate config``'s YAML a launch here can use."""
+def _from_accelerate(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``accelerate config``'s YAML a launch here can use, by our names."""
     absent = [
         f"{name}: {data[name]}"
         for name, values in _ACCELERATE_ABSENT.items()
         if data.get(name) in values
     ]
     if data.get("num_machines") not in (None, 1):
-        absent.append(f"num_machines: {data['num_machines']}")
+        absent.append(f"num_machines: {shown(data['num_machines'])}")
     if absent:
         raise ConfigError(
             f"{', '.join(absent)}: not supported yet; there is data-parallel training on the "
@@ -276,7 +344,10 @@ def _from_accelerate(data: Mapping[str, Any]) -> LaunchConfig:
         for theirs, ours in _ACCELERATE_NAMES.items()
         if data.get(theirs) not in (None, "all")
     }
-    return _from_mapping({**found, "devices": "cpu"} if data.get("use_cpu") else found)
+    return {**found, "devices": "cpu"} if data.get("use_cpu") else found
+
+
+# ---- checks of one value -------------------------------------------------------------------
 
 
 def _as_count(name: str, value: Any) -> int | None:
@@ -284,7 +355,7 @@ def _as_count(name: str, value: Any) -> int | None:
         return None
     number = _as_index(value)
     if number is None or number < 1:
-        raise ConfigError(f"{name}={value!r}: expected a whole number, 1 or more")
+        raise ConfigError(f"{name}={shown(value)}: expected a whole number, 1 or more")
     return number
 
 
@@ -298,22 +369,28 @@ def _as_index(value: Any) -> int | None:
         return None
 
 
-def _check_seconds(name: str, value: Any) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or math.isnan(value) or value < 0:
-        raise ConfigError(f"{name}={value!r}: expected seconds, 0 or more")
+def check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:
+    """Refuse what is no number of seconds: text, flags, NaN, less than nothing.
+
+    Raises:
+        ConfigError: the message calls the value ``name``.
+    """
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or math.isnan(value) or value < 0 or (above_zero and not value):
+        expected = "a number of seconds above 0" if above_zero else "seconds, 0 or more"
+        raise ConfigError(f"{name}={shown(value)}: expected {expected}")
 
 
-def _check_choice(name: str, value: Any, choices: Sequence[str], *, optional: bool = False) -> None:
-    if value in choices or (optional and value is None):
-        return
-    raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
+def _check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        named = ", ".join(repr(choice) for choice in choices if choice is not None)
+        raise ConfigError(f"{name}={shown(value)}: expected one of {named}")
 
 
 def _check_port(value: Any) -> None:
     number = _as_index(value)
     if value is not None and (number is None or not 0 < number < 65_536):
-        raise ConfigError(f"use_port={value!r}: expected None (a free port) or 1 to 65535")
+        raise ConfigError(f"use_port={shown(value)}: expected None (a free port) or 1 to 65535")
 
 
 def _check_env(value: Any) -> None:
@@ -322,9 +399,9 @@ def _check_env(value: Any) -> None:
     if not isinstance(value, Mapping) or not all(
         isinstance(name, str) and isinstance(text, str) for name, text in value.items()
     ):
-        raise ConfigError(f"env={value!r}: expected a mapping of names to texts")
+        raise ConfigError(f"env={shown(value)}: expected a mapping of names to texts")
     if any(not name or "=" in name for name in value) or "\0" in "".join((*value, *value.values())):
-        raise ConfigError(f"env={value!r}: expected names without '=', and no NUL character")
+        raise ConfigError(f"env={shown(value)}: expected names without '=', and no NUL character")
 
 
 def _as_devices(value: Any) -> tuple[int, ...] | str | None:
@@ -332,7 +409,9 @@ def _as_devices(value: Any) -> tuple[int, ...] | str | None:
         return value
     devices = _as_indices(value)
     if not devices or min(devices) < 0 or len(set(devices)) < len(devices):
-        raise ConfigError(f"devices={value!r}: expected 'cpu', or different indices such as [0, 2]")
+        raise ConfigError(
+            f"devices={shown(value)}: expected 'cpu', or different indices such as [0, 2]"
+        )
     return devices
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from dataclasses import FrozenInstanceError, fields
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
 from notebook_accel import ConfigError
 from notebook_accel import config as configs
@@ -401,6 +403,60 @@ def test_a_saved_file_that_is_broken_is_named() -> None:
     with pytest.raises(ConfigError, match="num_processes=0") as caught:
         resolve({})
     assert str(default_config_path()) in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [{"debug": False, "grace": 10.0}, "debug: false\ngrace: 10.0\n"])
+def test_a_value_that_is_the_default_is_a_value(
+    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What was written wins over what comes after it, whatever it says."""
+    if isinstance(config, str):
+        (tmp_path / "mine.yaml").write_text(config)
+        config = tmp_path / "mine.yaml"
+    monkeypatch.setenv("NOTEBOOK_ACCEL_DEBUG", "1")
+    monkeypatch.setenv("NOTEBOOK_ACCEL_GRACE", "3")
+    found, _ = resolve({}, config)
+    assert (found.debug, found.grace) == (False, 10.0)
+    found, _ = resolve({"debug": False, "grace": 10.0}, LaunchConfig(debug=True, grace=4))
+    assert (found.debug, found.grace) == (False, 10.0)
+
+
+@pytest.mark.parametrize("variable", ["ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE"])
+def test_a_flag_that_is_none_is_named(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "perhaps")
+    with pytest.raises(ConfigError, match=f"{variable}.*true or false|{variable}='perhaps'"):
+        resolve({})
+
+
+# ---- hostile input -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["num_processes", "env", "devices", "unknown", "engine", "debug"])
+def test_a_file_of_aliases_makes_a_short_error(where: str, tmp_path: Path) -> None:
+    """Each line of it is ten times the one before: written out, it has gigabytes."""
+    lines = ["a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    path = tmp_path / "config.yaml"
+    path.write_text("\n".join([*lines, f"{where}: *a8"]) + "\n")
+    data = yaml.safe_load(path.read_text())
+    for config in (path, {where: data[where]}):
+        with pytest.raises(ConfigError) as caught:
+            resolve({}, config)
+        assert len(str(caught.value)) < 5000
+
+
+def test_lists_in_lists_in_lists(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("env: " + "[" * 5000 + "]" * 5000 + "\n")
+    with pytest.raises(ConfigError, match="too deeply") as caught:
+        LaunchConfig.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match="no regular file"):
+        LaunchConfig.load(tmp_path / "config.yaml")
 
 
 # ---- one list ------------------------------------------------------------------------------

@@ -70,11 +70,12 @@ def launch(
         advise: say at the end what a training function seems to have forgotten.
 
     Raises:
-        ConfigError: more ranks than accelerators.
+        ConfigError: an argument makes no sense, or there are more ranks than accelerators.
         LaunchError: the run could not start.
         WorkerError, RunStopped, TimeoutError: as ``Run.wait``, with ``block``.
     """
     view = GuardedView(view)
+    preflight.check_wait(block=block, timeout=timeout)
     preflight.check_call(function, args, kwargs)
     job = Job(
         function=function,
@@ -102,6 +103,8 @@ def launch(
 
 def _open(job: Job, notices: list[str]) -> Run:
     engine = engine_named(job.config.engine)
+    if engine.needs_payload:
+        preflight.check_platform()
     packed = _pack(job) if engine.needs_payload else None
     engine.warm_up(job)
     placement = engine.place(job)

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import inspect
+import os
 import resource
 import socket
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.config import check_seconds, shown
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.system import processes
 
 if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
 
-__all__ = ["check_call", "check_machine"]
+__all__ = ["check_call", "check_machine", "check_platform", "check_wait"]
 
 # Of an agent, for each rank: its channel, log, watch and stacks; gloo's mesh is in the ranks.
 _FILES_A_RANK = 6
 _FILES_BESIDE = 64
 _MAX_SHOWN = 200
+_INLINE = "otherwise take engine='inline', which runs the function in the notebook's own process"
+
+
+def check_wait(*, block: object, timeout: object) -> None:
+    """Refuse what says nothing about how long to wait for the run.
+
+    Raises:
+        ConfigError: ``block`` is no flag, or ``timeout`` no number of seconds above 0.
+    """
+    if not isinstance(block, bool):
+        raise ConfigError(f"block={shown(block)}: expected True or False")
+    if timeout is not None:
+        check_seconds("timeout", timeout, above_zero=True)
 
 
 def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
@@ -61,21 +77,59 @@ def _check_arguments(args: object, kwargs: object) -> None:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = shown(value)
     return text if len(text) <= _MAX_SHOWN else f"<{type(value).__name__}>"
+
+
+def check_platform() -> None:
+    """Refuse a place where no process can be started for a run, before one is tried.
+
+    Raises:
+        LaunchError: it names what is missing, and what to do.
+    """
+    if not processes.supported():
+        raise LaunchError(f"launching processes needs Linux (5.3 or newer) for now; {_INLINE}")
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise LaunchError(
+            f"the notebook's current folder is gone ({error.strerror}), and ranks start in it: "
+            "change to one that exists with os.chdir(...), then launch again"
+        ) from None
+    try:
+        folder = tempfile.gettempdir()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LaunchError(
+            f"there is no folder for temporary files ({error}): set TMPDIR to a folder that can "
+            "be written, before the kernel starts, then launch again"
+        ) from None
+    for name, make in (("pidfd_open", _open_pidfd), ("memfd_create", _create_memfd)):
+        try:
+            os.close(make())
+        except OSError as error:
+            raise LaunchError(
+                f"this system refuses {name} ({error.strerror}), which ranks are watched and fed "
+                "with. Most likely it is a container with an old or strict seccomp profile: "
+                f"start it with one that allows {name} (Docker 20.10 or newer does); {_INLINE}"
+            ) from None
+
+
+def _open_pidfd() -> int:
+    return os.pidfd_open(os.getpid())
+
+
+def _create_memfd() -> int:
+    return os.memfd_create("notebook_accel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def check_machine(config: LaunchConfig, world_size: int) -> None:
     """Refuse what this machine cannot hold.
 
     Raises:
-        LaunchError: the platform, the limit of open files, or the port.
+        LaunchError: the limit of open files, or the port.
     """
-    if config.engine != "inline" and not processes.supported():
-        raise LaunchError(
-            "launching processes needs Linux (5.3 or newer) for now; on other systems take "
-            "engine='inline', which runs the function in the notebook's own process"
-        )
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _FILES_BESIDE + max(_FILES_A_RANK, 2) * world_size
     if hard != resource.RLIM_INFINITY and hard < needed:

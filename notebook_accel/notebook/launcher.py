@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from IPython.core.getipython import get_ipython
 
-from notebook_accel.config import ENGINES, resolve
+from notebook_accel.config import ENGINES, resolve, shown
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.launcher import launch
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["VIEWS", "choose_view", "notebook_launcher", "run_cell"]
 
-# What needs an engine that there is not.
+P = ParamSpec("P")
+
+# Arguments that need an engine which is not built yet.
 _ABSENT = ("node_rank", "num_nodes", "max_restarts", "session", "join_token")
 _SETTINGS = (
     "num_processes",
@@ -45,7 +47,28 @@ _SETTINGS = (
 )
 
 
+def _with_given_arguments(
+    launcher: Callable[Concatenate[Mapping[str, Any], P], Run],
+) -> Callable[P, Run]:
+    """Give ``launcher``, as its first argument, the arguments that its caller wrote.
+
+    ``debug=False`` in a call wins over ``config=``, a ``debug`` that is left out does not; in the
+    function itself the two look the same.
+    """
+    parameters = list(inspect.signature(launcher).parameters.values())[1:]
+    signature = inspect.Signature(parameters, return_annotation="Run")
+
+    @wraps(launcher)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Run:
+        return launcher(signature.bind(*args, **kwargs).arguments, *args, **kwargs)
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
+
+
+@_with_given_arguments
 def notebook_launcher(
+    given: Mapping[str, Any],
     function: Callable[..., Any],
     args: Sequence[Any] = (),
     num_processes: int | None = None,
@@ -128,8 +151,8 @@ def notebook_launcher(
     The last four come from ``block=True``; with ``block=False``, ``run.wait()`` raises them. All
     have the handle as ``run``, as far as there is one.
     """
-    given = _given(locals())
-    _check_absent(given)
+    changed = _not_default(given)
+    _check_absent(changed)
     settings = {name: given[name] for name in _SETTINGS if name in given}
     if isinstance(use_port, str):
         settings["use_port"] = _as_port(use_port)
@@ -144,7 +167,7 @@ def notebook_launcher(
             sources=cell_sources(get_ipython()),
             block=block,
             timeout=timeout,
-            notices=[*notices, *_unused(given, chosen.engine)],
+            notices=[*notices, *_unused(changed, chosen.engine)],
         )
 
 
@@ -174,16 +197,12 @@ def run_cell(function: Callable[[], Any], settings: Mapping[str, Any], source: C
 # ---- arguments -----------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1)
-def _defaults() -> Mapping[str, Any]:
-    parameters = inspect.signature(notebook_launcher).parameters
-    return {name: parameter.default for name, parameter in parameters.items()}
-
-
-def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _not_default(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that say something else than their defaults."""
-    defaults = _defaults()
-    return {name: value for name, value in arguments.items() if _differs(value, defaults[name])}
+    parameters = inspect.signature(notebook_launcher).parameters
+    return {
+        name: value for name, value in given.items() if _differs(value, parameters[name].default)
+    }
 
 
 def _differs(value: Any, default: Any) -> bool:
@@ -194,7 +213,7 @@ def _differs(value: Any, default: Any) -> bool:
 
 
 def _check_absent(given: Mapping[str, Any]) -> None:
-    absent = [f"{name}={given[name]!r}" for name in _ABSENT if name in given]
+    absent = [f"{name}={shown(given[name])}" for name in _ABSENT if name in given]
     if absent:
         raise ConfigError(
             f"{', '.join(absent)}: several machines, restarts and sessions are not supported yet; "
@@ -205,8 +224,8 @@ def _check_absent(given: Mapping[str, Any]) -> None:
 
 def _as_port(text: str) -> int:
     # Accelerate's own default is the text "29500".
-    if not text.isdigit():
-        raise ConfigError(f"use_port={text!r}: expected None (a free port) or 1 to 65535")
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError(f"use_port={shown(text)}: expected None (a free port) or 1 to 65535")
     return int(text)
 
 
@@ -271,6 +290,6 @@ def choose_view(name: str, *, waits: bool = True) -> View:
     Raises:
         ConfigError: there is no such view, or it cannot be had here.
     """
-    if name not in VIEWS:
-        raise ConfigError(f"view={name!r}: expected one of {', '.join(map(repr, VIEWS))}")
+    if not isinstance(name, str) or name not in VIEWS:
+        raise ConfigError(f"view={shown(name)}: expected one of {', '.join(map(repr, VIEWS))}")
     return VIEWS[name](_Place(frontend.find_kernel(), waits))

@@ -6,6 +6,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.config import parse_flag
 from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["patch_environment", "read", "read_count", "read_flag"]
 
 _PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_")
-_TRUE = {"1", "true", "yes", "y", "t", "on"}
-_FALSE = {"0", "false", "no", "n", "f", "off"}
 
 
 def read(name: str) -> str | None:
@@ -25,14 +24,13 @@ def read(name: str) -> str | None:
 
 
 def read_flag(name: str) -> bool:
-    """The setting as a flag, False where it is not given."""
+    """The setting as a flag, False where it is not given.
+
+    Raises:
+        ConfigError: its text is no flag.
+    """
     variable = _find(name)
-    if variable is None:
-        return False
-    text = os.environ[variable].strip().lower()
-    if text not in _TRUE | _FALSE:
-        raise ConfigError(f"{variable}={text!r}: expected true or false")
-    return text in _TRUE
+    return variable is not None and parse_flag(variable, os.environ[variable])
 
 
 def read_count(name: str) -> int | None:
@@ -68,4 +66,4 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 def _find(name: str) -> str | None:
     variables = (prefix + name for prefix in _PREFIXES)
-    return next((variable for variable in variables if os.environ.get(variable)), None)
+    return next((variable for variable in variables if os.environ.get(variable, "").strip()), None)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import socket
+import tempfile
 from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from notebook_accel import ConfigError, LaunchError
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.preflight import check_call, check_machine
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.preflight import check_call, check_machine, check_wait
 from notebook_accel.launch.system import processes
+from notebook_accel.launch.view import View
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 
 def train(lr: float, *, steps: int = 1) -> None: ...
@@ -134,8 +141,70 @@ def test_a_port_that_others_listen_on_everywhere() -> None:
             check_machine(LaunchConfig(use_port=port), 2)
 
 
+# ---- the place -----------------------------------------------------------------------------
+
+
+def launched() -> None:
+    launch(lambda: 1, config=LaunchConfig(devices="cpu", num_processes=1), view=View())
+
+
 def test_a_platform_that_cannot_end_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "supported", lambda: False)
     with pytest.raises(LaunchError, match="inline"):
-        check_machine(LaunchConfig(), 1)
-    check_machine(LaunchConfig(engine="inline"), 1)
+        launched()
+    assert launch(lambda: 1, config=LaunchConfig(engine="inline"), view=View()).results == [1]
+
+
+def test_a_current_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(LaunchError, match=r"os\.chdir"):
+        launched()
+
+
+def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    with pytest.raises(LaunchError, match="TMPDIR"):
+        launched()
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(LaunchError, match="TMPDIR"):
+        launched()
+
+
+@pytest.mark.parametrize("call", ["pidfd_open", "memfd_create"])
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
+def test_a_call_that_a_container_refuses(
+    call: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(LaunchError, match=call) as caught:
+        launched()
+    assert "seccomp" in str(caught.value)
+
+
+# ---- how long to wait ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "timeout", ["3", 0, -1, 0.0, float("nan"), True, [3], float("-inf"), 1j, "x" * 10_000_000]
+)
+def test_a_timeout_that_is_none(timeout: Any) -> None:
+    with pytest.raises(ConfigError, match=r"timeout=.*seconds above 0") as caught:
+        launch(lambda: 1, config=LaunchConfig(engine="inline"), view=View(), timeout=timeout)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("block", ["no", 0, 1, None, "yes"])
+def test_a_block_that_is_no_flag(block: Any) -> None:
+    with pytest.raises(ConfigError, match=r"block=.*True or False"):
+        launch(lambda: 1, config=LaunchConfig(engine="inline"), view=View(), block=block)
+
+
+@pytest.mark.parametrize("timeout", [None, 30, 0.5, float("inf"), np.float32(30), np.int64(30)])
+def test_timeouts_that_are_fine(timeout: Any) -> None:
+    check_wait(block=True, timeout=timeout)

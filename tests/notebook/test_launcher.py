@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from notebook_accel import ConfigError, notebook_launcher, runs
+from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
-from notebook_accel.notebook import frontend
+from notebook_accel.notebook import frontend, launcher
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.launcher import choose_view
 from notebook_accel.notebook.transcript import Transcript
@@ -79,6 +80,10 @@ def test_every_argument_is_documented() -> None:
         ({"use_port": "http"}, ["use_port='http'", "1 to 65535"]),
         ({"config": 3}, ["config=3", "LaunchConfig"]),
         ({"args": "text"}, ["args='text'", "tuple"]),
+        ({"timeout": "3"}, ["timeout='3'", "seconds above 0"]),
+        ({"timeout": float("nan")}, ["timeout=nan", "seconds above 0"]),
+        ({"block": "no"}, ["block='no'", "True or False"]),
+        ({"view": ["text"]}, ["view=['text']", "'auto'"]),
         ({"args": (1,)}, ["train()", "too many positional"]),
     ],
 )
@@ -90,6 +95,32 @@ def test_bad_input_says_what_was_given_and_what_to_do(
         notebook_launcher(train, **arguments)
     assert [word for word in words if word not in str(caught.value)] == []
     assert runs() == before
+
+
+def test_what_a_call_says_wins_also_where_it_is_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(launcher, "launch", lambda *_, config, **__: seen.append(config))
+    config = LaunchConfig(debug=True, grace=3.0, engine="inline", num_processes=1)
+    notebook_launcher(train, config=config)
+    notebook_launcher(train, config=config, debug=False, grace=10.0, engine="auto")
+    assert [(c.debug, c.grace, c.engine) for c in seen] == [
+        (True, 3.0, "inline"),
+        (False, 10.0, "auto"),
+    ]
+    assert seen[1].num_processes == 1
+
+
+def test_defaults_that_are_spelled_out_are_no_wish_for_what_is_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(launcher, "launch", lambda *_, notices, **__: seen.extend(notices))
+    notebook_launcher(
+        train, num_nodes=1, node_rank=0, max_restarts=0, session=False, master_addr="127.0.0.1"
+    )
+    assert seen == []
 
 
 def test_calling_the_function_by_mistake_is_explained() -> None:
