@@ -17,8 +17,8 @@ from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.stores import MetricStore, RunFolder
 from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.engines.base import Job, Opening, Prepared
-from notebook_accel.launch.payload.segment import seal
 from notebook_accel.launch.run import Run
+from notebook_accel.launch.transport.packet import pack
 from notebook_accel.launch.view import GuardedView, View
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["launch"]
 
-_INLINE_BYTES = 65_536
 _WAIT_SECONDS = 0.05
 _KILL_SECONDS = 10.0
 # What a kernel leaves in its environment that would mislead a rank.
@@ -140,8 +139,8 @@ def _open(job: Job, notices: list[str]) -> Run:
             folder.release()
         raise
     finally:
-        if prepared is not None and prepared.segment is not None:
-            os.close(prepared.segment)
+        for fd in prepared.fds if prepared is not None else ():
+            os.close(fd)
     return run
 
 
@@ -176,10 +175,8 @@ def _pack(job: Job) -> payload.PackedCall:
 def _prepare(
     job: Job, packed: payload.PackedCall, *, run: str, placement: Placement, folder: Path
 ) -> Prepared:
-    """The launch message of a run, with its buffers in one sealed segment."""
-    buffers = packed.packed.buffers
-    sizes = tuple(buffer.nbytes for buffer in buffers)
-    is_small = sum(sizes) <= _INLINE_BYTES
+    """The launch message of a run, and the descriptors that are sent with it."""
+    packet, fds = pack(packed.packed)
     num_threads = _num_threads(job.environment, placement.world_size)
     environment = {
         **job.environment,
@@ -196,17 +193,13 @@ def _prepare(
         path=tuple(sys.path),
         log_dir=str(folder),
         num_threads=num_threads,
-        payload=wire.Packet(
-            header=packed.packed.header,
-            sizes=sizes,
-            inline=tuple(map(bytes, buffers)) if is_small else (),
-        ),
+        payload=packet,
         imports=job.imports,
         grace=job.config.grace,
     )
     return Prepared(
         message=message,
-        segment=None if is_small else seal(buffers),
+        fds=fds,
         registry=packed.registry,
         closing_notices=lambda last: _advice(last, packed) if job.advise else [],
     )

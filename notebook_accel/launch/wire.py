@@ -73,12 +73,14 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Packet(msgspec.Struct, frozen=True, kw_only=True):
-    """A pickled value: its header, and its buffers inline or in one memory segment.
+    """A pickled value, in the message or in a memory segment beside it.
+
+    ``transport/packet.py`` makes it of a value, and the value of it.
 
     Attributes:
-        header: the pickle.
+        header: the pickle; empty where it is too large for a message, and the first buffer then.
         sizes: length in bytes of each out-of-band buffer.
-        inline: the buffers themselves; empty where they travel as a file descriptor.
+        inline: the buffers themselves; empty where they lie in a segment that goes along.
     """
 
     header: bytes

@@ -22,15 +22,17 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.agent.ending import Ending, Stage
 from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.launch.agent.rank_process import RankProcess
-from notebook_accel.launch.payload.segment import attach
 from notebook_accel.launch.system import processes, scratch
 from notebook_accel.launch.system.log_files import log_path
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.launch.transport.packet import unpack
 from notebook_accel.launch.transport.scoreboard import Scoreboard
 from notebook_accel.launch.worker import main as worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from notebook_accel.launch.payload import Packed
 
 __all__ = ["Agent", "main"]
 
@@ -65,14 +67,10 @@ def main(
     message, fds = first
     if not isinstance(message, wire.Launch):
         raise ProtocolError(f"the first message must be Launch, not {type(message).__name__}")
-    packet = message.payload
-    buffers = tuple(memoryview(bytearray(part)) for part in packet.inline)
-    if fds:
-        buffers = attach(fds[0], packet.sizes)
-        os.close(fds[0])
+    packed = unpack(message.payload, fds)
     agent = Agent(channel, kernel, message)
     try:
-        agent.start(buffers, unneeded)
+        agent.start(packed, unneeded)
         agent.serve()
     finally:
         agent.close()
@@ -96,7 +94,7 @@ class Agent:
 
     # ---- start -----------------------------------------------------------------------------
 
-    def start(self, buffers: tuple[memoryview, ...], unneeded: Sequence[int]) -> None:
+    def start(self, packed: Packed, unneeded: Sequence[int]) -> None:
         """Fork the ranks and tell the kernel their pids."""
         scratch.use(self._launch.run)
         context = mp.get_context("fork")
@@ -112,7 +110,7 @@ class Agent:
                 port=self._port.getsockname()[1],
                 channel=Channel(theirs),
                 board=self._board,
-                buffers=buffers,
+                packed=packed,
                 log=log,
                 stacks=stacks,
                 unneeded=(*unneeded, *self._own_descriptors(), ours.fileno()),
@@ -131,7 +129,7 @@ class Agent:
                     row=self._board.row(local_rank),
                 )
             )
-        for buffer in buffers:
+        for buffer in packed.buffers:
             buffer.release()
         self._post(wire.AgentReady, pids=self._pids(), port=self._port.getsockname()[1])
 

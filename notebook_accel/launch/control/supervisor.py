@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
-import os
 import selectors
 import threading
 import time
@@ -21,9 +20,9 @@ from notebook_accel.launch.control.interrupts import Latch, held
 from notebook_accel.launch.control.stacks import readable
 from notebook_accel.launch.control.state import apply
 from notebook_accel.launch.control.verdict import Verdict, judge
-from notebook_accel.launch.payload.segment import attach
 from notebook_accel.launch.run import Conductor
 from notebook_accel.launch.transport.channel import ProtocolError
+from notebook_accel.launch.transport.packet import unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -272,12 +271,7 @@ class _Results:
         self._values: dict[int, Any] = {}
 
     def keep(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
-        buffers = tuple(memoryview(bytearray(part)) for part in packet.inline)
-        if fds:
-            buffers = attach(fds[0], packet.sizes)
-        for fd in fds:
-            os.close(fd)
-        self._packed[rank] = payload.Packed(packet.header, buffers)
+        self._packed[rank] = unpack(packet, fds)
 
     def get(self, rank: int) -> Any:
         with self._lock:

@@ -55,10 +55,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What a launch sends: the message, its payload's descriptor, and how to read what returns."""
+    """What a launch sends: the message with its descriptors, and how to read what returns."""
 
     message: wire.Launch
-    segment: int | None
+    fds: tuple[int, ...]
     registry: Any
     closing_notices: Callable[[RunState], Sequence[str]]
 
@@ -150,8 +150,7 @@ def _begin(link: AgentLink, job: Job, opening: Opening, prepared: Prepared) -> C
     try:
         # An agent that is dead already is the supervisor's to tell.
         with contextlib.suppress(OSError):
-            fds = () if prepared.segment is None else (prepared.segment,)
-            link.channel.send(prepared.message, fds)
+            link.channel.send(prepared.message, prepared.fds)
         job.view.open(opening.run)
     except BaseException:
         supervisor.kill()

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch import payload, rank, wire
 from notebook_accel.launch.payload import cells
-from notebook_accel.launch.payload.segment import seal
 from notebook_accel.launch.system import processes
+from notebook_accel.launch.transport.packet import pack
 from notebook_accel.launch.worker import bars, output
 from notebook_accel.launch.worker.torch_fixes import mend_backward
 
@@ -36,8 +36,6 @@ __all__ = ["STACKS_SIGNAL", "Post", "main"]
 
 # faulthandler prints the stacks on it, also while native code holds the GIL.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
-# Results up to this size travel inside the message.
-_INLINE_BYTES = 65_536
 _POLL_SECONDS = (0.0005, 0.02)
 _LINGER_SECONDS = 5.0
 
@@ -63,7 +61,7 @@ class Post:
     port: int
     channel: Channel
     board: Scoreboard
-    buffers: tuple[memoryview, ...]
+    packed: payload.Packed
     log: int
     stacks: int
     unneeded: tuple[int, ...]
@@ -180,8 +178,7 @@ def _work(post: Post, context: rank.LaunchedContext, sender: _Sender) -> int:
         _note_groups(context)
         for name in post.launch.imports:
             import_module(name)
-        packet = post.launch.payload
-        call = payload.unpack_call(payload.Packed(packet.header, post.buffers))
+        call = payload.unpack_call(post.packed)
         context.tell(wire.RankStarted)
         _return(context, sender, call, call.function(*call.args, **call.kwargs))
     except BaseException as error:  # the process boundary: whatever it is, the notebook is told
@@ -204,15 +201,7 @@ def _note_groups(context: rank.LaunchedContext) -> None:
 
 
 def _return(context: rank.LaunchedContext, sender: _Sender, call: Any, value: object) -> None:
-    packed = payload.pack_result(value, call)
-    sizes = tuple(buffer.nbytes for buffer in packed.buffers)
-    is_small = sum(sizes) <= _INLINE_BYTES
-    packet = wire.Packet(
-        header=packed.header,
-        sizes=sizes,
-        inline=tuple(map(bytes, packed.buffers)) if is_small else (),
-    )
-    fds = () if is_small else (seal(packed.buffers),)
+    packet, fds = pack(payload.pack_result(value, call))
     message = wire.Returned(
         run=context.run,
         rank=context.rank,
@@ -222,6 +211,8 @@ def _return(context: rank.LaunchedContext, sender: _Sender, call: Any, value: ob
         drew_bar=context.drew_bar,
     )
     sender.send(message, fds)
+    for fd in fds:
+        os.close(fd)
 
 
 def _report(context: rank.LaunchedContext, sender: _Sender, call: Any, error: BaseException) -> int:

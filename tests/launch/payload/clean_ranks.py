@@ -19,7 +19,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import payload
-from notebook_accel.launch.payload import segment
+from notebook_accel.launch.transport import segment
 
 if TYPE_CHECKING:
     import pytest

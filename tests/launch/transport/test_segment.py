@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from notebook_accel.launch.payload.segment import attach, layout, seal
+from notebook_accel.launch.transport.segment import attach, layout, seal
 
 
 @pytest.fixture

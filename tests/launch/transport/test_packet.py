@@ -1,0 +1,68 @@
+"""A pickled value comes back as it was, however large, and leaves no descriptor open."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.payload import Packed
+from notebook_accel.launch.transport.packet import pack, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SMALL, LARGE = b"s" * 100, b"l" * 1_000_000
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_descriptor() -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def carried(packet: wire.Packet) -> wire.Packet:
+    """The packet after a journey in a message."""
+    message = wire.decode(wire.encode(wire.Returned(value=packet)))
+    assert isinstance(message, wire.Returned)
+    return message.value
+
+
+@pytest.mark.parametrize("header", [SMALL, LARGE], ids=["small header", "large header"])
+@pytest.mark.parametrize(
+    "buffers",
+    [(), (b"",), (SMALL, b"", SMALL), (SMALL, LARGE)],
+    ids=["none", "an empty one", "small", "large"],
+)
+def test_a_value_comes_back_as_it_was(header: bytes, buffers: tuple[bytes, ...]) -> None:
+    packet, fds = pack(Packed(header, tuple(map(memoryview, buffers))))
+    assert bool(fds) == (len(header) + sum(map(len, buffers)) > 65_536)
+    assert len(wire.encode(wire.Returned(value=packet))) < 70_000
+    back = unpack(carried(packet), fds)
+    assert back.header == header
+    assert [bytes(buffer) for buffer in back.buffers] == list(buffers)
+
+
+@pytest.mark.parametrize("buffer", [SMALL, LARGE], ids=["inline", "segment"])
+def test_buffers_are_writable_and_apart_from_the_senders(buffer: bytes) -> None:
+    source = bytearray(buffer)
+    packet, fds = pack(Packed(SMALL, (memoryview(source),)))
+    source[0:2] = b"??"
+    first, second = (unpack(packet, [os.dup(fd) for fd in fds]) for _ in range(2))
+    for fd in fds:
+        os.close(fd)
+    first.buffers[0][0:2] = b"!!"
+    assert bytes(second.buffers[0][:3]) == buffer[:3]
+    assert bytes(first.buffers[0][:3]) == b"!!" + buffer[2:3]
+
+
+def test_a_packet_that_is_not_whole_is_refused() -> None:
+    packet, fds = pack(Packed(SMALL, (memoryview(LARGE),)))
+    with pytest.raises(ValueError, match="1 buffers came with 0"):
+        unpack(packet, ())
+    longer = wire.Packet(header=SMALL, sizes=(len(LARGE) * 2,))
+    with pytest.raises(ValueError, match="bytes"):
+        unpack(longer, fds)
