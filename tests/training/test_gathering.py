@@ -319,6 +319,11 @@ def with_text(samples: list[int]) -> Any:
     return [torch.tensor(samples), tuple(f"t{sample}" for sample in samples), {"n": len(samples)}]
 
 
+def buckets() -> Any:
+    own = [[0, 1], [2, 3], [4]]
+    return DataLoader(range(5), batch_sampler=own)  # type: ignore[arg-type]
+
+
 def dispatches() -> dict[str, Any]:
     def batches(loader: Any) -> list[Any]:
         assert isinstance(loader, DataLoaderDispatcher)
@@ -342,6 +347,9 @@ def dispatches() -> dict[str, Any]:
         "shuffled": batches(prepare(numbers(12, 3, shuffle=True), dispatch_batches=True)),
         "mixed": list(prepare(numbers(10, collate_fn=with_text), dispatch_batches=True)),
         "widths": list(prepare(DataLoader(Widening(), batch_size=None))),
+        "buckets": batches(prepare(buckets(), dispatch_batches=True)),
+        "uneven buckets": batches(prepare(buckets(), dispatch_batches=True, even_batches=False)),
+        "divided buckets": batches(prepare(buckets(), dispatch_batches=True, split_batches=True)),
     }
     active = active_loaders()
     loader = prepare(stream(10))
@@ -368,6 +376,10 @@ def test_rank_0_reads_for_all() -> None:
     assert first["map-style"] == first["twice"] == first["golden"]
     assert second["map-style"] == second["twice"] == second["golden"]
     assert sorted(itertools.chain(*first["shuffled"], *second["shuffled"])) == list(range(12))
+    assert (first["buckets"], second["buckets"]) == ([[0, 1], [4]], [[2, 3], [0, 1]])
+    assert (first["uneven buckets"], second["uneven buckets"]) == ([[0, 1], [4]], [[2, 3]])
+    assert first["divided buckets"] == [[0], [2], [4]]
+    assert second["divided buckets"] == [[1], [3], [4]]
     assert first["ends"] == second["ends"] == [(False, -1), (True, 0)]
     assert first["failure"] == "OSError('unreadable')"
     assert "rank 0 could not read the next batch: OSError: unreadable" in second["failure"]

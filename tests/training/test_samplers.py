@@ -81,18 +81,99 @@ class Plain:
 
 
 @pytest.mark.parametrize(("samples", "size", "ranks", "settings", "expected"), TABLE)
-@pytest.mark.parametrize("own", [False, True], ids=["torch", "own"])
 def test_golden_values(
-    samples: int, size: int, ranks: int, settings: dict[str, bool], expected: list[str], own: bool
+    samples: int, size: int, ranks: int, settings: dict[str, bool], expected: list[str]
 ) -> None:
-    batches: Any = BatchSampler(
+    batches = BatchSampler(
         SequentialSampler(range(samples)), size, drop_last=settings.get("drop", False)
     )
-    given = shards(Plain(batches) if own else batches, ranks, **settings)
+    given = shards(batches, ranks, **settings)
     assert [list(shard) for shard in given] == [read(text) for text in expected]
-    if own and settings.get("split") and not settings.get("even", True):
+    assert [len(shard) for shard in given] == [len(read(text)) for text in expected]
+
+
+# The same for a user's own batch sampler, whose samples are never mixed.
+OWN_TABLE = [
+    (8, 3, 2, {}, ["012 67", "345 012"]),
+    (9, 3, 2, {}, ["012 678", "345 012"]),
+    (10, 3, 2, {}, ["012 678", "345 9"]),
+    (7, 3, 2, {}, ["012 6", "345 012"]),
+    (2, 3, 2, {}, ["01", "01"]),
+    (0, 3, 2, {}, ["", ""]),
+    (10, 3, 1, {}, ["012 345 678 9"]),
+    (10, 2, 3, {}, ["01 67", "23 89", "45 01"]),
+    (10, 3, 2, {"even": False}, ["012 678", "345 9"]),
+    (7, 3, 2, {"even": False}, ["012 6", "345"]),
+    (10, 3, 2, {"drop": True}, ["012", "345"]),
+    (9, 3, 3, {"drop": True}, ["012", "345", "678"]),
+    (10, 4, 2, {"split": True}, ["01 45 8", "23 67 9"]),
+    (9, 4, 2, {"split": True}, ["01 45 8", "23 67 8"]),
+    (9, 4, 2, {"split": True, "even": False}, ["01 45 8", "23 67"]),
+    (10, 4, 2, {"split": True, "drop": True}, ["01 45", "23 67"]),
+    (10, 6, 3, {"split": True}, ["01 67", "23 8", "45 9"]),
+]
+
+
+@pytest.mark.parametrize(("samples", "size", "ranks", "settings", "expected"), OWN_TABLE)
+def test_batches_of_ones_own_are_dealt_whole(
+    samples: int, size: int, ranks: int, settings: dict[str, bool], expected: list[str]
+) -> None:
+    batches = BatchSampler(
+        SequentialSampler(range(samples)), size, drop_last=settings.get("drop", False)
+    )
+    given = shards(Plain(batches), ranks, **settings)
+    assert [list(shard) for shard in given] == [read(text) for text in expected]
+    if settings.get("split") and not settings.get("even", True):
         return  # whether the last part is empty cannot be known before
     assert [len(shard) for shard in given] == [len(read(text)) for text in expected]
+
+
+class Buckets(BatchSampler):
+    """Batches of one kind of sample each, of which some are short."""
+
+    def __init__(self, buckets: list[list[int]], size: int) -> None:
+        super().__init__(SequentialSampler(range(sum(map(len, buckets)))), size, drop_last=False)
+        self.buckets = buckets
+
+    def __iter__(self) -> Any:
+        for bucket in self.buckets:
+            yield from (
+                bucket[start : start + self.batch_size]
+                for start in range(0, len(bucket), self.batch_size)
+            )
+
+    def __len__(self) -> int:
+        return sum(-(-len(bucket) // self.batch_size) for bucket in self.buckets)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("even", [False, True])
+def test_samples_of_two_buckets_never_meet(split: bool, even: bool) -> None:
+    buckets = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [12]]
+    kinds = {sample: kind for kind, bucket in enumerate(buckets) for sample in bucket}
+    given = [list(shard) for shard in shards(Buckets(buckets, 4), 2, split=split, even=even)]
+    assert all(len({kinds[sample] for sample in batch}) == 1 for own in given for batch in own)
+    assert {sample for own in given for batch in own for sample in batch} == set(kinds)
+    lengths = {len(own) for own in given}
+    assert len(lengths) == 1 or not even
+
+
+def test_batches_that_are_larger_than_they_said_are_divided_too() -> None:
+    batches = Plain(BatchSampler(SequentialSampler(range(12)), 6, drop_last=False))
+    batches.batch_size = 4
+    assert [list(shard) for shard in shards(batches, 2, split=True)] == [
+        [[0, 1, 2], [6, 7, 8]],
+        [[3, 4, 5], [9, 10, 11]],
+    ]
+
+
+def test_a_loader_that_skips_batches_shares_out_samples_too() -> None:
+    batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
+    given = shards(SkipBatchSampler(SkipBatchSampler(batches, 1), 1), 2)
+    assert [list(shard) for shard in given] == [[[6, 7, 8]], [[9, 6, 7]]]
+    assert [len(shard) for shard in given] == [1, 1]
+    assert [shard.remainder for shard in given] == [4, 4]
+    assert given[0].total_length == 2
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from notebook_accel.training.collectives import as_bytes, broadcast_object_list, lane
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.rounds import Part, Round, RoundDealer
-from notebook_accel.training.data.samplers import TailBatch
+from notebook_accel.training.data.samplers import TailBatch, has_own_batches
 from notebook_accel.training.nested import recursively_apply
 from notebook_accel.training.seeding import synchronize_rng_state
 
@@ -47,15 +47,24 @@ class DataLoaderDispatcher(PreparedLoader):
     def _batches_a_round(self) -> int:
         return 1 if self._options.split_batches else self._options.num_processes
 
+    @property
+    def _keeps_batches(self) -> bool:
+        return self.batch_sampler is not None and has_own_batches(self.batch_sampler)
+
     def _num_batches(self) -> int:
         num_read, a_round = super()._num_batches(), self._batches_a_round
         if self.drop_last:
             return num_read // a_round
-        return math.ceil(num_read / a_round) - self._misses_last_round()
+        return math.ceil(num_read / a_round) - self._misses_last_round(num_read)
 
-    def _misses_last_round(self) -> bool:
+    def _misses_last_round(self, num_read: int) -> bool:
+        """Whether the last round has nothing for this rank."""
         options, size = self._options, self.total_batch_size
-        if not options.is_uneven or size is None:
+        if not options.is_uneven:
+            return False
+        if self._keeps_batches:
+            return 0 < num_read % self._batches_a_round <= options.process_index
+        if size is None:
             return False
         samples: Any = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
         return 0 < len(samples) % size <= options.process_index
@@ -82,6 +91,7 @@ class DataLoaderDispatcher(PreparedLoader):
             batch_size=self.batch_size,
             drop_last=self.drop_last,
             is_uneven=self._options.is_uneven,
+            keeps_batches=self._keeps_batches,
         ).deal(self._read_from(position.given * self._batches_a_round))
         while True:
             try:

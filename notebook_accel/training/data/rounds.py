@@ -1,7 +1,8 @@
 """How the batches that one rank has read are divided over all of them.
 
 Where the batches of a round are alike, each goes whole to its rank. Else they are joined, filled
-up from the first batch of the pass and divided evenly; those that don't join stay whole.
+up from the first batch of the pass and divided evenly; those that don't join, and those of a
+user's own batch sampler, stay whole.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class RoundDealer:
         batch_size: samples a batch, None where it is not known.
         drop_last: leave out a round that lacks batches.
         is_uneven: divide what lacks samples as it is, rather than fill it up.
+        keeps_batches: never mix samples of two batches, which a user's own batch sampler made.
     """
 
     num_parts: int
@@ -52,6 +54,7 @@ class RoundDealer:
     batch_size: int | None = None
     drop_last: bool = False
     is_uneven: bool = False
+    keeps_batches: bool = False
     first: Any = field(default=None, init=False)
 
     def deal(self, raw: Iterator[Any]) -> Iterator[Round]:
@@ -72,7 +75,8 @@ class RoundDealer:
         if len(batches) == self.num_parts and len(sizes) == 1:
             is_uneven = self.is_uneven or sizes == {None}
             return Round([Part(batch, None) for batch in batches], is_uneven)
-        joined = None if None in sizes else _try_to_join(batches)
+        is_joined = None not in sizes and (self.batches_a_round == 1 or not self.keeps_batches)
+        joined = _try_to_join(batches) if is_joined else None
         rows = None if joined is None else count_rows(joined)
         if rows is None or rows > self._most_rows:
             return self._deal_whole(batches)
@@ -87,18 +91,13 @@ class RoundDealer:
     def _divide_evenly(self, joined: Any, rows: int) -> list[Part | None]:
         share = math.ceil(rows / self.num_parts)
         missing = share * self.num_parts - rows
-        filled = join_rows([joined, *self._filling(missing)]) if missing else joined
+        source = joined if self.keeps_batches else self.first
+        filled = join_rows([joined, *_filling(source, missing)]) if missing else joined
         parts: list[Part | None] = []
         for start in range(0, share * self.num_parts, share):
             last = LastRound(rows, share, min(max(rows - start, 0), share)) if missing else None
             parts.append(Part(slice_rows(filled, start, start + share), last))
         return parts
-
-    def _filling(self, missing: int) -> Iterator[Any]:
-        available = count_rows(self.first) or 1
-        while missing > 0:
-            yield slice_rows(self.first, 0, min(missing, available))
-            missing -= available
 
     def _divide_unevenly(self, joined: Any, rows: int) -> list[Part | None]:
         quotient, extra = divmod(rows, self.num_parts)
@@ -120,6 +119,14 @@ class RoundDealer:
         repeated = Part(self.first, LastRound(-1, count_rows(self.first), 0))
         filling = [None if self.is_uneven else repeated] * missing
         return Round([*(Part(batch, None) for batch in batches), *filling], True)
+
+
+def _filling(source: Any, missing: int) -> Iterator[Any]:
+    """``missing`` samples from the start of ``source``, again and again where it has fewer."""
+    available = count_rows(source) or 1
+    while missing > 0:
+        yield slice_rows(source, 0, min(missing, available))
+        missing -= available
 
 
 def count_rows(batch: Any) -> int | None:

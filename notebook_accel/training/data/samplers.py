@@ -3,6 +3,11 @@
 Every rank runs through the whole order and takes its own part of each *round*, the batches that
 the ranks work on at the same step. The last round may lack samples: it is filled up from the
 start of the data, is dealt out as it is, or is dropped.
+
+The batches of torch's own ``BatchSampler`` are nothing but its samples in groups, so a round is
+filled up sample by sample. The batches of a user's own batch sampler may have a meaning (images
+of one size, say, which alone can be stacked): their samples are never mixed, and a round is
+filled up with whole batches.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ __all__ = [
     "SkipBatchSampler",
     "TailBatch",
     "TailCollate",
+    "has_own_batches",
     "length_of",
     "share_of",
 ]
@@ -136,7 +142,7 @@ class BatchSamplerShard(BatchSampler):
         return self.num_processes > 1 and not (is_filled and self._deals_samples)
 
     @property
-    def totallength_of(self) -> int:
+    def total_length(self) -> int:
         """Number of batches of the batch sampler that is shared out."""
         return length_of(self.batch_sampler)
 
@@ -145,12 +151,24 @@ class BatchSamplerShard(BatchSampler):
         """Samples that the last round will have; 0 for a whole one, -1 where it is not known."""
         if self.drop_last or not self._deals_samples or not isinstance(self.sampler, Sized):
             return -1
-        return len(self.sampler) % self._capacity
+        return self._num_samples % self._capacity
 
     @property
     def _deals_samples(self) -> bool:
-        # Torch's own batches are as many samples as they have room for, in the sampler's order.
-        return type(self.batch_sampler).__iter__ is BatchSampler.__iter__
+        return not has_own_batches(self.batch_sampler)
+
+    @property
+    def _num_skipped(self) -> int:
+        """Samples at the start of the order that a loader which skips batches leaves out."""
+        num_batches, inner = 0, self.batch_sampler
+        while isinstance(inner, SkipBatchSampler):
+            num_batches += inner.skip_batches
+            inner = inner.batch_sampler
+        return num_batches * int(self.batch_size)
+
+    @property
+    def _num_samples(self) -> int:
+        return max(0, length_of(self.sampler) - self._num_skipped)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers inside which epoch comes."""
@@ -163,7 +181,7 @@ class BatchSamplerShard(BatchSampler):
         if self.num_processes == 1:
             return length_of(self.batch_sampler)
         if self._deals_samples:
-            whole, rest = divmod(length_of(self.sampler), self._capacity)
+            whole, rest = divmod(self._num_samples, self._capacity)
             needed = self._mine.start
         elif self.split_batches:
             return length_of(self.batch_sampler)
@@ -181,56 +199,72 @@ class BatchSamplerShard(BatchSampler):
         return self._split_batches() if self.split_batches else self._deal_batches()
 
     def _deal_samples(self) -> Iterator[list[Any]]:
-        samples, capacity, mine = iter(self.sampler), self._capacity, self._mine
+        capacity, mine = self._capacity, self._mine
+        samples = itertools.islice(self.sampler, self._num_skipped, None)
         first = samples_of_round = [*itertools.islice(samples, capacity)]
         while len(samples_of_round) == capacity:
             yield samples_of_round[mine]
             samples_of_round = [*itertools.islice(samples, capacity)]
-        if samples_of_round and not self.drop_last:
-            yield from self._deal_last(samples_of_round, first)
-
-    def _deal_last(self, samples: list[Any], first: list[Any]) -> Iterator[list[Any]]:
-        filled = _fill(samples, first, self._capacity) if self.even_batches else samples
-        batch = filled[self._mine]
-        self.last_round = LastRound(len(samples), len(batch), len(samples[self._mine]))
+        if not samples_of_round or self.drop_last:
+            return
+        filled = _fill(samples_of_round, first, capacity) if self.even_batches else samples_of_round
+        batch = filled[mine]
+        self.last_round = LastRound(len(samples_of_round), len(batch), len(samples_of_round[mine]))
         if batch:
             yield batch
 
     def _split_batches(self) -> Iterator[list[Any]]:
+        """Divide each batch of a user's own batch sampler, whatever its size."""
         batches = iter(self.batch_sampler)
-        first: list[Any] = next(batches, [])
-        batch = first
+        batch: Any = next(batches, ())
         for following in batches:
-            yield _fill(batch, first, self._capacity)[self._mine]
+            # Every rank needs a sample of each batch before the last, or it would end too early.
+            yield self._part_of(batch, at_least=1)
             batch = following
-        if len(batch) == self._capacity:
-            yield batch[self._mine]
-        elif batch and not self.drop_last:
-            yield from self._deal_last(batch, first)
+        if not len(batch) or (self.drop_last and len(batch) < self.batch_size):
+            return
+        part = self._part_of(batch, at_least=int(self.even_batches))
+        self.last_round = LastRound(len(batch), len(part), len(self._part_of(batch, at_least=0)))
+        if len(part):
+            yield part
+
+    def _part_of(self, batch: Any, *, at_least: int) -> Any:
+        """This rank's samples of a batch: the first ranks get one more where some are left.
+
+        A rank for which nothing is left gets the first ``at_least`` samples, which another rank
+        has too.
+        """
+        size, extra = divmod(len(batch), self.num_processes)
+        start = size * self.process_index + min(self.process_index, extra)
+        stop = start + size + (self.process_index < extra)
+        return batch[start:stop] if stop > start else batch[:at_least]
 
     def _deal_batches(self) -> Iterator[Any]:
+        """Deal out the batches of a user's own batch sampler, each whole."""
         batches, size = iter(self.batch_sampler), self.num_processes
         first = batches_of_round = [*itertools.islice(batches, size)]
+        # One round ahead: only the last one may need filling up.
         while following := [*itertools.islice(batches, size)]:
             yield batches_of_round[self.process_index]
             batches_of_round = following
-        if batches_of_round and (len(batches_of_round) == size or not self.drop_last):
-            yield from self._deal_last_batches(batches_of_round, first)
-
-    def _deal_last_batches(self, batches: list[Any], first: list[Any]) -> Iterator[Any]:
-        if self.even_batches and self.batch_size:
-            samples = [*itertools.chain(*batches)]
-            if len(samples) < self._capacity:
-                yield from self._deal_last(samples, [*itertools.chain(*first)])
-                return
-        filled = _fill(batches, first, self.num_processes) if self.even_batches else batches
+        num_batches = len(batches_of_round)
+        if not num_batches or (num_batches < size and self.drop_last):
+            return
+        filled = _fill(batches_of_round, first, size) if self.even_batches else batches_of_round
         if self.process_index < len(filled):
             batch = filled[self.process_index]
             rows = len(batch) if isinstance(batch, Sized) else None
-            is_repeated = self.process_index >= len(batches)
+            is_repeated = self.process_index >= num_batches
             kept = 0 if is_repeated else 1 if rows is None else rows
             self.last_round = LastRound(-1, rows, kept)
             yield batch
+
+
+def has_own_batches(batch_sampler: Any) -> bool:
+    """Whether a batch sampler makes its batches in a way of its own, rather than as torch's."""
+    while isinstance(batch_sampler, SkipBatchSampler):
+        batch_sampler = batch_sampler.batch_sampler
+    return type(batch_sampler).__iter__ is not BatchSampler.__iter__
 
 
 def length_of(sized: Any) -> int:
