@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import torch
+
+    from notebook_accel.training.optimizer import AcceleratedOptimizer
 
     GradientSync = Callable[[torch.nn.Module, bool], AbstractContextManager[Any]]
 
@@ -34,6 +37,8 @@ class Accumulation:
         sync_gradients: whether the next step of a prepared optimizer is a real one.
         step: batches since the last loader began anew.
         inside: whether a block of ``accumulate`` is running.
+        optimizers: those prepared for these windows, which hear when a last batch begins and
+            ends.
     """
 
     def __init__(self, plugin: GradientAccumulationPlugin) -> None:
@@ -42,6 +47,7 @@ class Accumulation:
         self.sync_gradients = True
         self.step = 0
         self.inside = False
+        self.optimizers: weakref.WeakSet[AcceleratedOptimizer] = weakref.WeakSet()
         self.loaders = active_loaders()
 
     def show(self) -> None:
@@ -71,7 +77,7 @@ class Accumulation:
 class Window:
     """One block of ``accumulate``: a batch of the window."""
 
-    __slots__ = ("_accumulation", "_models", "_outer", "_stack", "_sync")
+    __slots__ = ("_accumulation", "_is_last", "_models", "_outer", "_stack", "_sync")
 
     def __init__(
         self, accumulation: Accumulation, models: Sequence[torch.nn.Module], sync: GradientSync
@@ -80,6 +86,7 @@ class Window:
         self._models = models
         self._sync = sync
         self._outer = False
+        self._is_last = False
         self._stack: ExitStack | None = None
 
     def __enter__(self) -> None:
@@ -87,6 +94,10 @@ class Window:
         accumulation.advance()
         self._outer = accumulation.inside
         accumulation.inside = True
+        self._is_last = accumulation.sync_gradients and accumulation.num_steps > 1
+        if self._is_last:
+            for optimizer in accumulation.optimizers:
+                optimizer.begin_last_batch()
         if accumulation.sync_gradients or accumulation.plugin.sync_each_batch:
             return
         self._stack = ExitStack()
@@ -100,6 +111,9 @@ class Window:
         traceback: TracebackType | None,
     ) -> None:
         self._accumulation.inside = self._outer
+        if self._is_last:
+            for optimizer in self._accumulation.optimizers:
+                optimizer.end_last_batch()
         if self._stack is not None:
             self._stack.__exit__(kind, error, traceback)
 

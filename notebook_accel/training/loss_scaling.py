@@ -22,8 +22,8 @@ class LossScaling:
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
-        self._stepped = False
-        self._done: set[int] = set()
+        self._is_used = False  # whether the gradients of the last backward were stepped or cleared
+        self._done: set[int] = set()  # ids of the optimizers whose gradients are unscaled
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
@@ -52,14 +52,23 @@ class LossScaling:
         if not _has_gradients(optimizer):
             return _step_plainly(optimizer, closure), False
         result = self._scaler.step(optimizer, *([] if closure is None else [closure]))
-        self._stepped = True
+        self._is_used = True
         self._done.add(id(optimizer))
         found = self._scaler._found_inf_per_device(optimizer)
         return result, any(bool(value.item()) for value in found.values())
 
+    def forget(self, optimizer: Optimizer) -> None:
+        """Note that the optimizer's gradients were cleared, whether a step used them or not.
+
+        Those of the next backward are unscaled anew, and an overflow that was found in the ones
+        that are gone still lowers the scale.
+        """
+        if id(optimizer) in self._done:
+            self._is_used = True
+
     def _settle(self) -> None:
-        if self._stepped:
-            self._stepped = False
+        if self._is_used:
+            self._is_used = False
             self._done.clear()
             self._scaler.update()
 

@@ -1,4 +1,16 @@
-"""A prepared optimizer: steps at the end of a window, skips overflows, reports its steps."""
+"""A prepared optimizer: steps at the end of a window, skips overflows, reports its steps.
+
+When a gradient is cleared, with windows of several batches: ``zero_grad`` may stand first or last
+in the loop, so inside a window it must not touch gradients that a later step is to use. They are
+cleared
+
+- at once, where a step has used them, or outside of windows;
+- at once, on the last batch of a window, where this batch's gradients are there already: the loop
+  drops the window (its norm was not finite, say);
+- at the end of the last batch, where no gradient came after ``zero_grad`` and no step either: the
+  loop dropped the window before its backward;
+- not at all otherwise: this ``zero_grad`` stands first in the loop.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +37,8 @@ __all__ = ["AcceleratedOptimizer", "UnpreparedWatch", "owners", "shares_paramete
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer; schedulers and other code see an optimizer like any other.
 
-    Within a window of gradient accumulation ``step`` and ``zero_grad`` do nothing until the
-    window ends, and ``zero_grad`` clears only gradients that a step has used: it may stand first
-    or last in the loop.
+    Within a window of gradient accumulation ``step`` does nothing until the window ends, and
+    ``zero_grad`` clears only gradients that a step has used, or that the loop drops.
 
     Attributes:
         optimizer: the optimizer that it wraps.
@@ -50,6 +61,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._device_memory = device_memory
         self._used = False
         self._skipped = False
+        # Of the last batch of a window: the gradients as it began (None: it is not running), and
+        # whether zero_grad was called before any of its own came.
+        self._at_start: list[tuple[int, int]] | None = None
+        self._was_held_back = False
+        accumulation.optimizers.add(self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -99,15 +115,49 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, those of an open window aside."""
-        if not self._used and self._accumulation.keeps_gradients:
+        """Clear the gradients, those that a later step is to use aside (see the module)."""
+        is_open = not self._used and self._accumulation.keeps_gradients
+        if is_open and not self._has_new_gradients():
+            self._was_held_back = True
             return
+        self._clear(set_to_none)
+
+    def _clear(self, set_to_none: bool) -> None:
         # Cleared gradients have no window yet: the next ones are kept until a step uses them.
         self._used = False
+        self._was_held_back = False
         if set_to_none:
             self.optimizer.zero_grad()
         else:
             self.optimizer.zero_grad(set_to_none=False)
+        if self._at_start is not None:
+            self._at_start = self._gradients()
+        if self._scaling is not None:
+            self._scaling.forget(self.optimizer)
+
+    def begin_last_batch(self) -> None:
+        """Note that the last batch of a window begins; its gradients are told by this."""
+        self._at_start = self._gradients()
+        self._was_held_back = False
+
+    def end_last_batch(self) -> None:
+        """Note that the last batch of a window has ended: a window that was dropped is cleared."""
+        is_dropped = self._was_held_back and not self._used and not self._has_new_gradients()
+        self._at_start = None
+        if is_dropped:
+            self._clear(set_to_none=True)
+
+    def _has_new_gradients(self) -> bool:
+        """Whether the last batch of a window is running and has had a backward."""
+        return self._at_start is not None and self._gradients() != self._at_start
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """What changes with every backward: which tensors, and how often each was written to."""
+        return [
+            (id(parameter.grad), 0 if parameter.grad is None else parameter.grad._version)
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        ]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
@@ -166,11 +216,15 @@ class UnpreparedWatch:
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def knows(self, optimizer: Optimizer) -> None:
-        """This one was prepared."""
+        """Note that this optimizer was prepared."""
         self._known.add(optimizer)
 
     def start(self, owner: object) -> None:
-        """Look at every optimizer's step for as long as ``owner`` lives, if there is need."""
+        """Look at every optimizer's step for as long as ``owner`` lives.
+
+        Nothing is watched where an unprepared optimizer would step rightly: without windows and
+        without a loss scale.
+        """
         if self._started or (self._scaling is None and self._accumulation.num_steps == 1):
             return
         self._started = True

@@ -138,6 +138,68 @@ def test_the_end_of_a_loader_closes_a_short_window() -> None:
     assert synced == [False, False, True, False, False, True, True] * 2
 
 
+BAD = float("nan")
+
+
+@pytest.mark.parametrize("found", ["after backward", "before backward"])
+@pytest.mark.parametrize("order", ["first", "last", "guarded"])
+@pytest.mark.parametrize("plain", [False, True], ids=["accelerator.backward", "loss.backward"])
+def test_a_bad_window_is_dropped_and_training_goes_on(found: str, order: str, plain: bool) -> None:
+    accelerator, model, optimizer, recorder = setup()
+    for gradient in [1.0, BAD, 100.0, 1000.0]:
+        with accelerator.accumulate(model):
+            if order == "first":
+                optimizer.zero_grad()
+            loss = model(gradient)
+            if found == "before backward" and gradient != gradient:
+                optimizer.zero_grad()
+                continue
+            loss = loss / 2 if plain else loss
+            loss.backward() if plain else accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+                if not torch.isfinite(norm):
+                    optimizer.zero_grad()
+                    continue
+            if accelerator.sync_gradients or order != "guarded":
+                optimizer.step()
+            if order == "last" or (order == "guarded" and accelerator.sync_gradients):
+                optimizer.zero_grad()
+    assert recorder.used == [550.0]
+
+
+def test_a_window_is_dropped_for_the_optimizer_alone_that_says_so() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    critic, maker = Scalar(), Scalar()
+    judging, making = Recorder(critic.parameters()), Recorder(maker.parameters())
+    critic, maker, judge, make = accelerator.prepare(critic, maker, judging, making)
+    for gradient in GRADIENTS:
+        with accelerator.accumulate(critic, maker):
+            judge.zero_grad()
+            accelerator.backward(critic(gradient))
+            judge.step()
+            # First in its own half, but after a backward of the other one.
+            make.zero_grad()
+            accelerator.backward(maker(gradient))
+            make.step()
+    assert judging.used == making.used == [5.5, 550.0]
+
+
+def test_a_dropped_batch_of_fp16_is_unscaled_once_and_lowers_the_scale() -> None:
+    accelerator, model, optimizer, recorder = setup(1, mixed_precision="fp16")
+    before = accelerator.scaler.get_scale()
+    for gradient in [BAD, 2.0, 3.0]:
+        accelerator.backward(model(gradient))
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+        if not torch.isfinite(norm):
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    assert recorder.used == [2.0, 3.0]
+    assert accelerator.scaler.get_scale() == before / 2
+
+
 def test_other_code_sees_an_optimizer() -> None:
     _, model, optimizer, recorder = setup()
     assert isinstance(optimizer, torch.optim.Optimizer)
