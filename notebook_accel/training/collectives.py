@@ -339,7 +339,7 @@ def reduce(
         tensor: tensors of the same shapes on every rank.
         reduction: "sum", "mean" (of whole numbers: a float tensor), "max", "min", or "none",
             which gives ``tensor`` as it is.
-        scale: the result is multiplied by it.
+        scale: accepted, and without effect, as in Accelerate on everything but XLA.
         group: the ranks; all of them unless given.
 
     Raises:
@@ -353,8 +353,7 @@ def reduce(
     _compare_shapes("reduce", tensor, group)
 
     def reduce(leaf: torch.Tensor) -> torch.Tensor:
-        result = _reduce(leaf, reduction, group)
-        return result if scale == 1.0 else result * scale
+        return _reduce(leaf, reduction, group)
 
     return recursively_apply(reduce, tensor, error_on_other_type=True)
 

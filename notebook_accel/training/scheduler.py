@@ -56,29 +56,27 @@ class AcceleratedScheduler:
         self._ran_out = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move the schedule, if the optimizers made a step."""
+        """Move the schedule, if the optimizers made a step.
+
+        On batches that only accumulate the schedule does not move at all: torch's schedulers
+        compute with ``_step_count`` too, so not even that may count such a batch.
+        """
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
         elif isinstance(self.scheduler, ReduceLROnPlateau):
-            self._step_by_metric(*args, **kwargs)
-        elif not self._accumulation.sync_gradients:
-            self._pass_over()
-        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            # A metric is one, however many ranks found it; after the loop, where it is measured,
+            # a window may be open.
+            if self._accumulation.sync_gradients or not self._accumulation.inside:
+                self.scheduler.step(*args, **kwargs)
+        elif self._accumulation.sync_gradients and not self._was_skipped:
             self._move(*args, **kwargs)
 
-    def _step_by_metric(self, *args: Any, **kwargs: Any) -> None:
-        # A metric is one, however many ranks found it; after the loop a window may be open.
-        if self._accumulation.sync_gradients or not self._accumulation.inside:
-            self.scheduler.step(*args, **kwargs)
-
-    def _pass_over(self) -> None:
-        """Count the batch as seen: torch warns of a scheduler that runs before its optimizer."""
-        counts = hasattr(self.scheduler, "_step_count")  # some that combine others do not
-        if counts and self._accumulation.plugin.adjust_scheduler:
-            self.scheduler._step_count += 1
+    @property
+    def _was_skipped(self) -> bool:
+        return any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
     def _move(self, *args: Any, **kwargs: Any) -> None:
-        total = getattr(self.scheduler, "total_steps", None)
+        total = getattr(self.scheduler, "total_steps", None)  # OneCycleLR raises beyond its end
         for _ in range(self.num_steps):
             if total is None or self.scheduler.last_epoch < total:
                 self.scheduler.step(*args, **kwargs)
@@ -86,29 +84,28 @@ class AcceleratedScheduler:
             self._watch_the_end()
 
     def _watch_the_end(self) -> None:
+        """Warn once of a rate that has been 0 for two moves: the length was counted too short."""
         highest = max(float(rate) for rate in self.scheduler.get_last_lr())
         self._peak = max(self._peak, highest)
         if highest > _NOTHING * self._peak:
             self._ran_out = False
-        elif self._ran_out:
-            self._warn_of_the_end()
-        else:
+        elif not self._ran_out:
+            # A schedule of the right length reaches 0 too, with its last step.
             self._ran_out = self._peak > 0
-
-    def _warn_of_the_end(self) -> None:
-        notice_once(
-            "schedule ran out",
-            f"the learning rate has reached 0 while training goes on: a prepared "
-            f"{type(self.scheduler).__name__} moves {self.num_steps} steps with each step of the "
-            "optimizer, so count its length with len() of the loader before prepare()",
-        )
+        else:
+            notice_once(
+                "schedule ran out",
+                f"the learning rate has reached 0 while training goes on: a prepared "
+                f"{type(self.scheduler).__name__} moves {self.num_steps} steps with each step of "
+                "the optimizer, so count its length with len() of the loader before prepare()",
+            )
 
     def get_last_lr(self) -> list[float]:
-        """The rates that the optimizers use now, one a parameter group."""
+        """Give the rates that the optimizers use now, one a parameter group."""
         return [float(rate) for rate in self.scheduler.get_last_lr()]
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped scheduler's."""
+        """Give the wrapped scheduler's state."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

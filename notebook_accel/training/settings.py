@@ -187,7 +187,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     num_steps: int = 1
     """Batches a window."""
     adjust_scheduler: bool = True
-    """Whether a prepared scheduler counts the batches between two steps as seen."""
+    """Accepted; without effect, as in Accelerate: a prepared scheduler counts real steps alone."""
     sync_with_dataloader: bool = True
     """Whether the last batch of a loader ends a window that is still short."""
     sync_each_batch: bool = False

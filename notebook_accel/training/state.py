@@ -140,7 +140,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether a prepared scheduler counts the batches between two steps as seen."""
+        """The plugin's field of this name; without effect, as in Accelerate."""
         return current_accumulation().plugin.adjust_scheduler
 
     @property

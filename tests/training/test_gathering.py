@@ -226,6 +226,33 @@ def test_structures() -> None:
         assert got["after"].tolist() == [6, 0, 1, 2, 3, 4], "cut outside of the loop"
 
 
+def gathers_nothing() -> dict[str, Any]:
+    """Rank 1 has found nothing in its images."""
+    words = [] if this_rank() else ["a"]
+    x = torch.tensor([this_rank()])
+    return {
+        "list": gather_for_metrics(words),
+        "asked": gather_for_metrics(words, use_gather_object=True),
+        "dict": gather_for_metrics({"x": x, "words": words, "none": {}}),
+        "pair": gather_for_metrics((x, words)),
+        "deep": gather_for_metrics({"x": (x, {"words": words})}),
+        "nobody": gather_for_metrics((x, (), [])),
+        "listed": gather_for_metrics([x, []]),
+    }
+
+
+def test_a_rank_may_have_nothing() -> None:
+    for got in run_ranks(gathers_nothing, 2):
+        assert got["list"] == got["asked"] == ["a"]
+        assert got["dict"]["x"].tolist() == [0, 1]
+        assert (got["dict"]["words"], got["dict"]["none"]) == (["a"], {})
+        assert (got["pair"][0].tolist(), got["pair"][1]) == ([0, 1], ["a"])
+        assert got["deep"]["x"][1] == {"words": ["a"]}
+        assert got["nobody"][1:] == ((), [])
+        assert got["listed"][0].tolist() == [0, 1]
+        assert got["listed"][1] == []
+
+
 def gathers_in_odd_loops() -> dict[str, Any]:
     loader, other = prepare(numbers(10)), prepare(numbers(7))
     results: dict[str, Any] = {"skipped": seen(skip_first_batches(loader, 1))}

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
+from torch.optim import lr_scheduler, swa_utils
 
 from notebook_accel import AcceleratedScheduler, Accelerator, GradientAccumulationPlugin
 from notebook_accel.training.accumulation import Accumulation
 from tests.training.single import fresh_rank  # noqa: F401
 
 
-def setup(make: Any, **settings: Any) -> tuple[Accelerator, Any, Any]:
+def setup(make: Any, rate: float = 1.0, **settings: Any) -> tuple[Accelerator, Any, Any]:
     accelerator = Accelerator(cpu=True, **settings)
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=rate)
     return (accelerator, *accelerator.prepare(optimizer, make(optimizer)))
 
 
@@ -45,7 +45,7 @@ def test_it_moves_with_real_steps_alone() -> None:
             scheduler.step()
             rates.append(*scheduler.get_last_lr())
     assert rates == [1.0, 0.5, 0.5, 0.25]
-    assert scheduler._step_count == 5, "batches between count as seen"
+    assert scheduler._step_count == 3, "batches between do not count"
     assert scheduler.__notebook_accel_unwrap__() is scheduler.scheduler
 
 
@@ -72,13 +72,22 @@ def test_schedulers_made_of_others_move_too(make: Any) -> None:
     assert scheduler.get_last_lr() == expected[2].get_last_lr() != [1.0]
 
 
-def test_a_plugin_may_leave_the_count_alone() -> None:
-    plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=False)
-    accelerator, optimizer, scheduler = setup(halving, gradient_accumulation_plugin=plugin)
-    with accelerator.accumulate():
-        optimizer.step()
-        scheduler.step()
-    assert scheduler._step_count == 1
+@pytest.mark.parametrize("adjusts", [True, False])
+def test_a_schedule_that_counts_calls_moves_with_steps_too(adjusts: bool) -> None:
+    def averaging(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=2, anneal_strategy="linear")
+
+    plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=adjusts)
+    accelerator, optimizer, scheduler = setup(
+        averaging, rate=0.1, gradient_accumulation_plugin=plugin
+    )
+    rates = []
+    for _ in range(4):
+        with accelerator.accumulate():
+            optimizer.step()
+            scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.1, 0.06, 0.06, 0.02])
 
 
 def test_it_can_move_on_its_own() -> None:

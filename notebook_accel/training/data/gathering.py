@@ -37,14 +37,31 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
 
 
 def _gather(data: Any, position: Position | None) -> Any:
-    are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves(data)]
-    if all(are_tensors):
+    """Gather tensors as tensors and everything else as objects.
+
+    Every rank has to take the same way through this function, and a list that is empty here may
+    hold objects elsewhere (boxes that were found in an image, say): it is gathered as objects.
+    """
+    found = [isinstance(leaf, torch.Tensor) for leaf in leaves(data)]
+    are_tensors = bool(found) and all(found)
+    if are_tensors and not _holds_empty(data):
         return _gather_tensors(data, position)
     if isinstance(data, Mapping):
         return rebuild(data, {key: _gather(item, position) for key, item in data.items()})
-    if isinstance(data, tuple) and (any(are_tensors) or is_namedtuple(data)):
+    is_record = isinstance(data, tuple) and (any(found) or is_namedtuple(data))
+    if is_record or are_tensors:
         return honor_type(data, (_gather(item, position) for item in data))
-    return gather_object(_cut_objects(data, position))
+    gathered = gather_object(_cut_objects(data, position))
+    return data if not gathered and isinstance(data, tuple) else gathered
+
+
+def _holds_empty(data: Any) -> bool:
+    """Whether a list or tuple somewhere in ``data`` has nothing in it."""
+    if isinstance(data, Mapping):
+        return any(_holds_empty(item) for item in data.values())
+    if isinstance(data, (list, tuple)):
+        return not data or any(_holds_empty(item) for item in data)
+    return False
 
 
 def _cut_objects(data: Any, position: Position | None) -> Any:
