@@ -128,7 +128,9 @@ class Accelerator(ConfiguredView):
         super().__init__(plan, resolve_project(project_config, project_dir))
         self._accumulation = plan.accumulation
         self._strategy = plan.strategy
-        self._scaling = plan.precision.scaling
+        # One rank of each share of the data: what is joined over them counts each sample once.
+        self._data_ranks = plan.strategy.data_group.process_group
+        self._scaling = plan.strategy.scaling
         self._prepared = Preparation(plan)
         self._checkpoints = Checkpoints(self._prepared, self.project_configuration)
         self._triggered = False
@@ -257,12 +259,34 @@ class Accelerator(ConfiguredView):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients of the loss, which is divided by the batches of a window."""
-        num_steps = self._accumulation.num_steps
-        if num_steps > 1:
-            loss = loss / num_steps
-        if self._scaling is not None:
-            loss = self._scaling.scale(loss)
-        self._strategy.backward(loss, **kwargs)
+        self._strategy.backward(loss, self._accumulation.num_steps, **kwargs)
+
+    def forward_backward(
+        self,
+        model: Module,
+        inputs: Any,
+        targets: Any,
+        loss_function: Callable[[Any, Any], torch.Tensor],
+    ) -> torch.Tensor:
+        """Forward, loss and ``backward`` of one batch in one call, which every strategy can run.
+
+        A pipeline runs them itself, micro-batch by micro-batch; elsewhere this means
+        ``loss = loss_function(model(inputs), targets)`` and ``backward(loss)``. A loop that
+        calls it is the same under every strategy.
+
+        Args:
+            model: as ``prepare`` gave it.
+            inputs: what it is called with: a tuple or list gives its arguments, a mapping its
+                keywords, anything else is the one argument.
+            targets: the loss function's second argument, first dimension the batch's.
+            loss_function: called with the outputs and the targets; gives a mean over the batch.
+
+        Returns:
+            the loss of this rank's batch, without gradient, on every rank.
+        """
+        return self._strategy.forward_backward(
+            model, inputs, targets, loss_function, self._accumulation.num_steps
+        )
 
     def accumulate(self, *models: Module) -> Window:
         """A block for one batch of a window; gradients are exchanged and used at its last."""
@@ -331,21 +355,23 @@ class Accelerator(ConfiguredView):
 
     def gather(self, tensor: Any) -> Any:
         """The tensors of all ranks, joined along the first dimension, in any nesting."""
-        return collectives.gather(tensor)
+        return collectives.gather(tensor, group=self._data_ranks)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """What all ranks computed from their batches, each sample counted once."""
-        return gather_for_metrics(input_data, use_gather_object)
+        return gather_for_metrics(input_data, use_gather_object, group=self._data_ranks)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The tensors of all ranks combined: "sum", "mean", "max", "min" or "none"."""
-        return collectives.reduce(tensor, reduction, scale)
+        return collectives.reduce(tensor, reduction, scale, group=self._data_ranks)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
         """The tensors, padded along ``dim`` to the largest size that a rank has."""
-        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+        return collectives.pad_across_processes(
+            tensor, dim, pad_index, pad_first, group=self._data_ranks
+        )
 
     @contextmanager
     def join_uneven_inputs(
@@ -395,6 +421,7 @@ class Accelerator(ConfiguredView):
             f: path or open file.
             safe_serialization: write a dictionary of tensors as safetensors.
         """
+        obj = self._strategy.make_whole(obj)
         if self._writes:
             save_object(obj, f, safe=safe_serialization)
 

@@ -329,7 +329,7 @@ def broadcast_object_list(
 def reduce(
     tensor: Any,
     reduction: str = "mean",
-    scale: float = 1.0,
+    scale: float = 1.0,  # noqa: ARG001
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Any:

@@ -21,7 +21,7 @@ from notebook_accel.training.settings import (
     check_handlers,
     pick_handler,
 )
-from notebook_accel.training.strategies import Strategy, make_strategy
+from notebook_accel.training.strategies import Request, Strategy, make_strategy
 
 if TYPE_CHECKING:
     import os
@@ -50,7 +50,7 @@ _NOTHING = (None, "no", "NO")
 class Plan:
     """What holds for everything that one ``Accelerator`` prepares."""
 
-    place: topology.Topology
+    topology: topology.Topology
     strategy: Strategy
     precision: Precision
     accumulation: Accumulation
@@ -86,16 +86,18 @@ def make_plan(
             "given: pass one of them"
         )
     window = resolve_plugin(None if plugin else num_steps, plugin)
-    place = _establish(cpu, pick_handler(checked, InitProcessGroupKwargs))
+    found = topology.establish(cpu=cpu, options=pick_handler(checked, InitProcessGroupKwargs))
+    if cpu and found.device.type != "cpu":
+        notice_once("cpu", f"cpu=True came too late: this rank computes on {found.device}")
     precision = make_precision(
         precision_name,
-        place.device,
+        found.device,
         autocast=pick_handler(checked, AutocastKwargs),
         scaler=pick_handler(checked, GradScalerKwargs),
     )
     return Plan(
-        place=place,
-        strategy=make_strategy(place, checked),
+        topology=found,
+        strategy=make_strategy(Request(topology=found, precision=precision, handlers=checked)),
         precision=precision,
         accumulation=Accumulation(window),
         loaders=loaders,
@@ -137,10 +139,3 @@ def refuse_unbuilt(others: dict[str, Any]) -> None:
         if value not in _NOTHING:
             shown = repr(value) if isinstance(value, str) else "..."
             raise ConfigError(f"Accelerator({name}={shown}): {_UNBUILT[name]}. Leave it out.")
-
-
-def _establish(cpu: bool, options: InitProcessGroupKwargs) -> topology.Topology:
-    place = topology.establish(cpu=cpu, options=options)
-    if cpu and place.device.type != "cpu":
-        notice_once("cpu", f"cpu=True came too late: this rank computes on {place.device}")
-    return place

@@ -16,10 +16,10 @@ from notebook_accel.training.data import prepare_data_loader
 from notebook_accel.training.models import strip_forward, uncompiled
 from notebook_accel.training.optimizer import AcceleratedOptimizer, UnpreparedWatch, owners
 from notebook_accel.training.scheduler import AcceleratedScheduler
-from notebook_accel.training.strategies import unwrap
+from notebook_accel.training.strategies import ModelToPrepare, PrepareCall, unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -57,12 +57,12 @@ class Preparation:
         self.loaders: list[DataLoader[Any]] = []
         self.watch = UnpreparedWatch(
             accumulation=plan.accumulation,
-            scaling=plan.precision.scaling,
+            scaling=plan.strategy.scaling,
             parameters=self._parameter_ids,
         )
 
     def prepare(self, objects: Sequence[Any], placement: Sequence[bool | None]) -> list[Any]:
-        """Make all objects ready, whatever their order: each needs those of an earlier kind.
+        """Make all objects ready, whatever their order: a scheduler needs its optimizer ready.
 
         Raises:
             ConfigError: ``placement`` has not one entry an object.
@@ -75,47 +75,70 @@ class Preparation:
             )
         for item in objects:
             _refuse_foreign(item)
-        optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         ready = list(objects)
-        for kind, make in self._makers(optimizers):
-            for index, item in enumerate(objects):
-                if isinstance(item, kind):
-                    ready[index] = make(item, placement[index])
+        self._prepare_together(ready, placement)
+        for index, item in enumerate(objects):
+            if isinstance(item, DataLoader):
+                ready[index] = self.loader(item, placement[index])
+            elif isinstance(item, (LRScheduler, AcceleratedScheduler)):
+                ready[index] = self.scheduler(item)
         return ready
 
-    def _makers(
-        self, optimizers: Sequence[Optimizer]
-    ) -> list[tuple[type, Callable[[Any, bool | None], Any]]]:
-        return [
-            (torch.nn.Module, lambda model, place: self.model(model, place, optimizers)),
-            (DataLoader, self.loader),
-            (torch.optim.Optimizer, self.optimizer),
-            ((LRScheduler, AcceleratedScheduler), lambda item, _: self.scheduler(item)),  # type: ignore[list-item]
-        ]
-
     def model(
-        self,
-        model: Module,
-        placement: bool | None = None,
-        optimizers: Sequence[Optimizer] = (),
-        *,
-        evaluation: bool = False,
+        self, model: Module, placement: bool | None = None, *, evaluation: bool = False
     ) -> Module:
-        """The model on its device, in its precision, wrapped by the strategy."""
-        training = not evaluation
+        """The model on its device, in its precision, spread over the ranks by the strategy."""
+        ready: list[Any] = [model]
+        self._prepare_together(ready, [placement], evaluation=evaluation)
+        return ready[0]  # type: ignore[no-any-return]
+
+    def optimizer(
+        self, optimizer: Optimizer, placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """The optimizer that steps at the end of a window."""
+        ready: list[Any] = [optimizer]
+        self._prepare_together(ready, [placement])
+        return ready[0]  # type: ignore[no-any-return]
+
+    def _prepare_together(
+        self, objects: list[Any], placement: Sequence[bool | None], *, evaluation: bool = False
+    ) -> None:
+        """Replace the models and optimizers among ``objects`` by what the strategy makes of them.
+
+        The strategy sees all of one call: where it replaces the weights of a model, the
+        optimizer beside it must step the new ones.
+        """
+        models: dict[int, ModelToPrepare] = {}  # by id: one may be given twice
+        optimizers: dict[int, Optimizer] = {}
+        for index, item in enumerate(objects):
+            if isinstance(item, torch.optim.Optimizer):
+                optimizers[index] = getattr(item, "optimizer", item)
+            elif isinstance(item, torch.nn.Module):
+                known = self._known_model(item, training=not evaluation)
+                if known is not None:
+                    objects[index] = known
+                    continue
+                _refuse_spread_model(item, self.plan.topology.num_processes)
+                device = self._device(placement[index])
+                models[id(item)] = ModelToPrepare(item, not evaluation, device)
+        call = PrepareCall([*models.values()], [*optimizers.values()])
+        wrapped, stepped = self.plan.strategy.prepare(call)
+        for given, model in zip(call.models, wrapped, strict=True):
+            self._keep(PreparedModel(given.model, model, given.training))
+        made = dict(zip(models, wrapped, strict=True))
+        objects[:] = [made.get(id(item), item) for item in objects]
+        for index, optimizer in zip(optimizers, stepped, strict=True):
+            objects[index] = self._as_accelerated(optimizer, placement[index])
+
+    def _known_model(self, model: Module, *, training: bool) -> Module | None:
+        """What stands for a model that was prepared before, or that somebody has wrapped."""
         inner = unwrap(model)
         if inner is not model:
             return self._take_wrapped(model, inner)
         for known in self.models:
             if known.inner is model and (known.training or not training):
                 return known.wrapped
-        _refuse_spread_model(model, self.plan.place.num_processes)
-        self.plan.precision.wrap(model)
-        wrapped = self.plan.strategy.prepare_model(
-            model, training=training, optimizers=optimizers, device=self._device(placement)
-        )
-        self._keep(PreparedModel(model, wrapped, training))
-        return wrapped
+        return None
 
     def _take_wrapped(self, model: Module, inner: Module) -> Module:
         """A model that is wrapped already, by us or by the user, keeps its wrapper."""
@@ -137,32 +160,25 @@ class Preparation:
             loader,
             config=plan.loaders,
             device=self._device(placement),
-            num_processes=plan.strategy.num_replicas,
-            process_index=plan.strategy.replica,
+            data_group=plan.strategy.data_group,
             rng_types=plan.rng_types,
             ordinal=len(self.loaders),
         )
         self.loaders.append(prepared)
         return prepared
 
-    def optimizer(
-        self, optimizer: Optimizer, placement: bool | None = None
-    ) -> AcceleratedOptimizer:
-        """The optimizer that steps at the end of a window."""
-        if isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
+    def _as_accelerated(self, stepped: Optimizer, placement: bool | None) -> AcceleratedOptimizer:
         for known in self.optimizers:
-            if known.optimizer is optimizer:
+            if known.optimizer is stepped:
                 return known
-        stepped = self.plan.strategy.prepare_optimizer(optimizer)
         if self._device(placement) is not None and stepped.state:
             # Loading moves a state that was made elsewhere to the device of its parameters.
             stepped.load_state_dict(stepped.state_dict())
         prepared = AcceleratedOptimizer(
             stepped,
             accumulation=self.plan.accumulation,
-            scaling=self.plan.precision.scaling,
-            device_memory=devices.memory_reader(self.plan.place.device),
+            scaling=self.plan.strategy.scaling,
+            device_memory=devices.memory_reader(self.plan.topology.device),
         )
         self.watch.knows(stepped)
         self.optimizers.append(prepared)
@@ -186,7 +202,7 @@ class Preparation:
             scheduler,
             bound or self.optimizers,
             accumulation=plan.accumulation,
-            num_steps=1 if plan.loaders.split_batches else plan.strategy.num_replicas,
+            num_steps=1 if plan.loaders.split_batches else plan.strategy.data_group.size,
             step_with_optimizer=plan.step_scheduler_with_optimizer,
         )
         self.schedulers.append(prepared)
@@ -217,7 +233,7 @@ class Preparation:
 
     def _device(self, placement: bool | None) -> torch.device | None:
         wanted = self.plan.device_placement if placement is None else placement
-        return self.plan.place.device if wanted else None
+        return self.plan.topology.device if wanted else None
 
     def _parameter_ids(self) -> set[int]:
         return {id(weight) for known in self.models for weight in known.inner.parameters()}

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel.training.data import prepare_data_loader
 from notebook_accel.training.data.config import DataLoaderConfiguration
+from notebook_accel.training.data_group import DataGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,8 +26,7 @@ def prepare(
         loader,
         config=DataLoaderConfiguration(**config),
         device=device,
-        num_processes=size,
-        process_index=rank,
+        data_group=DataGroup.of_all_ranks(size, rank),
         ordinal=ordinal,
     )
 

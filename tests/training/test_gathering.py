@@ -18,6 +18,7 @@ from notebook_accel.training.data import (
 )
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.gathering import gather_for_metrics
+from notebook_accel.training.data_group import DataGroup
 from notebook_accel.training.seeding import set_seed
 from tests.training.harness import run_ranks
 
@@ -30,8 +31,7 @@ def prepare(loader: Any, **config: Any) -> Any:
         loader,
         config=DataLoaderConfiguration(**config),
         device=torch.device("cpu"),
-        num_processes=num_ranks(),
-        process_index=this_rank(),
+        data_group=DataGroup.of_all_ranks(num_ranks(), this_rank()),
     )
 
 

@@ -135,7 +135,7 @@ class Checkpoints:
     def _agree_on_folders(self, output_dir: Any) -> tuple[Path, Path]:
         """Where the checkpoint is to be and where it is written, as rank 0 says."""
         said: list[Any] = [None, None]
-        if self._plan.place.process_index == 0:
+        if self._plan.topology.process_index == 0:
             final = self._target(output_dir)
             sweep(final)
             said = [str(final), str(staging_folder(final))]
@@ -177,13 +177,13 @@ class Checkpoints:
         assert match, "without a folder from the user the name is a numbered one"
         self._project.iteration = int(match[1]) + 1
         limit = self._project.total_limit
-        if limit is not None and self._plan.place.process_index == 0:
+        if limit is not None and self._plan.topology.process_index == 0:
             for _, folder in self._numbered()[:-limit]:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _make_folder(self, staged: Path) -> bool:
         """Make the folder on every disk; whether this rank made it."""
-        place = self._plan.place
+        place = self._plan.topology
         if place.process_index == 0:
             staged.mkdir(parents=True)
         self._plan.strategy.barrier()
@@ -204,15 +204,15 @@ class Checkpoints:
             hook(models, weights, str(staged))
 
     def _write(self, folder: Path, weights: list[dict[str, Any]], *, safe: bool) -> None:
-        place = self._plan.place
+        place = self._plan.topology
         each_machine = self._project.save_on_each_node and place.local_process_index == 0
         if place.process_index == 0 or each_machine:
             for index, state in enumerate(weights):
                 save_weights(state, folder, index, safe=safe)
             for name, item in self._stateful():
                 torch.save(item.state_dict(), folder / name)
-            if self._plan.precision.scaling is not None:
-                torch.save(self._plan.precision.scaling.scaler.state_dict(), folder / "scaler.pt")
+            if self._plan.strategy.scaling is not None:
+                torch.save(self._plan.strategy.scaling.scaler.state_dict(), folder / "scaler.pt")
         states = get_random_states(place.device)
         states["step"] = self._plan.accumulation.step
         torch.save(states, folder / f"random_states_{place.process_index}.pkl")
@@ -236,7 +236,7 @@ class Checkpoints:
             self._plan.strategy.load_state_dict(model, with_ties(state, model), strict=strict)
 
     def _load_scaler(self, folder: Path, options: dict[str, Any]) -> None:
-        scaling = self._plan.precision.scaling
+        scaling = self._plan.strategy.scaling
         if scaling is None:
             return
         if (folder / "scaler.pt").exists():
@@ -245,7 +245,7 @@ class Checkpoints:
             notice_once("no scaler", f"{folder} has no loss scale: it begins anew")
 
     def _load_random_states(self, folder: Path) -> None:
-        place = self._plan.place
+        place = self._plan.topology
         path = folder / f"random_states_{place.process_index}.pkl"
         if not path.exists():
             notice_once(

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from notebook_accel.training.data.config import DataLoaderConfiguration
+    from notebook_accel.training.data_group import DataGroup
 
 __all__ = [
     "ActiveLoaders",
@@ -62,8 +63,7 @@ def prepare_data_loader(
     *,
     config: DataLoaderConfiguration,
     device: torch.device | None,
-    num_processes: int,
-    process_index: int,
+    data_group: DataGroup,
     rng_types: Iterable[Any] | None = None,
     ordinal: int = 0,
 ) -> PreparedLoader:
@@ -76,8 +76,7 @@ def prepare_data_loader(
         loader: alike on every rank.
         config: how to share the batches out.
         device: where to put them; None leaves them where they are.
-        num_processes: number of ranks.
-        process_index: this rank.
+        data_group: which ranks read different samples, and which share this rank reads.
         rng_types: random states that ranks take from rank 0 at the start of each pass; None
             stands for "generator", that of the order.
         ordinal: how many loaders were prepared before, so that each gets an order of its own.
@@ -88,8 +87,9 @@ def prepare_data_loader(
     if isinstance(loader, PreparedLoader):
         return loader
     is_dispatched = _is_dispatched(loader, config, device)
+    num_shares = data_group.size
     if config.split_batches:
-        _check_divisible(loader, num_processes)
+        _check_divisible(loader, num_shares)
     draft = _copy(loader)
     if config.use_seedable_sampler:
         _make_seedable(draft, config.data_seed)
@@ -99,17 +99,16 @@ def prepare_data_loader(
         non_blocking=config.non_blocking,
         rng_types=_names(rng_types),
         synchronized_generator=_order_generator(draft, private),
-        num_processes=num_processes,
-        process_index=process_index,
+        data_group=data_group,
         split_batches=config.split_batches,
-        is_uneven=num_processes > 1 and not config.even_batches,
+        is_uneven=num_shares > 1 and not config.even_batches,
     )
     # Without a generator of its own, torch's loader draws from the global random numbers at the
     # start of each pass, and a run that was resumed would differ.
     draft.generator = draft.generator or private
     if is_dispatched:
         return DataLoaderDispatcher.around(draft, options)
-    if num_processes > 1:
+    if num_shares > 1:
         options = _share_out(draft, options, config)
     return DataLoaderShard.around(draft, options)
 

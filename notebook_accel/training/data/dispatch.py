@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from notebook_accel.training.collectives import as_bytes, broadcast_object_list, lane
+from notebook_accel.training.collectives import (
+    as_bytes,
+    broadcast_object_list,
+    lane,
+    num_ranks,
+    this_rank,
+)
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.rounds import Part, Round, RoundDealer
 from notebook_accel.training.data.samplers import TailBatch, has_own_batches
@@ -22,7 +28,7 @@ from notebook_accel.training.nested import recursively_apply
 from notebook_accel.training.seeding import synchronize_rng_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from notebook_accel.training.data.active import Position
 
@@ -76,9 +82,11 @@ class DataLoaderDispatcher(PreparedLoader):
                 synchronize_rng_state(rng_type)
 
     def _read(self, position: Position) -> Iterator[Any]:
-        if self._options.num_processes == 1:
+        # Rank 0 of the whole world leads, not one rank of each share: ranks that work on one copy
+        # of the model must get the very same samples, and two readers of a stream may differ.
+        if num_ranks() == 1:
             return self._read_from(position.given)
-        parts = self._lead(position) if self._options.process_index == 0 else self._follow(position)
+        parts = self._lead(position) if this_rank() == 0 else self._follow(position)
         return (
             part.batch if part.last_round is None else TailBatch(part.batch, part.last_round)
             for part in parts
@@ -96,7 +104,7 @@ class DataLoaderDispatcher(PreparedLoader):
         while True:
             try:
                 dealt = next(rounds, None)
-                header, buffers = _pack(dealt)
+                header, buffers = _pack(dealt, self._options.data_group.index_of_rank)
             except Exception as error:
                 # The others wait for a header, and without one they would wait for ever.
                 broadcast_object_list([pickle.dumps(_Failure(type(error).__name__, str(error)))])
@@ -150,19 +158,23 @@ class _Slot(NamedTuple):
     dtype: torch.dtype
 
 
-def _pack(dealt: Round | None) -> tuple[bytes, list[torch.Tensor]]:
-    """The header of a round, and a buffer a rank; none where there is nothing to send."""
+def _pack(dealt: Round | None, index_of_rank: Sequence[int]) -> tuple[bytes, list[torch.Tensor]]:
+    """The header of a round, and a buffer for each rank; none where there is nothing to send."""
     if dealt is None:
         return pickle.dumps(None), []
-    parts: list[Part | None] = [None]  # rank 0 has its own
-    contents: list[list[tuple[_Slot, torch.Tensor]]] = [[]]
-    for part in dealt.parts[1:]:
+    parts: list[Part | None] = []
+    contents: list[list[tuple[_Slot, torch.Tensor]]] = []
+    others = set(index_of_rank[1:])  # rank 0 has its own part already
+    for index, part in enumerate(dealt.parts):
         held: list[tuple[_Slot, torch.Tensor]] = []
-        parts.append(_empty_slots(part, held))
+        parts.append(_empty_slots(part, held) if index in others else None)
         contents.append(held)
     num_bytes = max((held[-1][0].stop for held in contents if held), default=0)
     header = pickle.dumps(_Header(parts, dealt.is_uneven, num_bytes))
-    return header, [_lay_out(held, num_bytes) for held in contents] if num_bytes else []
+    if not num_bytes:
+        return header, []
+    buffers = [_lay_out(held, num_bytes) for held in contents]
+    return header, [buffers[index] for index in index_of_rank]
 
 
 def _empty_slots(part: Part | None, held: list[tuple[_Slot, torch.Tensor]]) -> Part | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,10 +12,18 @@ from notebook_accel.training.data.active import Position, active_loaders
 from notebook_accel.training.nested import honor_type, is_namedtuple, leaves, rebuild
 from notebook_accel.training.nested import recursively_apply as apply_to_tensors
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 __all__ = ["gather_for_metrics"]
 
 
-def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+def gather_for_metrics(
+    input_data: Any,
+    use_gather_object: bool = False,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
     """Join what the ranks computed from their batches, each sample counted once.
 
     Samples that were repeated to fill up the last batches are left out. Outside of a loop over a
@@ -26,17 +34,18 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
             of another size, and single numbers such as a loss, are all kept); lists of objects,
             one a sample; or a dict or tuple of both.
         use_gather_object: gather everything as objects: a list a rank, of which one list is made.
+        group: one rank of each share of the data; all ranks unless given.
 
     Returns:
         The same structure, with tensors of ``(num_samples, ...)`` and lists of ``num_samples``.
     """
     position = active_loaders().position
     if use_gather_object:
-        return gather_object(_cut_objects(input_data, position))
-    return _gather(input_data, position)
+        return gather_object(_cut_objects(input_data, position), group=group)
+    return _gather(input_data, position, group)
 
 
-def _gather(data: Any, position: Position | None) -> Any:
+def _gather(data: Any, position: Position | None, group: dist.ProcessGroup | None) -> Any:
     """Gather tensors as tensors and everything else as objects.
 
     Every rank has to take the same way through this function, and a list that is empty here may
@@ -45,13 +54,13 @@ def _gather(data: Any, position: Position | None) -> Any:
     found = [isinstance(leaf, torch.Tensor) for leaf in leaves(data)]
     are_tensors = bool(found) and all(found)
     if are_tensors and not _holds_empty(data):
-        return _gather_tensors(data, position)
+        return _gather_tensors(data, position, group)
     if isinstance(data, Mapping):
-        return rebuild(data, {key: _gather(item, position) for key, item in data.items()})
+        return rebuild(data, {key: _gather(item, position, group) for key, item in data.items()})
     is_record = isinstance(data, tuple) and (any(found) or is_namedtuple(data))
     if is_record or are_tensors:
-        return honor_type(data, (_gather(item, position) for item in data))
-    gathered = gather_object(_cut_objects(data, position))
+        return honor_type(data, (_gather(item, position, group) for item in data))
+    gathered = gather_object(_cut_objects(data, position), group=group)
     return data if not gathered and isinstance(data, tuple) else gathered
 
 
@@ -78,24 +87,24 @@ def _cut(rows: Any, expected: int | None, kept: int) -> Any:
     return rows[:kept] if expected is not None or not kept else rows
 
 
-def _gather_tensors(data: Any, position: Position | None) -> Any:
-    if position is None or num_ranks() == 1:
-        return gather(data)
+def _gather_tensors(data: Any, position: Position | None, group: dist.ProcessGroup | None) -> Any:
+    if position is None or num_ranks(group) == 1:
+        return gather(data, group=group)
     if position.is_uneven:
-        return _gather_uneven(data, position)
+        return _gather_uneven(data, position, group)
     last = position.last_round
     if last is None:
-        return gather(data)
+        return gather(data, group=group)
 
     def join(tensor: torch.Tensor) -> torch.Tensor:
-        joined: torch.Tensor = gather(tensor)
+        joined: torch.Tensor = gather(tensor, group=group)
         is_of_batch = tensor.ndim > 0 and tensor.shape[0] == last.rows
         return joined[: last.real] if is_of_batch else joined
 
     return apply_to_tensors(join, data)
 
 
-def _gather_uneven(data: Any, position: Position) -> Any:
+def _gather_uneven(data: Any, position: Position, group: dist.ProcessGroup | None) -> Any:
     last = position.last_round
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,5 +115,5 @@ def _gather_uneven(data: Any, position: Position) -> Any:
         return _cut(tensor, last.rows, last.kept)  # type: ignore[no-any-return]
 
     cuts = [cut(leaf) for leaf in leaves(data)]
-    joined = iter(gather_ragged(cuts))
+    joined = iter(gather_ragged(cuts, group=group))
     return apply_to_tensors(lambda _: next(joined), data)

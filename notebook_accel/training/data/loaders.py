@@ -8,7 +8,7 @@ torch's own is a few attribute reads a batch: everything that can be is decided 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +27,7 @@ from notebook_accel.training.data.samplers import (
     TailCollate,
     length_of,
 )
+from notebook_accel.training.data_group import DataGroup
 from notebook_accel.training.nested import send_to_device
 from notebook_accel.training.seeding import synchronize_rng_state
 
@@ -56,8 +57,8 @@ class LoaderOptions:
     synchronized_generator: torch.Generator | None = None
     """The generator that the order comes from, where there is one."""
 
-    num_processes: int = 1
-    process_index: int = 0
+    data_group: DataGroup = field(default_factory=partial(DataGroup.of_all_ranks, 1, 0))
+    """Which ranks read different samples."""
 
     split_batches: bool = False
     """Whether each batch of the loader is divided over the ranks."""
@@ -67,6 +68,16 @@ class LoaderOptions:
 
     skip_batches: int | None = None
     """The batch to begin each epoch with; None is the first, or that of a restored state."""
+
+    @property
+    def num_processes(self) -> int:
+        """Number of shares into which the data is divided."""
+        return self.data_group.size
+
+    @property
+    def process_index(self) -> int:
+        """Which of the shares this rank reads."""
+        return self.data_group.index
 
 
 class _Progress:
@@ -138,8 +149,7 @@ class PreparedLoader(DataLoader[Any]):
             synchronized_generator=synchronized_generator,
             skip_batches=skip_batches or None,
             split_batches=split_batches,
-            num_processes=num_ranks(),
-            process_index=this_rank(),
+            data_group=DataGroup.of_all_ranks(num_ranks(), this_rank()),
         )
         self._settle(options, _Progress())
 

@@ -1,26 +1,66 @@
-"""What a kind of parallelism may do in its own way: ten hooks, each with a meaning for one device.
+"""What a kind of parallelism may do in its own way; what it leaves has the single-device meaning.
 
-A new kind is a file with a class that overrides the hooks which it needs, and one line in the
-table of ``strategies/__init__.py``.
+A new kind is a file with a class that overrides what it needs, and one line in the table of
+``strategies/__init__.py``. The rest of ``training`` asks the strategy and never which it is::
+
+    what the user asked --table--> Strategy --prepare--> models and optimizers as they are used
+                                      |--data_group--> loaders, gather, reduce, dispatch
+                                      |--backward, clip_grad_*, gradient_sync, forward_backward
+                                      '--state_dict, optimizer_state --> checkpoints
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+from notebook_accel.training import topology
+from notebook_accel.training.data_group import DataGroup
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from notebook_accel.training.precision import Precision
     from notebook_accel.training.settings import DistributedType, KwargsHandler
     from notebook_accel.training.topology import Topology
 
-__all__ = ["Strategy"]
+__all__ = ["ModelToPrepare", "PrepareCall", "Request", "Strategy", "call_model"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for, and where: all that the choice of a strategy depends on."""
+
+    topology: Topology
+    precision: Precision
+    handlers: Sequence[KwargsHandler] = ()
+
+
+@dataclass
+class ModelToPrepare:
+    """A model of one ``prepare`` call."""
+
+    model: Module
+    training: bool = True
+    """False for a model that is only evaluated."""
+    device: torch.device | None = None
+    """Where to put it; None leaves it where it is."""
+
+
+@dataclass
+class PrepareCall:
+    """The objects of one ``prepare`` call, which a strategy may need to see together."""
+
+    models: list[ModelToPrepare] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
 
 
 class Strategy:
@@ -28,62 +68,70 @@ class Strategy:
 
     Attributes:
         distributed_type: what ``accelerator.distributed_type`` says; None for the topology's.
-        wrappers: qualified names of the classes in which ``prepare_model`` wraps a model, whose
+        wrappers: qualified names of the classes in which ``prepare`` wraps a model, whose
             ``module`` is the model itself.
-        place: where this rank stands.
-        handlers: the ``kwargs_handlers`` that the user gave.
+        saves_shards: whether each rank writes its part of a checkpoint's weights.
+        topology: where this rank stands; precision: in which numbers models compute; handlers:
+            the ``kwargs_handlers`` of the user.
+        scaling: the loss scaling that this package does; None where none is needed, or where
+            the strategy's library does it.
+        mesh: the ranks, arranged by the kinds of parallelism; None where they are just a row.
+        data_group: which ranks read different samples.
     """
 
     distributed_type: ClassVar[DistributedType | None] = None
     wrappers: ClassVar[tuple[str, ...]] = ()
+    saves_shards: bool = False
+    mesh: DeviceMesh | None = None
 
-    def __init__(self, place: Topology, handlers: Sequence[KwargsHandler] = ()) -> None:
-        self.place = place
-        self.handlers = handlers
+    def __init__(self, request: Request) -> None:
+        self.topology = request.topology
+        self.precision = request.precision
+        self.handlers = request.handlers
+        self.scaling = request.precision.scaling
+        self.data_group = DataGroup.of_all_ranks(
+            self.topology.num_processes, self.topology.process_index
+        )
 
-    @property
-    def num_replicas(self) -> int:
-        """Number of shares into which batches are divided: ranks with different data."""
-        return self.place.num_processes
+    @classmethod
+    def is_asked_for(cls, request: Request) -> bool:  # noqa: ARG003
+        """Whether this is the strategy for what the user asked."""
+        return True
 
-    @property
-    def replica(self) -> int:
-        """Which share this rank takes."""
-        return self.place.process_index
+    def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
+        """The models and optimizers of one call as they are to be used, in the same order."""
+        for each in call.models:
+            self.precision.wrap(each.model)
+        return [self.prepare_model(each) for each in call.models], call.optimizers
 
-    def prepare_model(
-        self,
-        model: Module,
-        *,
-        training: bool,
-        optimizers: Sequence[Optimizer],
-        device: torch.device | None,
-    ) -> Module:
-        """The model as it is to be called.
+    def prepare_model(self, given: ModelToPrepare) -> Module:
+        """One model as it is to be called, its precision aside."""
+        return given.model if given.device is None else given.model.to(given.device)
 
-        Args:
-            model: the user's.
-            training: False for a model that is only evaluated.
-            optimizers: those that are prepared in the same call.
-            device: where to put the model, None to leave it where it is.
-        """
-        return model if device is None else model.to(device)
-
-    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer that steps the prepared models' parameters."""
-        return optimizer
-
-    def gradient_sync(
-        self,
-        model: Module,
-        enabled: bool,
-    ) -> AbstractContextManager[Any]:
+    def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
         """While it is entered, backward exchanges gradients between ranks, or does not."""
         return nullcontext()
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss that is ready: divided and scaled."""
+    def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
+        """Compute the gradients of one of the ``num_steps`` losses of a window."""
+        if num_steps > 1:
+            loss = loss / num_steps
+        if self.scaling is not None:
+            loss = self.scaling.scale(loss)
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def forward_backward(
+        self,
+        model: Module,
+        inputs: Any,
+        targets: Any,
+        loss_function: Callable[[Any, Any], torch.Tensor],
+        num_steps: int = 1,
+    ) -> torch.Tensor:
+        """Forward, loss and backward of one batch; gives the loss, on every rank."""
+        loss = loss_function(call_model(model, inputs), targets)
+        self.backward(loss, num_steps)
+        return loss.detach()
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
@@ -100,11 +148,31 @@ class Strategy:
         return model.state_dict()
 
     def load_state_dict(self, model: Module, state: dict[str, Any], *, strict: bool = True) -> None:
-        """Put weights into a model without wrapper, whole or in parts as they were saved."""
+        """Put whole weights into a model without wrapper."""
         model.load_state_dict(state, strict=strict)
 
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state of an optimizer."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Put a whole state into an optimizer."""
+        optimizer.load_state_dict(state)
+
+    def make_whole(self, values: Any) -> Any:
+        """``values`` with whole tensors in place of parts; all ranks call it."""
+        return values
+
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks of the world are here."""
+        topology.barrier()
 
     def close(self) -> None:
         """Give back what the strategy made for itself."""
+
+
+def call_model(model: Module, inputs: Any) -> Any:
+    """``model`` called with a batch: one argument, a tuple of them, or a mapping of keywords."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from notebook_accel.training import devices, topology
+from notebook_accel.training import devices
 from notebook_accel.training.settings import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -17,11 +17,11 @@ from notebook_accel.training.settings import (
 from notebook_accel.training.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-    import torch
     from torch.nn import Module
-    from torch.optim import Optimizer
+
+    from notebook_accel.training.strategies.base import ModelToPrepare, Request
 
 __all__ = ["DataParallel"]
 
@@ -43,23 +43,19 @@ class DataParallel(Strategy):
 
     wrappers: ClassVar[tuple[str, ...]] = ("torch.nn.parallel.distributed.DistributedDataParallel",)
 
-    def prepare_model(
-        self,
-        model: Module,
-        *,
-        training: bool,
-        optimizers: Sequence[Optimizer],
-        device: torch.device | None,
-    ) -> Module:
-        model = super().prepare_model(
-            model, training=training, optimizers=optimizers, device=device
-        )
-        if not training or not any(weight.requires_grad for weight in model.parameters()):
+    @classmethod
+    def is_asked_for(cls, request: Request) -> bool:
+        return request.topology.num_processes > 1
+
+    def prepare_model(self, given: ModelToPrepare) -> Module:
+        model = super().prepare_model(given)
+        # Torch refuses to wrap a model that has nothing to exchange.
+        if not given.training or not any(weight.requires_grad for weight in model.parameters()):
             return model
         options = pick_handler(self.handlers, DistributedDataParallelKwargs)
         wrapped = DistributedDataParallel(
             model,
-            device_ids=None if device is None else devices.wrapper_device_ids(device),
+            device_ids=(None if given.device is None else devices.wrapper_device_ids(given.device)),
             **options.wrapper_kwargs(),
         )
         _register_hook(wrapped, options)
@@ -69,9 +65,6 @@ class DataParallel(Strategy):
         if not isinstance(model, DistributedDataParallel):
             return super().gradient_sync(model, enabled)
         return _resumed(model) if enabled else model.no_sync()
-
-    def barrier(self) -> None:
-        topology.barrier()
 
 
 @contextmanager

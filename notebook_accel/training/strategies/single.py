@@ -1,4 +1,4 @@
-"""One device: every hook has the meaning that the base class gives it."""
+"""One device: every method has the meaning that the base class gives it."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __all__ = ["SingleDevice"]
 
 
 class SingleDevice(Strategy):
-    """Nothing is spread."""
+    """Nothing is spread: one process has everything."""

@@ -1,0 +1,44 @@
+"""The data group: which ranks read different samples, and which read the same.
+
+Plain data parallelism gives every rank a share of its own. Where several ranks work on one copy of
+the model (tensor, context or pipeline parallelism), they read the same share, and only ranks of
+different shares must be joined when results are gathered::
+
+    rank            0  1  2  3         2 shares x 2 ranks that hold one model together
+    index_of_rank   0  0  1  1         which share each rank reads
+    group of rank 0 : ranks 0 and 2    one rank of each share, so that each sample counts once
+    group of rank 1 : ranks 1 and 3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["DataGroup"]
+
+
+@dataclass(frozen=True)
+class DataGroup:
+    """The ranks that read different samples, as one of them sees it."""
+
+    size: int
+    """Number of shares into which the data is divided."""
+
+    index: int
+    """Which share this rank reads."""
+
+    index_of_rank: tuple[int, ...]
+    """Which share each rank of the whole world reads."""
+
+    process_group: dist.ProcessGroup | None = None
+    """One rank of each share, this one among them, in the order of the shares; None for the
+    default group, which holds every rank."""
+
+    @classmethod
+    def of_all_ranks(cls, num_ranks: int, rank: int) -> DataGroup:
+        """Every rank reads a share of its own."""
+        return cls(size=num_ranks, index=rank, index_of_rank=tuple(range(num_ranks)))

@@ -1,0 +1,78 @@
+"""Which strategy is taken, and what every strategy promises beside its own tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from notebook_accel import Accelerator
+from tests.training.harness import run_ranks
+from tests.training.single import fresh_rank  # noqa: F401
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return self.layer(left + right)
+
+
+def train(whole: bool, form: str, precision: str) -> dict[str, Any]:
+    """A loop on ``forward_backward``, or the same in the three steps that it stands for."""
+    torch.manual_seed(1)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
+    model: Any = TwoInputs()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(torch.randn(12, 3), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            inputs: Any = (batch[:, :2], batch[:, 1:])
+            inputs = dict(zip(("left", "right"), inputs, strict=True)) if form == "keys" else inputs
+            targets = batch[:, :1]
+            if whole:
+                loss = accelerator.forward_backward(model, inputs, targets, nn.functional.mse_loss)
+                assert not loss.requires_grad
+            else:
+                outputs = model(**inputs) if form == "keys" else model(*inputs)
+                loss = nn.functional.mse_loss(outputs, targets)
+                accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss))
+    return {"losses": losses, "weights": [p.tolist() for p in model.parameters()]}
+
+
+@pytest.mark.parametrize(
+    ("form", "precision"), [("tuple", "no"), ("keys", "bf16"), ("keys", "fp16")]
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_forward_backward_is_its_three_steps(ranks: int, form: str, precision: str) -> None:
+    at_once = run_ranks(train, ranks, True, form, precision)
+    in_steps = run_ranks(train, ranks, False, form, precision)
+    assert at_once == in_steps
+    assert len({tuple(result["losses"]) for result in at_once}) == ranks
+
+
+def test_one_argument_is_the_input() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    loss = accelerator.forward_backward(
+        model, torch.ones(3, 2), torch.zeros(3, 1), nn.functional.mse_loss
+    )
+    assert loss.ndim == 0
+    assert model.weight.grad is not None
+
+
+def test_a_model_given_twice_is_prepared_once() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    one, other = accelerator.prepare(model, model)
+    assert one is other
