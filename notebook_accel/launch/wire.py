@@ -20,6 +20,8 @@ __all__ = [
     "AgentReady",
     "Bar",
     "CountDevices",
+    "Credit",
+    "Data",
     "Devices",
     "DumpStacks",
     "ForkAgent",
@@ -39,6 +41,7 @@ __all__ = [
     "Sample",
     "Stacks",
     "Stop",
+    "StreamOpened",
     "TemplateReady",
     "Terminate",
     "decode",
@@ -291,6 +294,36 @@ class Devices(Message, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
 
 
+# ---- of a channel to another machine (transport/frames.py) ---------------------------------
+
+
+class StreamOpened(Message, frozen=True, kw_only=True):
+    """The bytes of a file begin to come, which the next message has as a descriptor.
+
+    Attributes:
+        stream: its number among the streams of the sender.
+        size: in bytes; None for a file that grows, which is no descriptor of a message.
+    """
+
+    stream: int
+    size: int | None = None
+
+
+class Data(Message, frozen=True, kw_only=True):
+    """The next bytes of a stream; ``last`` where no more come."""
+
+    stream: int
+    data: bytes
+    last: bool = False
+
+
+class Credit(Message, frozen=True, kw_only=True):
+    """The receiver has room for ``size`` more bytes of a stream."""
+
+    stream: int
+    size: int
+
+
 _Any = Union[
     RankStarted,
     Metric,
@@ -315,6 +348,9 @@ _Any = Union[
     AgentExited,
     CountDevices,
     Devices,
+    StreamOpened,
+    Data,
+    Credit,
 ]
 
 M = TypeVar("M", bound=Message)

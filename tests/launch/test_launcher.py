@@ -19,7 +19,7 @@ from notebook_accel.launch.engines import local
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.run import runs
 from notebook_accel.launch.template.handle import template
-from notebook_accel.launch.transport.channel import connect
+from notebook_accel.launch.transport.handshake import connect
 from notebook_accel.launch.view import View
 from tests.engines.processes import below, eventually
 

@@ -12,7 +12,7 @@ from notebook_accel.launch.control.agent_link import AgentLink
 from notebook_accel.launch.engines.base import AgentEngine, Placement
 from notebook_accel.launch.system import processes, scratch
 from notebook_accel.launch.template.handle import template
-from notebook_accel.launch.transport.channel import AuthenticationError, connect, new_secret
+from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 
 if TYPE_CHECKING:
     from notebook_accel.launch.engines.base import Job

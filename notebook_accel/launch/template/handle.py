@@ -27,13 +27,8 @@ from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.system import processes
-from notebook_accel.launch.transport.channel import (
-    AuthenticationError,
-    Channel,
-    ProtocolError,
-    connect,
-    new_secret,
-)
+from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,7 +16,8 @@ import msgspec
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.system import processes, scratch
-from notebook_accel.launch.transport.channel import Channel, ProtocolError, accept
+from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.launch.transport.handshake import accept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

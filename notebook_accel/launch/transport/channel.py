@@ -1,21 +1,20 @@
-"""One end of a connection between two processes of a run.
+"""One end of a connection between two processes of a run: messages, and descriptors beside them.
 
 A frame is a length, a number of file descriptors, and one message of ``wire.py``. A
-:class:`Channel` exists only over a private socket pair, or after both ends proved with an HMAC
-over fresh nonces that they know the run's secret (:func:`accept`, :func:`connect`); before that
-not a byte beyond the proof itself is read.
+:class:`Channel` exists only over a private socket pair, or after both ends have proved that they
+know the run's secret (``handshake.py``).
+
+    send, post -> queue -> flush -> socket ===> socket -> drain, receive -> (message, descriptors)
+
+A channel has no thread and no lock: whoever shares one between threads locks it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import os
-import secrets
 import socket
 import struct
-import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -25,36 +24,23 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["AuthenticationError", "Channel", "ProtocolError", "accept", "connect", "new_secret"]
+__all__ = ["Channel", "ProtocolError"]
 
 _HEADER = struct.Struct("!IB")
 _FD = struct.Struct("i")
 _MAX_FRAME = 1 << 30
 _MAX_FDS = 8
 _CHUNK = 1 << 18
-_NONCE = 32
-_PROOF = 32
-_MAGIC = b"notebook-accel %03d" % wire.VERSION
-_HANDSHAKE_SECONDS = 10.0
-
-
-class AuthenticationError(NotebookAccelError):
-    """The peer does not know the run's secret, or speaks another version."""
 
 
 class ProtocolError(NotebookAccelError):
     """The peer sent what is no message."""
 
 
-def new_secret() -> bytes:
-    """A secret for one run."""
-    return secrets.token_bytes(32)
-
-
 class Channel:
-    """Messages, and file descriptors beside them, over a connected stream socket."""
+    """Messages, and file descriptors beside them, over a connected unix socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -65,6 +51,7 @@ class Channel:
         self.closed = False
 
     def fileno(self) -> int:
+        """The socket's descriptor, which stays the channel's."""
         return self._socket.fileno()
 
     # ---- out -------------------------------------------------------------------------------
@@ -74,20 +61,30 @@ class Channel:
         """Frames that wait to be written."""
         return len(self._outgoing)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was sent is written, and all that was begun by the peer has come."""
+        return not self._outgoing
+
     def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
         """Queue a message. Descriptors are duplicated: the caller's stay the caller's.
 
         Raises:
             ProtocolError: it is larger than any message may be.
         """
+        self._queue(message, len(fds), tuple(os.dup(fd) for fd in fds))
+
+    def _queue(self, message: wire.Message, num_fds: int, fds: tuple[int, ...]) -> None:
+        """Queue one frame that says it comes with ``num_fds`` descriptors, and closes ``fds``."""
         data = wire.encode(message)
         if len(data) > _MAX_FRAME:
+            for fd in fds:
+                os.close(fd)
             raise ProtocolError(
                 f"a {type(message).__name__} of {len(data):,} bytes was to be sent; "
                 f"a message has at most {_MAX_FRAME:,} bytes"
             )
-        frame = memoryview(_HEADER.pack(len(data), len(fds)) + data)
-        self._outgoing.append((frame, tuple(os.dup(fd) for fd in fds)))
+        self._outgoing.append((memoryview(_HEADER.pack(len(data), num_fds) + data), fds))
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
         """Write a message, and all that was queued before it; blocks.
@@ -99,7 +96,11 @@ class Channel:
         self.flush()
 
     def flush(self, *, block: bool = True) -> None:
-        """Write what is queued; without ``block`` only what the socket takes now."""
+        """Write what is queued; without ``block`` only what the socket takes now.
+
+        Raises:
+            OSError: the peer is gone.
+        """
         flags = 0 if block else socket.MSG_DONTWAIT
         with contextlib.suppress(BlockingIOError):
             while self._outgoing:
@@ -109,6 +110,7 @@ class Channel:
         frame, fds = self._outgoing[0]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))]
         written = self._socket.sendmsg([frame], rights if fds else [], flags)
+        # The first byte has taken the descriptors along: the rest of the frame goes without.
         for fd in fds:
             os.close(fd)
         if written == len(frame):
@@ -157,7 +159,8 @@ class Channel:
             data, rights, _, _ = self._socket.recvmsg(
                 _CHUNK, socket.CMSG_SPACE(_MAX_FDS * _FD.size), flags
             )
-        except ConnectionResetError:
+        except (ConnectionResetError, TimeoutError):
+            # Time-outs are a remote machine's: nothing came back on what was sent to it.
             data, rights = b"", []
         for _, kind, packed in rights:
             if kind == socket.SCM_RIGHTS:
@@ -174,8 +177,7 @@ class Channel:
                 body, num_fds = self._next_frame()
                 if body is None:
                     return
-                message = wire.decode(body)
-                yield message, [self._incoming_fds.popleft() for _ in range(num_fds)]
+                yield from self._deliver(wire.decode(body), num_fds)
         except msgspec.MsgspecError as error:
             self._end = ProtocolError(f"what came is no message: {error}")
         except ProtocolError as error:
@@ -191,13 +193,19 @@ class Channel:
         end = _HEADER.size + length
         if len(self._incoming) < end:
             return None, 0
+        body = bytes(memoryview(self._incoming)[_HEADER.size : end])
+        del self._incoming[:end]
+        return body, num_fds
+
+    def _deliver(
+        self, message: wire.Message, num_fds: int
+    ) -> Iterator[tuple[wire.Message, list[int]]]:
+        """The messages that are complete now that ``message`` came."""
         if num_fds > len(self._incoming_fds):
             raise ProtocolError(
                 f"a frame of {num_fds} descriptors came with {len(self._incoming_fds)}"
             )
-        body = bytes(memoryview(self._incoming)[_HEADER.size : end])
-        del self._incoming[:end]
-        return body, num_fds
+        yield message, [self._incoming_fds.popleft() for _ in range(num_fds)]
 
     # ---- end -------------------------------------------------------------------------------
 
@@ -212,84 +220,3 @@ class Channel:
         self._incoming_fds.clear()
         self._outgoing.clear()
         self._socket.close()
-
-    def detach(self) -> int:
-        """The socket's descriptor, now the caller's."""
-        return self._socket.detach()
-
-
-def accept(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_SECONDS) -> Channel:
-    """The channel over ``sock``, once the peer that calls :func:`connect` proved the secret.
-
-    Raises:
-        AuthenticationError: it did not within ``timeout`` seconds; ``sock`` is closed.
-    """
-    with _handshake(sock, timeout) as read:
-        mine = secrets.token_bytes(_NONCE)
-        sock.sendall(_MAGIC + mine)
-        theirs = read(_NONCE)
-        _check(read(_PROOF), _proof(secret, b"connect", mine, theirs))
-        sock.sendall(_proof(secret, b"accept", mine, theirs))
-    return Channel(sock)
-
-
-def connect(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_SECONDS) -> Channel:
-    """The channel over ``sock``, once the peer that calls :func:`accept` proved the secret.
-
-    Raises:
-        AuthenticationError: it did not within ``timeout`` seconds; ``sock`` is closed.
-    """
-    with _handshake(sock, timeout) as read:
-        _check_version(read(len(_MAGIC)))
-        theirs = read(_NONCE)
-        mine = secrets.token_bytes(_NONCE)
-        sock.sendall(mine + _proof(secret, b"connect", theirs, mine))
-        _check(read(_PROOF), _proof(secret, b"accept", theirs, mine))
-    return Channel(sock)
-
-
-@contextlib.contextmanager
-def _handshake(sock: socket.socket, timeout: float) -> Iterator[Callable[[int], bytes]]:
-    """Gives what reads from the peer; all of the handshake takes ``timeout`` seconds at most."""
-    sock.settimeout(timeout)
-    deadline = time.monotonic() + timeout
-    try:
-        yield lambda size: _read_exactly(sock, size, deadline)
-    except (OSError, EOFError) as error:
-        sock.close()
-        raise AuthenticationError(f"the peer did not prove the run's secret: {error}") from None
-    except AuthenticationError:
-        sock.close()
-        raise
-    sock.settimeout(None)
-
-
-def _proof(secret: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
-    return hmac.new(secret, role + first + second, hashlib.sha256).digest()
-
-
-def _check(given: bytes, expected: bytes) -> None:
-    if not hmac.compare_digest(given, expected):
-        raise AuthenticationError("the peer did not prove the run's secret")
-
-
-def _check_version(given: bytes) -> None:
-    if given != _MAGIC:
-        raise AuthenticationError(
-            f"the peer speaks another version ({given!r}; this is {_MAGIC!r}): was the package "
-            "updated meanwhile? Restart the kernel"
-        )
-
-
-def _read_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < size:
-        # Never 0, which would mean not to wait at all.
-        sock.settimeout(max(deadline - time.monotonic(), 1e-3))
-        part = sock.recv(size - len(data))
-        if not part:
-            raise EOFError("it closed the connection")
-        data += part
-        if time.monotonic() > deadline:
-            raise TimeoutError("timed out")
-    return data

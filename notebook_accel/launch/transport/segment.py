@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["attach", "layout", "seal"]
+__all__ = ["attach", "create", "finish", "layout", "seal"]
 
 # What torch's own allocator gives, so that kernels run as fast on a mapped tensor.
 _ALIGNMENT = 64
@@ -54,16 +54,38 @@ def seal(buffers: Sequence[memoryview]) -> int:
         OSError: the machine is out of memory or of descriptors.
     """
     offsets, total = layout([buffer.nbytes for buffer in buffers])
-    fd = os.memfd_create("notebook_accel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = create(total)
     try:
-        os.ftruncate(fd, total)
         for offset, buffer in zip(offsets, buffers, strict=True):
             _write(fd, buffer, offset)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        finish(fd)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def create(size: int) -> int:
+    """A segment of ``size`` zero bytes that is still to be filled; memory is taken as it is.
+
+    Returns:
+        A file descriptor, which the caller closes.
+
+    Raises:
+        OSError: the machine is out of descriptors.
+    """
+    fd = os.memfd_create("notebook_accel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def finish(fd: int) -> None:
+    """Seal a segment that was filled: nobody can change it any more."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
 
 
 def _write(fd: int, buffer: memoryview, offset: int) -> None:

@@ -1,0 +1,292 @@
+"""A channel to another machine: what would be a descriptor there travels as bytes here.
+
+    sender                                               receiver
+    post(message, [segment])
+      StreamOpened(7, size)  ------------------------>   a new segment of that size
+      message, "1 descriptor" ----------------------->   waits until stream 7 is whole
+      Data(7, ...), while there is credit  ---------->   written into the segment
+      more credit  <------ Credit(7, n)  -------------   ... for as much as was written
+      Data(7, ..., last)  --------------------------->   sealed: the message, [segment]
+
+So whoever has a channel need not know where the other end is. Invariants:
+
+- A sender has sent no more bytes of a stream than it has credit for, and takes them from the
+  segment when the socket has room: a value of any size needs a few frames of memory beside its
+  one copy at each end, and a message that is posted meanwhile waits for one frame, not for all.
+- Messages about one rank are given out in the order in which they were posted: what comes after
+  one that is not whole yet waits for it. Those about no rank (a stop, a kill) pass it.
+
+A file that grows, such as a rank's output, goes the same way (:meth:`FramedChannel.follow`,
+:meth:`FramedChannel.save`), without end and without a message that waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import socket
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.transport import segment
+from notebook_accel.launch.transport.channel import Channel, ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["FramedChannel"]
+
+# Large enough that headers cost nothing, small enough that a stop is not held up: 2 ms at 1 Gbit/s.
+_FRAME_BYTES = 1 << 18
+# What may be under way: a round trip of 60 ms at 1 Gbit/s.
+_WINDOW_BYTES = 8 << 20
+# A machine that was switched off says nothing: seconds until its connection counts as lost.
+_LOST_SECONDS = 8
+
+
+@dataclass(kw_only=True)
+class _Outgoing:
+    """A file that is being sent; ``size`` is None as long as it grows."""
+
+    fd: int
+    size: int | None
+    credit: int
+    sent: int = 0
+
+    def read(self) -> bytes:
+        """The next bytes that may be sent, of those that the file has now."""
+        wanted = min(self.credit, _FRAME_BYTES)
+        return os.pread(self.fd, wanted, self.sent) if wanted > 0 else b""
+
+
+@dataclass(kw_only=True)
+class _Incoming:
+    """A segment that comes; without ``fd`` where nobody has said yet where a file is kept."""
+
+    fd: int | None
+    size: int | None
+    received: int = 0
+    is_whole: bool = False
+
+
+@dataclass(kw_only=True)
+class _Held:
+    """A message, and the streams of the segments that belong to it."""
+
+    message: wire.Message
+    streams: list[_Incoming] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        return all(stream.is_whole for stream in self.streams)
+
+
+class FramedChannel(Channel):
+    """Messages, and memory segments beside them, over a connected stream socket of any kind."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self._numbers = itertools.count(1)
+        self._sending: dict[int, _Outgoing] = {}
+        self._coming: dict[int, _Incoming] = {}
+        self._announced: deque[_Incoming] = deque()
+        self._held: dict[int | None, deque[_Held]] = {}
+        self._ready: deque[tuple[wire.Message, list[int]]] = deque()
+        if sock.family != socket.AF_UNIX:
+            _notice_a_lost_machine(sock)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._outgoing or self._sending or self._coming or self._held)
+
+    # ---- out -------------------------------------------------------------------------------
+
+    def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
+        for fd in fds:
+            self._open(os.dup(fd), size=os.fstat(fd).st_size, credit=_WINDOW_BYTES)
+        self._queue(message, len(fds), ())
+
+    def follow(self, fd: int) -> int:
+        """Send a file that grows, as its receiver asks for it; gives the number of its stream.
+
+        What is new is sent by the next :meth:`flush`. Nothing is, until the receiver has said
+        where to :meth:`save` it. The descriptor is duplicated.
+        """
+        return self._open(os.dup(fd), size=None, credit=0)
+
+    def end(self, stream: int) -> None:
+        """A file that was followed grows no more: what it has now is its end."""
+        with contextlib.suppress(KeyError):
+            sending = self._sending[stream]
+            sending.size = os.fstat(sending.fd).st_size
+
+    def _open(self, fd: int, *, size: int | None, credit: int) -> int:
+        stream = next(self._numbers)
+        self._sending[stream] = _Outgoing(fd=fd, size=size, credit=credit)
+        self._queue(wire.StreamOpened(stream=stream, size=size), 0, ())
+        return stream
+
+    def flush(self, *, block: bool = True) -> None:
+        super().flush(block=block)
+        # One frame a turn of each stream, so that a small value does not wait for a large one.
+        while not self._outgoing and self._queue_frames():
+            super().flush(block=block)
+
+    def _queue_frames(self) -> bool:
+        """Queue the next frame of each stream that has credit; False where none has."""
+        for stream, sending in list(self._sending.items()):
+            data = sending.read()
+            sending.sent += len(data)
+            sending.credit -= len(data)
+            is_last = sending.size is not None and sending.sent >= sending.size
+            if data or is_last:
+                self._queue(wire.Data(stream=stream, data=data, last=is_last), 0, ())
+            if is_last:
+                os.close(self._sending.pop(stream).fd)
+        return bool(self._outgoing)
+
+    # ---- in --------------------------------------------------------------------------------
+
+    def receive(self) -> tuple[wire.Message, list[int]]:
+        while not self._ready:
+            self._ready.extend(self.drain(limit=1))
+            if not self._ready:
+                # A write that waits may be the credit without which nothing more comes.
+                waits_for = select.POLLIN | (select.POLLOUT if self._outgoing else 0)
+                poll = select.poll()
+                poll.register(self.fileno(), waits_for)
+                poll.poll()
+        return self._ready.popleft()
+
+    def drain(self, *, limit: int | None = None) -> list[tuple[wire.Message, list[int]]]:
+        ready = [self._ready.popleft() for _ in range(len(self._ready))]
+        if ready and self._end is not None:
+            return ready
+        messages = [*ready, *super().drain(limit=limit)]
+        # Credit came, or is to be given. Who is gone is told by what is read, all of it.
+        with contextlib.suppress(OSError):
+            self.flush(block=False)
+        return messages
+
+    def save(self, stream: int, fd: int) -> None:
+        """Write a file that the peer follows to ``fd``, from now on; the channel closes it.
+
+        Raises:
+            ProtocolError: the peer follows no file of that number.
+        """
+        coming = self._coming.get(stream)
+        if coming is None or coming.fd is not None:
+            os.close(fd)
+            raise ProtocolError(f"no file comes as stream {stream}")
+        coming.fd = fd
+        self._queue(wire.Credit(stream=stream, size=_WINDOW_BYTES), 0, ())
+
+    def _deliver(
+        self, message: wire.Message, num_fds: int
+    ) -> Iterator[tuple[wire.Message, list[int]]]:
+        if isinstance(message, wire.StreamOpened):
+            self._begin(message)
+        elif isinstance(message, wire.Data):
+            self._write(message)
+            yield from self._whole()
+        elif isinstance(message, wire.Credit):
+            # For one that has ended meanwhile, there is nothing left to send.
+            if message.stream in self._sending:
+                self._sending[message.stream].credit += message.size
+        elif num_fds > len(self._announced):
+            raise ProtocolError(
+                f"a message with {num_fds} segments came after {len(self._announced)}"
+            )
+        elif num_fds or (message.rank is not None and message.rank in self._held):
+            streams = [self._announced.popleft() for _ in range(num_fds)]
+            held = _Held(message=message, streams=streams)
+            self._held.setdefault(message.rank, deque()).append(held)
+            yield from self._whole()
+        else:
+            yield message, []
+
+    def _begin(self, opened: wire.StreamOpened) -> None:
+        if opened.stream in self._coming or (opened.size or 0) < 0:
+            raise ProtocolError(f"stream {opened.stream} of {opened.size} bytes was opened")
+        coming = _Incoming(fd=None, size=opened.size)
+        if opened.size is not None:
+            coming.fd = segment.create(opened.size)
+            self._announced.append(coming)
+        self._coming[opened.stream] = coming
+
+    def _write(self, data: wire.Data) -> None:
+        coming = self._coming.get(data.stream)
+        if coming is None or coming.fd is None:
+            raise ProtocolError(f"bytes came of stream {data.stream}, which nobody asked for")
+        end = coming.received + len(data.data)
+        if coming.size is not None and (end > coming.size or data.last != (end == coming.size)):
+            raise ProtocolError(f"{end} bytes came of a segment of {coming.size}")
+        try:
+            view = memoryview(data.data)
+            while view:
+                view = view[os.write(coming.fd, view) :]
+        except OSError as error:
+            # A full disk costs the rest of a log, never the run; a value must be whole.
+            if coming.size is not None:
+                raise ProtocolError(
+                    f"{coming.size:,} bytes that came have no room: {error}"
+                ) from None
+        coming.received = end
+        if not data.last:
+            self._queue(wire.Credit(stream=data.stream, size=len(data.data)), 0, ())
+            return
+        coming.is_whole = True
+        del self._coming[data.stream]
+        if coming.size is None:
+            os.close(coming.fd)
+        else:
+            segment.finish(coming.fd)
+
+    def _whole(self) -> Iterator[tuple[wire.Message, list[int]]]:
+        """The messages that wait for nothing any more, in their order for each rank."""
+        for rank, waiting in list(self._held.items()):
+            while waiting and waiting[0].is_whole:
+                held = waiting.popleft()
+                yield held.message, [stream.fd for stream in held.streams if stream.fd is not None]
+            if not waiting:
+                self._held.pop(rank, None)
+
+    # ---- end -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        waiting = [held for queue in self._held.values() for held in queue]
+        coming = [*self._coming.values(), *(stream for held in waiting for stream in held.streams)]
+        fds = {s.fd for s in (*coming, *self._announced) if s.fd is not None}
+        fds.update(sending.fd for sending in self._sending.values())
+        fds.update(fd for _, given in self._ready for fd in given)
+        for fd in fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._sending.clear()
+        self._coming.clear()
+        self._held.clear()
+        self._announced.clear()
+        self._ready.clear()
+
+
+def _notice_a_lost_machine(sock: socket.socket) -> None:
+    """Have an idle connection end by itself when the other machine does not answer any more.
+
+    A machine that was switched off never says goodbye; probes find that out.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Not TCP_USER_TIMEOUT, which also ends the connection to a process that lives and does not
+    # read for a while (measured): a notebook's kernel may be busy in native code for long.
+    settings = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": _LOST_SECONDS // 2 - 1}
+    for name, value in settings.items():
+        # Platforms name some of them otherwise; there the system's own limits hold.
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,129 @@
+"""How a connection between two processes of a run begins: both prove that they know its secret.
+
+    accept                              connect
+    version, nonce A          --->      is it ours?
+    does the proof fit?       <---      nonce B, HMAC(secret, "connect" A B)
+    HMAC(secret, "accept" A B) --->     does the proof fit?
+
+The nonces are fresh, so that no proof is worth anything a second time, and each end has a word of
+its own, so that none can be sent back. Before that not a byte beyond the proof itself is read.
+Nothing is encrypted: the sockets are unix sockets, or lie on the loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launch import wire
+from notebook_accel.launch.transport.channel import Channel
+from notebook_accel.launch.transport.frames import FramedChannel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["AuthenticationError", "accept", "connect", "new_secret"]
+
+_NONCE = 32
+_PROOF = 32
+_MAGIC = b"notebook-accel %03d" % wire.VERSION
+_HANDSHAKE_SECONDS = 10.0
+
+# What a socket can do decides how large values travel: only a unix socket carries descriptors.
+_CHANNELS: dict[int, type[Channel]] = {
+    socket.AF_UNIX: Channel,
+    socket.AF_INET: FramedChannel,
+    socket.AF_INET6: FramedChannel,
+}
+
+
+class AuthenticationError(NotebookAccelError):
+    """The peer does not know the run's secret, or speaks another version."""
+
+
+def new_secret() -> bytes:
+    """A secret for one run."""
+    return secrets.token_bytes(32)
+
+
+def accept(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_SECONDS) -> Channel:
+    """The channel over ``sock``, once the peer that calls :func:`connect` proved the secret.
+
+    Raises:
+        AuthenticationError: it did not within ``timeout`` seconds; ``sock`` is closed.
+    """
+    with _handshake(sock, timeout) as read:
+        mine = secrets.token_bytes(_NONCE)
+        sock.sendall(_MAGIC + mine)
+        theirs = read(_NONCE)
+        _check(read(_PROOF), _proof(secret, b"connect", mine, theirs))
+        sock.sendall(_proof(secret, b"accept", mine, theirs))
+    return _CHANNELS[sock.family](sock)
+
+
+def connect(sock: socket.socket, secret: bytes, *, timeout: float = _HANDSHAKE_SECONDS) -> Channel:
+    """The channel over ``sock``, once the peer that calls :func:`accept` proved the secret.
+
+    Raises:
+        AuthenticationError: it did not within ``timeout`` seconds; ``sock`` is closed.
+    """
+    with _handshake(sock, timeout) as read:
+        _check_version(read(len(_MAGIC)))
+        theirs = read(_NONCE)
+        mine = secrets.token_bytes(_NONCE)
+        sock.sendall(mine + _proof(secret, b"connect", theirs, mine))
+        _check(read(_PROOF), _proof(secret, b"accept", theirs, mine))
+    return _CHANNELS[sock.family](sock)
+
+
+@contextlib.contextmanager
+def _handshake(sock: socket.socket, timeout: float) -> Iterator[Callable[[int], bytes]]:
+    """Gives what reads from the peer; all of the handshake takes ``timeout`` seconds at most."""
+    sock.settimeout(timeout)
+    deadline = time.monotonic() + timeout
+    try:
+        yield lambda size: _read_exactly(sock, size, deadline)
+    except (OSError, EOFError) as error:
+        sock.close()
+        raise AuthenticationError(f"the peer did not prove the run's secret: {error}") from None
+    except AuthenticationError:
+        sock.close()
+        raise
+    sock.settimeout(None)
+
+
+def _proof(secret: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
+    return hmac.new(secret, role + first + second, hashlib.sha256).digest()
+
+
+def _check(given: bytes, expected: bytes) -> None:
+    if not hmac.compare_digest(given, expected):
+        raise AuthenticationError("the peer did not prove the run's secret")
+
+
+def _check_version(given: bytes) -> None:
+    if given != _MAGIC:
+        raise AuthenticationError(
+            f"the peer speaks another version ({given!r}; this is {_MAGIC!r}): was the package "
+            "updated meanwhile? Restart the kernel"
+        )
+
+
+def _read_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        # Never 0, which would mean not to wait at all.
+        sock.settimeout(max(deadline - time.monotonic(), 1e-3))
+        part = sock.recv(size - len(data))
+        if not part:
+            raise EOFError("it closed the connection")
+        data += part
+        if time.monotonic() > deadline:
+            raise TimeoutError("timed out")
+    return data

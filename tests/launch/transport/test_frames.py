@@ -1,0 +1,345 @@
+"""What are descriptors on one machine travels as bytes to another, whatever else is said."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.payload import Packed
+from notebook_accel.launch.transport.channel import ProtocolError
+from notebook_accel.launch.transport.frames import FramedChannel
+from notebook_accel.launch.transport.packet import pack, unpack
+from tests.launch.transport.test_channel import beside, frame
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SOON = 20.0
+WINDOW = 8 << 20
+BIG = os.urandom(1 << 16) * 400  # 26 MB: more than may be under way at once
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_descriptor() -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        return one, server.accept()[0]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[FramedChannel, FramedChannel]]:
+    one, other = map(FramedChannel, tcp_pair())
+    yield one, other
+    one.close()
+    other.close()
+
+
+Got = list[tuple[wire.Message, list[int]]]
+
+
+def pump(one: FramedChannel, other: FramedChannel, until: int, *, paused: int = 0) -> Got:
+    """What ``other`` gives out, until that are ``until`` messages and all is written."""
+    got: Got = []
+    deadline = time.monotonic() + SOON
+    while len(got) < until or not (one.is_idle and other.is_idle):
+        assert time.monotonic() < deadline, f"{len(got)} messages came"
+        one.flush(block=False)
+        got += other.drain()
+        assert one.drain() == []
+        if paused and len(got) >= paused:
+            break
+    return got
+
+
+def returned(rank: int, *contents: bytes) -> tuple[wire.Returned, tuple[int, ...]]:
+    packet, fds = pack(Packed(b"header", tuple(map(memoryview, contents))))
+    return wire.Returned(rank=rank, value=packet), fds
+
+
+def post(channel: FramedChannel, rank: int, content: bytes) -> None:
+    message, fds = returned(rank, content)
+    channel.post(message, fds)
+    for fd in fds:
+        os.close(fd)
+
+
+def value(message: wire.Message, fds: list[int]) -> bytes:
+    assert isinstance(message, wire.Returned)
+    return bytes(unpack(message.value, fds).buffers[0])
+
+
+def text(message: wire.Message) -> str:
+    assert isinstance(message, wire.Notice)
+    return message.text
+
+
+# ---- segments ------------------------------------------------------------------------------
+
+
+def test_a_segment_arrives_as_a_segment(pair: tuple[FramedChannel, FramedChannel]) -> None:
+    one, other = pair
+    post(one, 3, BIG)
+    ((message, fds),) = pump(one, other, 1)
+    assert message.rank == 3
+    assert value(message, fds) == BIG
+
+
+def test_both_ways_at_once(pair: tuple[FramedChannel, FramedChannel]) -> None:
+    one, other = pair
+    post(one, 0, BIG)
+    post(other, 1, BIG[::-1])
+    here: Got = []
+    there: Got = []
+    deadline = time.monotonic() + SOON
+    while len(here) + len(there) < 2:
+        assert time.monotonic() < deadline
+        there += other.drain()
+        here += one.drain()
+    assert value(*there[0]) == BIG
+    assert value(*here[0]) == BIG[::-1]
+
+
+def test_several_segments_of_one_message(pair: tuple[FramedChannel, FramedChannel]) -> None:
+    one, other = pair
+    fds = [pack(Packed(b"h", (memoryview(part),)))[1][0] for part in (BIG, BIG[:100_000])]
+    one.post(wire.Notice(text="two"), fds)
+    for fd in fds:
+        os.close(fd)
+    ((message, got),) = pump(one, other, 1)
+    assert text(message) == "two"
+    assert [os.fstat(fd).st_size for fd in got] == [len(BIG), 100_032]
+    for fd in got:
+        os.close(fd)
+
+
+def test_a_segment_of_nothing(pair: tuple[FramedChannel, FramedChannel]) -> None:
+    one, other = pair
+    empty = os.memfd_create("empty")
+    one.post(wire.Notice(text="empty"), (empty,))
+    os.close(empty)
+    ((_, (fd,)),) = pump(one, other, 1)
+    assert os.fstat(fd).st_size == 0
+    os.close(fd)
+
+
+def test_no_more_is_under_way_than_there_is_credit_for() -> None:
+    ours, theirs = tcp_pair()
+    one = FramedChannel(ours)
+    post(one, 0, BIG)
+    with beside(one.flush):
+        read = 0
+        while read < WINDOW:
+            read += len(theirs.recv(1 << 20))
+    theirs.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        read += len(theirs.recv(1 << 20))
+    assert WINDOW <= read < WINDOW + 10_000
+    assert not one.is_idle
+    theirs.close()
+    one.close()
+
+
+# ---- other messages meanwhile --------------------------------------------------------------
+
+
+def test_a_message_that_is_posted_later_passes_a_large_value(
+    pair: tuple[FramedChannel, FramedChannel],
+) -> None:
+    one, other = pair
+    post(one, 0, BIG)
+    one.flush(block=False)
+    one.post(wire.Kill())
+    one.post(wire.Notice(rank=1, text="of another rank"))
+    got = pump(one, other, 3)
+    assert [type(message).__name__ for message, _ in got] == ["Kill", "Notice", "Returned"]
+    assert value(*got[2]) == BIG
+
+
+def test_what_is_said_of_a_rank_later_comes_later(
+    pair: tuple[FramedChannel, FramedChannel],
+) -> None:
+    one, other = pair
+    one.post(wire.Notice(rank=0, text="before"))
+    post(one, 0, BIG)
+    one.post(wire.Notice(rank=0, text="between"))
+    post(one, 0, BIG[:100_000])
+    one.post(wire.RankEnded(rank=0, exitcode=0))
+    one.post(wire.RankEnded(rank=1, exitcode=0))
+    got = pump(one, other, 6)
+    assert [(message.rank, type(message).__name__) for message, _ in got] == [
+        (0, "Notice"),
+        (1, "RankEnded"),
+        (0, "Returned"),
+        (0, "Notice"),
+        (0, "Returned"),
+        (0, "RankEnded"),
+    ]
+    assert [len(value(*entry)) for entry in got if entry[1]] == [len(BIG), 100_000]
+
+
+def test_a_small_value_does_not_wait_for_a_large_one(
+    pair: tuple[FramedChannel, FramedChannel],
+) -> None:
+    one, other = pair
+    post(one, 0, BIG)
+    post(one, 1, BIG[:100_000])
+    got = pump(one, other, 2)
+    assert [message.rank for message, _ in got] == [1, 0]
+    for message, fds in got:
+        value(message, fds)
+
+
+def test_receive_waits_for_the_whole_and_gives_one_after_the_other(
+    pair: tuple[FramedChannel, FramedChannel],
+) -> None:
+    one, other = pair
+    post(one, 0, BIG)
+    one.post(wire.Notice(rank=0, text="a"))
+    one.post(wire.Notice(rank=0, text="b"))
+    over = threading.Event()
+
+    def pumping() -> None:
+        while not over.is_set():
+            one.drain()
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=pumping)
+    thread.start()
+    try:
+        assert value(*other.receive()) == BIG
+        assert text(other.receive()[0]) == "a"
+        assert [text(message) for message, _ in other.drain()] == ["b"]
+    finally:
+        over.set()
+        thread.join()
+
+
+# ---- files that grow -----------------------------------------------------------------------
+
+
+def test_a_file_is_followed_to_its_end(
+    pair: tuple[FramedChannel, FramedChannel], tmp_path: Path
+) -> None:
+    one, other = pair
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    with source.open("wb", buffering=0) as log:
+        log.write(b"before\n")
+        with source.open("rb") as reading:
+            stream = one.follow(reading.fileno())
+        one.post(wire.Notice(text="it is there"))
+        one.flush()
+        assert [text(message) for message, _ in other.drain()] == ["it is there"]
+        one.flush()
+        assert other.drain() == []
+        other.save(stream, os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+        for part in (b"", b"more\n", BIG):
+            log.write(part)
+            deadline = time.monotonic() + SOON
+            while not copy.exists() or copy.stat().st_size < source.stat().st_size:
+                assert time.monotonic() < deadline
+                one.drain()
+                other.drain()
+        assert not other.is_idle
+        log.write(b"last words")
+        one.end(stream)
+        assert pump(one, other, 0) == []
+    assert copy.read_bytes() == b"before\nmore\n" + BIG + b"last words"
+    one.end(stream)
+
+
+def test_a_file_that_cannot_be_written_costs_nothing_else(
+    pair: tuple[FramedChannel, FramedChannel], tmp_path: Path
+) -> None:
+    one, other = pair
+    (tmp_path / "source").write_bytes(BIG)
+    with (tmp_path / "source").open("rb") as reading:
+        stream = one.follow(reading.fileno())
+    one.flush()
+    other.drain()
+    other.save(stream, os.open("/dev/full", os.O_WRONLY))
+    one.end(stream)
+    post(one, 0, BIG)
+    ((message, fds),) = pump(one, other, 1)
+    assert value(message, fds) == BIG
+
+
+# ---- a peer that goes, or talks nonsense ---------------------------------------------------
+
+
+def test_what_is_not_whole_when_the_peer_goes_is_not_given_out(
+    pair: tuple[FramedChannel, FramedChannel],
+) -> None:
+    one, other = pair
+    one.post(wire.Notice(rank=0, text="before"))
+    post(one, 0, BIG)
+    one.post(wire.Notice(rank=0, text="after"))
+    one.flush(block=False)
+    one.close()
+    assert [text(message) for message, _ in other.drain()] == ["before"]
+    for _ in range(2):
+        with pytest.raises(EOFError):
+            other.drain()
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        [wire.Data(stream=5, data=b"never opened")],
+        [wire.StreamOpened(stream=1, size=-1)],
+        [wire.StreamOpened(stream=1, size=4), wire.StreamOpened(stream=1, size=4)],
+        [wire.StreamOpened(stream=1, size=4), wire.Data(stream=1, data=b"longer", last=True)],
+        [wire.StreamOpened(stream=1, size=4), wire.Data(stream=1, data=b"cut", last=True)],
+        [wire.StreamOpened(stream=1), wire.Data(stream=1, data=b"nobody asked for it")],
+    ],
+    ids=["unknown", "negative", "twice", "too long", "too short", "uninvited"],
+)
+def test_nonsense_ends_the_channel(nonsense: list[wire.Message]) -> None:
+    peer, sock = socket.socketpair()
+    channel = FramedChannel(sock)
+    for message in (wire.Notice(text="good"), *nonsense):
+        peer.sendall(frame(wire.encode(message)))
+    assert [text(message) for message, _ in channel.drain()] == ["good"]
+    with pytest.raises(ProtocolError):
+        channel.drain()
+    channel.close()
+    peer.close()
+
+
+def test_a_message_that_claims_more_segments_than_were_opened() -> None:
+    peer, sock = socket.socketpair()
+    channel = FramedChannel(sock)
+    peer.sendall(frame(wire.encode(wire.Notice(text="liar")), num_fds=1))
+    with pytest.raises(ProtocolError, match="segments"):
+        channel.drain()
+    channel.close()
+    peer.close()
+
+
+def test_credit_for_a_stream_that_has_ended(pair: tuple[FramedChannel, FramedChannel]) -> None:
+    one, other = pair
+    other.post(wire.Credit(stream=9, size=5))
+    other.flush()
+    one.post(wire.Notice(text="fine"))
+    assert [text(message) for message, _ in pump(one, other, 1)] == ["fine"]
+
+
+def test_saving_what_nobody_sends(pair: tuple[FramedChannel, FramedChannel]) -> None:
+    reading, writing = os.pipe()
+    with pytest.raises(ProtocolError, match="stream 4"):
+        pair[0].save(4, writing)
+    assert os.read(reading, 1) == b""
+    os.close(reading)
