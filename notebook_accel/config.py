@@ -9,6 +9,7 @@ gives what differs from the defaults, since it cannot tell what was written.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import os
@@ -161,8 +162,15 @@ class LaunchConfig:
 
 
 def default_config_path() -> Path:
-    """The file of settings that every launch uses, where one was saved."""
-    return Path(platformdirs.user_config_dir("notebook-accel")) / "config.yaml"
+    """The file of settings that every launch uses, where one was saved.
+
+    Raises:
+        ConfigError: this user has no home folder.
+    """
+    try:
+        return Path(platformdirs.user_config_dir("notebook-accel")) / "config.yaml"
+    except RuntimeError as error:
+        raise ConfigError(f"there is no default config file: {error}") from None
 
 
 def resolve(
@@ -183,8 +191,10 @@ def resolve(
     given = _given_by(config)
     given.update({name: value for name, value in arguments.items() if value is not None})
     saved: dict[str, Any] = {}
-    path = default_config_path()
-    if path.is_file():
+    path: Path | None = None
+    with contextlib.suppress(ConfigError):
+        path = default_config_path()
+    if path is not None and path.is_file():
         notices.append(f"settings of {path} are used where the call gives none")
         saved = _settings_in_file(path)
     found = {**saved, **_from_environment(os.environ, given=given), **given}

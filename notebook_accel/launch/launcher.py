@@ -95,7 +95,7 @@ def launch(
         view.abandon()
         raise
     if block:
-        with _ended_by_interrupt(run):
+        with _kept_for_its_error(run):
             _wait(run, view)
     return run
 
@@ -108,52 +108,57 @@ def _open(job: Job, notices: list[str]) -> Run:
     engine.warm_up(job)
     placement = engine.place(job)
     preflight.check_machine(job.config, placement.world_size)
-    folder = RunFolder()
-    metrics = MetricStore(folder.path)
-    run = Run(
-        name=job.name,
-        config=job.config,
-        folder=folder,
-        metrics=metrics,
-        view=job.view,
-        source=partial(_script, job, placement.world_size),
-    )
-    prepared = None
-    if packed is not None:
-        notices = [*notices, *packed.notices]
-        prepared = _prepare(job, packed, run=folder.id, placement=placement, folder=folder.path)
-    first = state.starting(
-        run=folder.id,
-        name=job.name,
-        world_size=placement.world_size,
-        started=time.time(),
-        notices=(*notices, *placement.notices),
-    )
-    opening = Opening(run=run, state=first, folder=folder, metrics=metrics, prepared=prepared)
-    try:
-        with _ended_by_interrupt(run):
-            engine.open(job, opening)
-    except BaseException:
-        if not run.has_begun:
-            metrics.close()
-            folder.release()
-        raise
-    finally:
-        for fd in prepared.fds if prepared is not None else ():
-            os.close(fd)
+    folder = RunFolder.make()
+    with contextlib.ExitStack() as undo:
+        undo.callback(folder.remove)
+        metrics = MetricStore(folder.path)
+        undo.callback(metrics.close)
+        run = Run(
+            name=job.name,
+            config=job.config,
+            folder=folder,
+            metrics=metrics,
+            view=job.view,
+            source=partial(_script, job, placement.world_size),
+        )
+        prepared = None
+        if packed is not None:
+            notices = [*notices, *packed.notices]
+            prepared = _prepare(job, packed, run=folder.id, placement=placement, folder=folder.path)
+        first = state.starting(
+            run=folder.id,
+            name=job.name,
+            world_size=placement.world_size,
+            started=time.time(),
+            notices=(*notices, *placement.notices),
+        )
+        opening = Opening(run=run, state=first, folder=folder, metrics=metrics, prepared=prepared)
+        try:
+            with _kept_for_its_error(run):
+                engine.open(job, opening)
+        finally:
+            if run.has_begun:
+                undo.pop_all()
+            for fd in prepared.fds if prepared is not None else ():
+                os.close(fd)
     return run
 
 
 @contextlib.contextmanager
-def _ended_by_interrupt(run: Run) -> Iterator[None]:
-    """An interrupt that leaves the block finds the run ended, and knows it."""
+def _kept_for_its_error(run: Run) -> Iterator[None]:
+    """Where the launch raises, nobody is given the handle: the list of runs keeps it.
+
+    A KeyboardInterrupt that leaves the block finds the run ended, and knows it as ``run``.
+    """
     try:
         yield
-    except KeyboardInterrupt as error:
+    except BaseException as error:
         if run.has_begun:
-            error.run = run  # type: ignore[attr-defined]
-            run.kill()
-            run.conductor.ended.wait(_KILL_SECONDS)
+            run.keep()
+            if isinstance(error, KeyboardInterrupt):
+                error.run = run  # type: ignore[attr-defined]
+                run.kill()
+                run.conductor.ended.wait(_KILL_SECONDS)
         raise
 
 

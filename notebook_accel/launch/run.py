@@ -1,24 +1,36 @@
-"""The handle of a run: what the person holds while it goes on and after it has ended."""
+"""The handle of a run: what the person holds while it goes on and after it has ended.
+
+handle (Run) --------> conductor: the state, and who ends the ranks
+   |  \\-------------> results, function: freed with the last handle
+   v
+the same run without results: what views and the list of :func:`runs` keep
+"""
 
 from __future__ import annotations
 
+import copy
 import time
+import weakref
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from notebook_accel.errors import RunStopped, WorkerError
+from notebook_accel.config import LaunchConfig, check_seconds
+from notebook_accel.errors import ConfigError, NotebookAccelError, RunStopped, WorkerError
+from notebook_accel.launch.control.interrupts import Latch
 from notebook_accel.launch.control.plotting import plot_metrics
 from notebook_accel.launch.control.state import Progress
+from notebook_accel.launch.control.stores import MetricReader, run_folders
+from notebook_accel.launch.control.verdict import Failure
+from notebook_accel.launch.view.plain import PlainView
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
-    from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.control.interrupts import Latch
+    from notebook_accel.launch.control.results import Results
     from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.control.stores import MetricStore, RunFolder
-    from notebook_accel.launch.control.verdict import Failure
+    from notebook_accel.launch.control.stores import RunFolder
     from notebook_accel.launch.view import View
 
 __all__ = ["Conductor", "Run", "runs"]
@@ -28,32 +40,24 @@ _KEPT_RUNS = 50
 
 E = TypeVar("E", bound=BaseException)
 
-_runs: list[Run] = []
-
 
 class Conductor:
     """What conducts a run and knows how it stands; a :class:`Run` asks it for everything.
 
     Attributes:
         state: the newest state.
+        results: what the ranks return; None once the run has ended, when only handles have it.
         ended: set once the run has ended and the view has drawn its end.
         timed_out: whether the run's own time-out ended it.
     """
 
     state: RunState
+    results: Results | None = None
     ended: Latch
     timed_out = False
 
-    def result(self, rank: int) -> Any:
-        """What a rank returned; KeyError where it returned nothing."""
-        raise NotImplementedError
-
     def failure(self) -> Failure | None:
         """What failed, once the run has ended."""
-        return None
-
-    def cause(self, failure: Failure) -> BaseException | None:
-        """The original exception, where it can be had."""
         return None
 
     def stop(self, grace: float | None = None) -> None:
@@ -82,9 +86,9 @@ class Run:
         name: str,
         config: LaunchConfig,
         folder: RunFolder,
-        metrics: MetricStore,
+        metrics: MetricReader,
         view: View,
-        source: Callable[[str], str],
+        source: Callable[[str], str] | None = None,
     ) -> None:
         self.id: str = folder.id
         self.config = config
@@ -94,12 +98,27 @@ class Run:
         self._view = view
         self._source = source
         self._conductor: Conductor | None = None
+        self._results: Results | None = None
 
     def attach(self, conductor: Conductor) -> None:
         """The run begins; called once, by its engine."""
         self._conductor = conductor
-        _runs.append(self)
-        del _runs[:-_KEPT_RUNS]
+        self._results = conductor.results
+        self._folder.save(conductor.state, self.config)
+        _known.append(_Known(handle=weakref.ref(self), run=self.without_results()))
+        del _known[:-_KEPT_RUNS]
+
+    def without_results(self) -> Run:
+        """This run, without what its handles alone keep: results, and the function."""
+        other = copy.copy(self)
+        other._results = other._source = None
+        return other
+
+    def keep(self) -> None:
+        """Have the list of runs keep this very handle: nobody else got one."""
+        for index, known in enumerate(_known):
+            if known.handle() is self:
+                _known[index] = replace(known, run=self)
 
     @property
     def has_begun(self) -> bool:
@@ -167,10 +186,18 @@ class Run:
         """
         self._check_rank(rank)
         self.wait()
+        if self._results is None:
+            raise self._about_this(
+                NotebookAccelError(
+                    f"the results of run {self.id} are gone: they lived as long as the handle that "
+                    "notebook_launcher gave; logs and metrics are still here. Keep the handle: "
+                    "run = notebook_launcher(...)"
+                )
+            )
         try:
-            return self.conductor.result(rank % len(self))
+            return self._results.get(rank % len(self))
         except KeyError:
-            raise self._told(
+            raise self._about_this(
                 RunStopped(f"rank {rank} was stopped before it had a result")
             ) from None
 
@@ -186,8 +213,8 @@ class Run:
 
     def _result_or_none(self, rank: int) -> Any:
         try:
-            return self.conductor.result(rank)
-        except Exception:  # a result that does not unpickle may raise anything
+            return None if self._results is None else self._results.get(rank)
+        except (Exception, SystemExit):  # what a result's classes do when they are remade
             return None
 
     def wait(self, timeout: float | None = None) -> Run:
@@ -200,9 +227,12 @@ class Run:
             WorkerError: a rank failed.
             RunStopped: the run was stopped before it had a result.
             TimeoutError: the run had not ended in time, or its own time-out ended it.
+            ConfigError: ``timeout`` is no number of seconds.
         """
+        if timeout is not None:
+            check_seconds("timeout", timeout)
         if not self._wait_for_end(timeout):
-            raise self._told(
+            raise self._about_this(
                 TimeoutError(f"the run has not ended within {timeout} s; it goes on ({self!r})")
             )
         self.raise_error()
@@ -229,12 +259,12 @@ class Run:
         """The error of a run that has ended, with ``run`` set; None where there is none."""
         failure = self.conductor.failure()
         if failure is not None:
-            return self._told(self._worker_error(failure))
+            return self._about_this(self._worker_error(failure))
         if self.conductor.timed_out:
-            return self._told(TimeoutError("the run was ended by its time-out"))
+            return self._about_this(TimeoutError("the run was ended by its time-out"))
         has_result = any(rank.returned for rank in self.state.ranks)
         if self.status == "stopped" and not has_result:
-            return self._told(RunStopped("the run was stopped before it had a result"))
+            return self._about_this(RunStopped("the run was stopped before it had a result"))
         return None
 
     def _worker_error(self, failure: Failure) -> WorkerError:
@@ -246,10 +276,11 @@ class Run:
             exitcode=failure.exitcode,
             signal=failure.signal,
         )
-        error.__cause__ = self.conductor.cause(failure)
+        if self._results is not None:
+            error.__cause__ = self._results.exception(failure.pickled)
         return error
 
-    def _told(self, error: E) -> E:
+    def _about_this(self, error: E) -> E:
         error.run = self  # type: ignore[attr-defined]
         return error
 
@@ -259,7 +290,13 @@ class Run:
         """Ask all ranks to leave at the same step; harder after ``grace`` seconds. Returns at once.
 
         A second call interrupts ranks that take their time.
+
+        Raises:
+            ConfigError: ``grace`` is no number of seconds.
         """
+        if grace is not None:
+            check_seconds("grace", grace)
+            grace = float(grace)
         self.conductor.stop(grace)
 
     def kill(self) -> None:
@@ -274,7 +311,12 @@ class Run:
         return self._folder.path
 
     def logs(self, rank: int | None = None) -> str:
-        """All that one rank printed, or all ranks with a label on each line."""
+        """All that one rank printed, or all ranks with a label on each line.
+
+        Raises:
+            IndexError: there is no such rank.
+            FileNotFoundError: the run was deleted from disk.
+        """
         if rank is not None:
             self._check_rank(rank)
             return self._folder.read_log(rank % len(self))
@@ -288,7 +330,12 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Every value given to ``accelerator.log``: time, rank, step, name, value."""
+        """Every value given to ``accelerator.log``: time, rank, step, name, value.
+
+        Raises:
+            FileNotFoundError: the run was deleted from disk.
+        """
+        self._folder.check()
         return self._metrics.read()
 
     def sample_metrics(self, max_bytes: int = 8_000_000) -> list[dict[str, Any]]:
@@ -334,20 +381,123 @@ class Run:
         """Write the function, with what it needs, as a script that torchrun runs; gives the path.
 
         What was written in cells is copied as it is now in the notebook.
+
+        Raises:
+            NotebookAccelError: this is no handle that the launch gave, but one of :func:`runs`.
         """
+        if self._source is None:
+            raise self._about_this(
+                NotebookAccelError(
+                    f"the function of run {self.id} is gone: it lived as long as the handle that "
+                    "notebook_launcher gave. Launch again, and export from that handle"
+                )
+            )
         target = Path(path)
-        target.write_text(self._source(target.name))
+        target.write_text(self._source(target.name), encoding="utf-8")
         return target
 
     def show(self) -> None:
         """Draw the view of this run again, here."""
-        self._view.reopen(self)
+        self._view.reopen(self.without_results())
 
     def __repr__(self) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return f"<Run {self.id} of {self.name}: {self.status}, {ranks}>"
 
 
-def runs() -> list[Run]:
-    """The runs of this process, newest last; failed and interrupted ones too."""
-    return list(_runs)
+# ---- the list of runs ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A run of this process: a handle that somebody may hold, and what is left without it."""
+
+    handle: weakref.ref[Run]
+    run: Run
+
+
+_known: list[_Known] = []
+
+
+def runs(*, everywhere: bool = False) -> list[Run]:
+    """The runs of this process, newest last; failed and interrupted ones too.
+
+    A run whose handle nobody holds any more has logs, metrics and state, but no results.
+
+    Args:
+        everywhere: also those on disk that other processes and earlier kernels left, by time.
+    """
+    handles = [(known.handle(), known.run) for known in _known]
+    here = [run if handle is None else handle for handle, run in handles]
+    if not everywhere:
+        return here
+    known = {run.id: run for run in here}
+    found = [known.get(folder.id) or _open(folder) for folder in run_folders()]
+    on_disk = {run.id for run in found if run is not None}
+    # Kept elsewhere, since NOTEBOOK_ACCEL_RUNS was changed, or deleted.
+    others = [run for run in here if run.id not in on_disk]
+    return sorted([*(run for run in found if run is not None), *others], key=lambda run: run.id)
+
+
+class _Elsewhere(Conductor):
+    """Stands for what conducted a run in another process."""
+
+    def __init__(self, state: RunState) -> None:
+        self.state = state
+        self.ended = Latch()
+        self.ended.set()
+
+    def failure(self) -> Failure | None:
+        if self.state.status != "failed":
+            return None
+        failed = [rank for rank in self.state.ranks if rank.status == "failed"]
+        how = failed[0].failure if failed else None
+        return Failure(
+            message=self.state.error,
+            rank=failed[0].rank if failed else None,
+            ranks=tuple(rank.rank for rank in failed),
+            traceback=how.traceback if how else "",
+            exitcode=failed[0].exitcode if failed else None,
+        )
+
+    def stop(self, grace: float | None = None) -> None:
+        self._refuse()
+
+    def kill(self) -> None:
+        self._refuse()
+
+    def _refuse(self) -> None:
+        if not self.state.has_ended:
+            raise NotebookAccelError(
+                f"run {self.state.run} goes on in another process, which alone can end it"
+            )
+
+    def stacks(self, rank: int | None = None) -> str:
+        return "the run is not of this process\n"
+
+
+def _open(folder: RunFolder) -> Run | None:
+    """The run in a folder that another process made; None where its state cannot be read."""
+    state = folder.load()
+    if state is None:
+        return None
+    if not state.has_ended and not folder.is_held:
+        state = replace(
+            state,
+            status="failed",
+            error="its kernel ended while the run went on",
+            ended=folder.last_change(),
+        )
+    try:
+        config = LaunchConfig.load(folder.config_path)
+    except ConfigError:  # of another version of this package
+        config = LaunchConfig()
+    run = Run(
+        name=state.name,
+        config=config,
+        folder=folder,
+        metrics=MetricReader(folder.path),
+        view=PlainView(),
+    )
+    run._conductor = _Elsewhere(state)
+    return run

@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
-from notebook_accel import ConfigError, LaunchError, RunStopped, WorkerError
+from notebook_accel import ConfigError, LaunchError, NotebookAccelError, RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch import launcher
+from notebook_accel.launch.control.stores import RunFolder
 from notebook_accel.launch.engines import local
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.run import runs
@@ -324,7 +330,7 @@ class Broken(View):
         self._break("settle")
 
 
-@pytest.mark.parametrize("where", ["update", "poll", "close", "settle"])
+@pytest.mark.parametrize("where", ["open", "update", "poll", "close", "settle"])
 @pytest.mark.parametrize("block", [True, False])
 def test_a_view_that_breaks_ends_no_training(where: str, block: bool) -> None:
     def train() -> int:
@@ -334,17 +340,171 @@ def test_a_view_that_breaks_ends_no_training(where: str, block: bool) -> None:
     assert on_cpu(train, n=1, view=Broken(where), block=block).wait(SOON).results == [1]
 
 
-def test_a_view_that_cannot_be_opened_leaves_no_run_behind() -> None:
-    def train() -> None:
-        time.sleep(600)
+# ---- a launch that cannot begin ------------------------------------------------------------
 
-    before = set(map(id, runs()))
-    with pytest.raises(ZeroDivisionError):
-        on_cpu(train, view=Broken("open"))
-    for run in runs():
-        if id(run) not in before:
-            assert run.results == [None, None]
-            assert run.status in ("failed", "stopped")
+
+def test_a_payload_that_cannot_be_sealed_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import torch
+
+    on_cpu(lambda: 1)
+    weights = torch.zeros(1_000_000)
+    before = (psutil.Process().num_fds(), sorted(os.listdir(tmp_path / "runs")), len(runs()))
+    with monkeypatch.context() as patch:
+        full = OSError(24, "Too many open files")
+        patch.setattr(launcher, "_prepare", lambda *_, **__: (_ for _ in ()).throw(full))
+        with pytest.raises(OSError, match="Too many"):
+            on_cpu(lambda: weights)
+    after = (psutil.Process().num_fds(), sorted(os.listdir(tmp_path / "runs")), len(runs()))
+    assert after == before
+
+
+# ---- runs that were, here and elsewhere ----------------------------------------------------
+
+
+def test_a_large_result_goes_with_its_last_handle() -> None:
+    def train() -> Any:
+        import torch
+
+        return torch.ones(25_000_000)
+
+    me = psutil.Process()
+    on_cpu(lambda: 1)
+    gc.disable()
+    try:
+        before = me.memory_info().rss
+        run = on_cpu(train, n=1)
+        assert float(run[0].sum()) == 25_000_000
+        assert me.memory_info().rss - before > 90_000_000
+        number = run.id
+        del run
+        assert me.memory_info().rss - before < 30_000_000
+    finally:
+        gc.enable()
+    left = runs()[-1]
+    assert (left.id, left.status, left.results) == (number, "succeeded", [None])
+    with pytest.raises(NotebookAccelError, match="Keep the handle"):
+        left[0]
+    with pytest.raises(NotebookAccelError, match="Launch again"):
+        left.export("anything.py")
+
+
+def test_the_function_of_a_run_goes_with_its_last_handle() -> None:
+    class Big:
+        pass
+
+    big = Big()
+    seen = weakref.ref(big)
+
+    def train(given: Big) -> bool:
+        return given is not None
+
+    run = on_cpu(train, big, n=1)
+    del big
+    assert seen() is not None, "for run.export"
+    del run
+    gc.collect()
+    assert seen() is None
+
+
+def test_the_list_of_runs_gives_the_handle_that_somebody_holds() -> None:
+    run = on_cpu(lambda: 5)
+    assert runs()[-1] is run
+    assert runs()[-1].results == [5, 5]
+
+
+def test_a_launch_that_raised_is_in_the_list_with_its_results() -> None:
+    def train() -> int:
+        if os.environ["RANK"] == "1":
+            time.sleep(0.3)
+            raise ValueError("no")
+        return 7
+
+    with contextlib.suppress(WorkerError):
+        on_cpu(train)
+    gc.collect()
+    assert runs()[-1].results == [7, None]
+    with pytest.raises(WorkerError, match="ValueError: no"):
+        runs()[-1].wait()
+
+
+def test_a_run_whose_handle_is_held_outlives_all_newer_ones(tmp_path: Path) -> None:
+    def train() -> None:
+        from notebook_accel.launch import rank
+
+        print("still here")
+        rank.current().metric({"loss": 1.0}, 0)
+
+    run = on_cpu(train, n=1)
+    for _ in range(120):
+        RunFolder.make(tmp_path / "runs")
+    assert run.logs(0) == "still here\n"
+    assert len(run.metrics) == 1
+    shutil.rmtree(run.log_dir)
+    for read in (run.logs, lambda: run.metrics, run.to_pandas, lambda: run.logs(0), run.plot):
+        with pytest.raises(FileNotFoundError, match="was deleted"):
+            read()
+
+
+EARLIER = """
+import sys, time
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.view import View
+
+def train(how):
+    from notebook_accel.launch import rank
+    print("from an earlier kernel", flush=True)
+    rank.current().metric({"loss": float("nan")}, 3)
+    if how == "fails":
+        raise ValueError("as it was then")
+    while how == "goes on":
+        time.sleep(0.05)
+
+config = LaunchConfig(num_processes=2, devices="cpu", env={"TOKEN": "secret"})
+for how in ("ends", "fails", "goes on"):
+    run = launch(train, (how,), config=config, view=View(), block=False)
+    if how != "goes on":
+        run.results
+    while "earlier" not in run.logs(1) or len(run.metrics) < 2:
+        time.sleep(0.05)
+    print(run.id, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_runs_of_other_kernels() -> None:
+    def found(number: str) -> Run:
+        return next(run for run in runs(everywhere=True) if run.id == number)
+
+    command = [sys.executable, "-c", EARLIER]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout is not None
+        ended, failed, going = (other.stdout.readline().strip() for _ in range(3))
+        run = found(going)
+        assert run.status in ("starting", "running")
+        with pytest.raises(NotebookAccelError, match="another process"):
+            run.stop()
+        other.kill()
+    for number, status in ((ended, "succeeded"), (failed, "failed"), (going, "failed")):
+        run = found(number)
+        assert run not in runs()
+        assert (run.name, run.world_size, run.status) == ("train", 2, status)
+        assert run.logs(1).startswith("from an earlier kernel\n")
+        assert {row["step"] for row in run.metrics} == {3}
+        assert (run.config.num_processes, run.config.env) == (2, None)
+        written = [file.read_bytes() for file in run.log_dir.iterdir()]
+        assert b"secret" not in b"".join(written)
+        assert run.results == [None, None]
+        with pytest.raises(NotebookAccelError):
+            run[0]
+        run.show()
+    with pytest.raises(WorkerError, match="as it was then"):
+        found(failed).wait()
+    with pytest.raises(WorkerError, match="its kernel ended"):
+        found(going).wait()
 
 
 # ---- environment ---------------------------------------------------------------------------

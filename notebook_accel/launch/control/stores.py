@@ -1,15 +1,28 @@
-"""The folder of a run on disk: logs and metrics, append-only, and which old runs go."""
+"""The folder of a run on disk: logs, metrics and the last state; and which old runs go.
+
+    runs folder/
+      .kernel-3f2a…            locked by a kernel as long as it lives: one descriptor a kernel
+      20260131-120000-1a2b3c/  one run, readable by its owner alone
+        .live                  names the kernel that holds the run
+        rank-0.log, …          and metrics.jsonl, config.yaml, state.msgpack
+
+What a live kernel holds is never deleted. Of the others the newest 50 stay, 2 GB at most.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import logging
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -17,106 +30,306 @@ import msgspec
 import platformdirs
 
 from notebook_accel.errors import LaunchError
+from notebook_accel.launch.control.state import RunState
 from notebook_accel.launch.control.terminal_text import as_shown
 from notebook_accel.launch.system.log_files import log_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MetricStore", "RunFolder", "runs_folder"]
+    from notebook_accel.config import LaunchConfig
 
-_KEPT_RUNS = 20
+__all__ = ["MetricReader", "MetricStore", "RunFolder", "run_folders", "runs_folder"]
+
+_KEPT_RUNS = 50
+_KEPT_BYTES = 2_000_000_000
 _STRETCHES = 200
 _LIVE = ".live"
+_STATE = "state.msgpack"
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
+_KERNEL = re.compile(r"\.kernel-[0-9a-f]{12}")
+# A file of others may be a FIFO, whose opening waits for a writer, or a link to anything.
+_CAREFULLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
 _log = logging.getLogger(__name__)
 
 
 def runs_folder() -> Path:
-    """Where runs are kept: ``NOTEBOOK_ACCEL_RUNS``, or the platform's state folder."""
+    """Where runs are kept: ``NOTEBOOK_ACCEL_RUNS``, or the platform's state folder.
+
+    Raises:
+        LaunchError: this user has no home folder, and no other was named.
+    """
     chosen = os.environ.get("NOTEBOOK_ACCEL_RUNS")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    return Path(platformdirs.user_state_dir("notebook-accel")) / "runs"
+    try:
+        if chosen:
+            return Path(chosen).expanduser().absolute()
+        folder = Path(platformdirs.user_state_dir("notebook-accel")) / "runs"
+        if folder.is_absolute():
+            return folder
+    except RuntimeError:  # as older versions of platformdirs do not raise
+        pass
+    raise LaunchError(
+        "this user has no home folder, where the logs and metrics of runs are kept: set HOME, or "
+        "NOTEBOOK_ACCEL_RUNS to a folder that can be written"
+    )
 
 
 class RunFolder:
-    """The folder of one run. It is locked while the run lives, so that nobody removes it.
+    """The folder of one run.
 
-    Raises:
-        LaunchError: it cannot be made.
+    As long as this object lives in the kernel that made the folder, nobody removes it.
     """
 
-    def __init__(self, root: Path | None = None) -> None:
+    def __init__(self, path: Path) -> None:
+        self.id = path.name
+        self.path = path
+
+    @classmethod
+    def make(cls, root: Path | None = None) -> RunFolder:
+        """Make the folder of a new run, and remove old ones.
+
+        Raises:
+            LaunchError: it cannot be made.
+        """
         root = runs_folder() if root is None else root
-        self.id = time.strftime("%Y%m%d-%H%M%S-") + uuid.uuid4().hex[:6]
-        self.path = root / self.id
+        folder = cls(root / (time.strftime("%Y%m%d-%H%M%S-") + uuid.uuid4().hex[:6]))
         try:
-            self.path.mkdir(parents=True, mode=0o700)
-            self._lock: IO[bytes] | None = _lock(self.path)
+            folder.path.mkdir(parents=True, mode=0o700)
+            folder._hold()
         except OSError as error:
             raise LaunchError(
                 f"the folder for the run's logs and metrics cannot be made in {root}: {error}. Set "
                 "NOTEBOOK_ACCEL_RUNS to a folder that can be written"
             ) from None
-        _remove_old(root, keep=self.path)
+        _remove_old(root, beside=folder)
+        return folder
+
+    def _hold(self) -> None:
+        mark = self.path / _LIVE
+        mark.write_text(_kernel_name(self.path.parent))
+        weakref.finalize(self, _let_go, mark, os.getpid())
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a live kernel holds the run."""
+        return _is_held(self.path)
+
+    def remove(self) -> None:
+        """Remove the folder with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def check(self) -> None:
+        """Refuse to read what is no longer there.
+
+        Raises:
+            FileNotFoundError: the folder was deleted.
+        """
+        if not self.path.is_dir():
+            raise FileNotFoundError(
+                f"run {self.id} was deleted from disk, its logs and metrics with it: {self.path} "
+                "is not there any more. What a live kernel holds is kept; beyond that, the newest "
+                f"{_KEPT_RUNS} runs and at most {_KEPT_BYTES // 10**9} GB"
+            )
 
     def read_log(self, rank: int) -> str:
-        """All that a rank printed, as a terminal would show it."""
+        """All that a rank printed, as a terminal would show it.
+
+        Raises:
+            FileNotFoundError: the folder was deleted.
+        """
+        self.check()
         try:
             with log_path(self.path, rank).open(errors="replace", newline="\n") as file:
                 text = file.read()
-        except FileNotFoundError:
+        except FileNotFoundError:  # the rank was never started
             return ""
         return "\n".join(as_shown(line) for line in text.split("\n"))
 
-    def release(self) -> None:
-        """The run has ended: its folder may be removed when newer ones came."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.close()
-            with contextlib.suppress(OSError):
-                (self.path / _LIVE).unlink()
+    def save(self, state: RunState, config: LaunchConfig | None = None) -> None:
+        """Write what other processes can know; a full disk costs them that, never us the run.
+
+        Args:
+            state: the newest.
+            config: how the run was launched; its variables, which may be secrets, are left out.
+        """
+        path = self.path / _STATE
+        part = path.with_suffix(".part")
+        try:
+            if config is not None:
+                replace(config, env=None).save(self.config_path)
+            part.write_bytes(msgspec.msgpack.encode(state))
+            part.replace(path)
+        except (OSError, UnicodeEncodeError) as error:
+            _log.warning("the state of run %s is not on disk: %s", self.id, error)
+
+    def load(self) -> RunState | None:
+        """The state saved last; None where there is none that this version can read."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            return msgspec.msgpack.decode(_read_carefully(self.path / _STATE), type=RunState)
+        return None
+
+    @property
+    def config_path(self) -> Path:
+        """The YAML file that says how the run was launched."""
+        return self.path / "config.yaml"
+
+    def last_change(self) -> float:
+        """When something was written here last, wall time in seconds."""
+        with contextlib.suppress(OSError):
+            entries = os.scandir(self.path)
+            return max(entry.stat(follow_symlinks=False).st_mtime for entry in entries)
+        return 0.0
 
 
-def _lock(folder: Path) -> IO[bytes]:
-    handle = (folder / _LIVE).open("wb")
-    # A file system without locks: to others the run lives as long as the mark is there.
+def run_folders(root: Path | None = None) -> list[RunFolder]:
+    """The folders of the runs on disk, oldest first; what we did not make is left out."""
+    root = runs_folder() if root is None else root
     with contextlib.suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return handle
+        names = sorted(
+            entry.name
+            for entry in os.scandir(root)
+            if _ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        )
+        return [RunFolder(root / name) for name in names]
+    return []
 
 
-def _remove_old(root: Path, *, keep: Path) -> None:
-    """Remove all but the newest runs; folders that were not made by us are left alone."""
-    folders = sorted(
-        entry for entry in root.iterdir() if _ID.fullmatch(entry.name) and entry != keep
-    )
-    for folder in folders[: max(0, len(folders) - _KEPT_RUNS + 1)]:
-        if not _is_live(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+# ---- who holds a run -----------------------------------------------------------------------
+
+_kernel_locks: dict[tuple[Path, int], IO[bytes]] = {}
 
 
-def _is_live(folder: Path) -> bool:
+def _kernel_name(root: Path) -> str:
+    """Name of the file in ``root`` that this process keeps locked; made at the first call."""
+    key = (root, os.getpid())
+    held = _kernel_locks.get(key)
+    if held is None or not _is_same(held, Path(held.name)):
+        held = _kernel_locks[key] = _locked_file(root)
+        atexit.register(_let_go, Path(held.name), os.getpid())
+    return Path(held.name).name
+
+
+def _locked_file(root: Path) -> IO[bytes]:
+    while True:
+        path = root / f".kernel-{uuid.uuid4().hex[:12]}"
+        file = path.open("xb")
+        # A file system without locks: to others a run lives as long as its mark is there.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Between the two lines somebody may have found it without a lock, and removed it.
+        if _is_same(file, path):
+            return file
+        file.close()
+
+
+def _is_same(file: IO[bytes], path: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    return False
+
+
+def _let_go(mark: Path, pid: int) -> None:
+    # A child that was forked from this process has the same objects, and must not speak for it.
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            mark.unlink()
+
+
+def _is_held(folder: Path) -> bool:
     try:
-        with (folder / _LIVE).open("rb") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        name = _read_carefully(folder / _LIVE).decode(errors="replace")
+    except FileNotFoundError:
+        return False
+    except OSError:  # of another user, or no file at all: not ours to judge
+        return True
+    return bool(_KERNEL.fullmatch(name)) and _is_locked(folder.parent / name)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a kernel lives that holds this file; removes the file where none does."""
+    try:
+        number = os.open(path, _CAREFULLY)
     except FileNotFoundError:
         return False
     except OSError:
         return True
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    except OSError:
+        return True
+    finally:
+        os.close(number)
     return False
 
 
-class MetricStore:
-    """Metrics in a file of JSON lines: time, rank, step, name, value.
+def _read_carefully(path: Path) -> bytes:
+    """The bytes of a regular file.
+
+    Raises:
+        OSError: it is none, or cannot be read.
+    """
+    number = os.open(path, _CAREFULLY)
+    with open(number, "rb") as file:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise OSError(f"{path} is no regular file")
+        return file.read()
+
+
+def _remove_old(root: Path, *, beside: RunFolder) -> None:
+    """Remove runs that nobody holds, beyond the newest; what we did not make is left alone."""
+    for entry in os.listdir(root):
+        if _KERNEL.fullmatch(entry):
+            _is_locked(root / entry)
+    kept, num_bytes = 1, 0  # the new run will be among those that stay
+    for folder in reversed(run_folders(root)):
+        if folder.id == beside.id or folder.is_held:
+            continue
+        kept, num_bytes = kept + 1, num_bytes + _size(folder.path)
+        if kept > _KEPT_RUNS or num_bytes > _KEPT_BYTES:
+            folder.remove()
+
+
+def _size(folder: Path) -> int:
+    with contextlib.suppress(OSError):
+        return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder))
+    return 0
+
+
+# ---- metrics -------------------------------------------------------------------------------
+
+
+class MetricReader:
+    """Metrics in a file of JSON lines: time, rank, step, name, value."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "metrics.jsonl"
+
+    def read(self) -> list[dict[str, Any]]:
+        """Every row, in the order in which they came; none where there is no file."""
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            return [_decode(line) for line in file if line.endswith(b"\n")]
+        return []
+
+    def sample(self, max_bytes: int) -> list[dict[str, Any]]:
+        """Every row of a short file; of a long one, stretches from its begin to its end."""
+        with contextlib.suppress(FileNotFoundError):
+            size = self.path.stat().st_size
+            if size > max_bytes:
+                with self.path.open("rb") as file:
+                    return [_decode(line) for line in _spread_lines(file, size, max_bytes)]
+        return self.read()
+
+
+class MetricStore(MetricReader):
+    """The metrics of a run that goes on.
 
     A disk that is full costs the metrics from then on, never the run.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "metrics.jsonl"
+        super().__init__(folder)
         self._file = self.path.open("ab")
 
     def add(self, *, wall: float, rank: int, step: int | None, values: dict[str, float]) -> None:
@@ -146,21 +359,12 @@ class MetricStore:
                 self._file.close()
 
     def read(self) -> list[dict[str, Any]]:
-        """Every row, in the order in which they came; none where the folder is gone."""
         self.flush()
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
-            return [_decode(line) for line in file if line.endswith(b"\n")]
-        return []
+        return super().read()
 
     def sample(self, max_bytes: int) -> list[dict[str, Any]]:
-        """Every row of a short file; of a long one, stretches from its begin to its end."""
         self.flush()
-        with contextlib.suppress(FileNotFoundError):
-            size = self.path.stat().st_size
-            if size > max_bytes:
-                with self.path.open("rb") as file:
-                    return [_decode(line) for line in _spread_lines(file, size, max_bytes)]
-        return self.read()
+        return super().sample(max_bytes)
 
 
 def _spread_lines(file: IO[bytes], size: int, max_bytes: int) -> Iterator[bytes]:

@@ -15,19 +15,19 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch import payload, wire
+from notebook_accel.launch import wire
 from notebook_accel.launch.control.interrupts import Latch, held
 from notebook_accel.launch.control.stacks import readable
 from notebook_accel.launch.control.state import apply
 from notebook_accel.launch.control.verdict import Verdict, judge
 from notebook_accel.launch.run import Conductor
 from notebook_accel.launch.transport.channel import ProtocolError
-from notebook_accel.launch.transport.packet import unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from notebook_accel.launch.control.agent_link import AgentLink
+    from notebook_accel.launch.control.results import Results
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.control.stores import MetricStore, RunFolder
     from notebook_accel.launch.control.verdict import Failure
@@ -52,7 +52,7 @@ class Supervisor(Conductor):
         *,
         link: AgentLink,
         state: RunState,
-        registry: Any,
+        results: Results,
         folder: RunFolder,
         metrics: MetricStore,
         view: View,
@@ -64,7 +64,7 @@ class Supervisor(Conductor):
         self.ended = Latch()
         self._state_lock = threading.Lock()
         self._link = link
-        self._registry = registry
+        self.results = results
         self._folder = folder
         self._metrics = metrics
         self._view = view
@@ -72,7 +72,6 @@ class Supervisor(Conductor):
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._closing_notices = closing_notices
         self._send_lock = threading.Lock()
-        self._results = _Results(registry)
         self._stacks = _Stacks()
         self._labels = labels
         self._stopped_at: float | None = None
@@ -94,17 +93,8 @@ class Supervisor(Conductor):
 
     # ---- what the handle asks --------------------------------------------------------------
 
-    def result(self, rank: int) -> Any:
-        return self._results.get(rank)
-
     def failure(self) -> Failure | None:
         return self._verdict.failure
-
-    def cause(self, failure: Failure) -> BaseException | None:
-        if failure.pickled is None:
-            return None
-        error: BaseException | None = payload.unpack_exception(failure.pickled, self._registry)
-        return error
 
     def stop(self, grace: float | None = None) -> None:
         self._stops += 1
@@ -182,7 +172,8 @@ class Supervisor(Conductor):
     def _keep(self, message: wire.Message, fds: list[int]) -> None:
         """What must outlive the state: results, metrics, stacks."""
         if isinstance(message, wire.Returned) and message.rank is not None:
-            self._results.keep(message.rank, message.value, fds)
+            assert self.results is not None, "nothing comes after the end"
+            self.results.keep(message.rank, message.value, fds)
         elif isinstance(message, wire.Metric) and message.rank is not None:
             self._metrics.add(
                 wall=message.wall, rank=message.rank, step=message.step, values=message.values
@@ -248,8 +239,11 @@ class Supervisor(Conductor):
             self.state, status=verdict.status, ended=time.time(), error=error, notices=notices
         )
         self._metrics.close()
-        self._folder.release()
         self._stacks.close()
+        # What is large, and what holds the notebook's function: the handle has it, nobody else.
+        self.results = None
+        self._closing_notices = lambda _: ()
+        self._folder.save(state)
         self._verdict = verdict
         self.state = state
 
@@ -259,27 +253,6 @@ def _lost_with_agent(rank: Any) -> Any:
         return rank
     status = rank.status if rank.returned else "failed"
     return replace(rank, status=status, ended=time.time(), ended_by_us=True)
-
-
-class _Results:
-    """What ranks returned, pickled until it is asked for, then as the object, once."""
-
-    def __init__(self, registry: Any) -> None:
-        self._registry = registry
-        self._lock = threading.RLock()
-        self._packed: dict[int, payload.Packed] = {}
-        self._values: dict[int, Any] = {}
-
-    def keep(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
-        self._packed[rank] = unpack(packet, fds)
-
-    def get(self, rank: int) -> Any:
-        with self._lock:
-            if rank not in self._values:
-                packed = self._packed[rank]
-                self._values[rank] = payload.unpack_result(packed, self._registry)
-                del self._packed[rank]
-            return self._values[rank]
 
 
 class _Stacks:

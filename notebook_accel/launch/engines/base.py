@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from notebook_accel.launch.control.interrupts import held
+from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def _begin(link: AgentLink, job: Job, opening: Opening, prepared: Prepared) -> C
     supervisor = Supervisor(
         link=link,
         state=opening.state,
-        registry=prepared.registry,
+        results=Results(prepared.registry),
         folder=opening.folder,
         metrics=opening.metrics,
         view=job.view,
@@ -151,7 +152,7 @@ def _begin(link: AgentLink, job: Job, opening: Opening, prepared: Prepared) -> C
         # An agent that is dead already is the supervisor's to tell.
         with contextlib.suppress(OSError):
             link.channel.send(prepared.message, prepared.fds)
-        job.view.open(opening.run)
+        job.view.open(opening.run.without_results())
     except BaseException:
         supervisor.kill()
         raise

@@ -14,8 +14,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.control.interrupts import Latch
+from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.verdict import Failure
 from notebook_accel.launch.engines.base import Engine, Placement
+from notebook_accel.launch.payload import Registry
 from notebook_accel.launch.run import Conductor
 
 if TYPE_CHECKING:
@@ -43,13 +45,14 @@ class InlineEngine(Engine):
     def open(self, job: Job, opening: Opening) -> Conductor:
         conductor = _Inline(opening.state)
         opening.run.attach(conductor)
-        job.view.open(opening.run)
+        job.view.open(opening.run.without_results())
         try:
             with _environment({**job.environment, **_ALONE, **_device(job)}):
                 conductor.call(job)
         finally:
             opening.metrics.close()
-            opening.folder.release()
+            opening.folder.save(conductor.state)
+            conductor.close()
             job.view.close(conductor.state)
             conductor.ended.set()
         return conductor
@@ -65,14 +68,13 @@ class _Inline(Conductor):
     def __init__(self, state: RunState) -> None:
         self.state = state
         self.ended = Latch()
+        self._kept = self.results = Results(Registry())
         self._failure: Failure | None = None
-        self._cause: BaseException | None = None
-        self._values: dict[int, Any] = {}
 
     def call(self, job: Job) -> None:
         self._become("running", pid=os.getpid())
         try:
-            self._values[0] = job.function(*job.args, **job.kwargs)
+            self._kept.put(0, job.function(*job.args, **job.kwargs))
         except KeyboardInterrupt:
             self._become("stopped")
             raise
@@ -83,6 +85,10 @@ class _Inline(Conductor):
         else:
             self._become("succeeded", returned=True)
 
+    def close(self) -> None:
+        """Leave the results to the run's handle."""
+        self._kept, self.results = Results(Registry()), None
+
     def _become(self, status: str, **fields: Any) -> None:
         ended = None if status == "running" else time.time()
         rank = replace(self.state.ranks[0], status=status, ended=ended, **fields)
@@ -90,7 +96,7 @@ class _Inline(Conductor):
 
     def _end_by(self, error: BaseException, *, code: object) -> None:
         if code in (None, 0):
-            self._values[0] = None
+            self._kept.put(0, None)
             self._become("succeeded", returned=True)
             return
         text = _traceback(error)
@@ -102,18 +108,12 @@ class _Inline(Conductor):
             traceback=text,
             exitcode=code if isinstance(code, int) else 1,
         )
-        self._cause = error
+        self._kept.raised = error
         self._become("failed")
         self.state = replace(self.state, error=message)
 
-    def result(self, rank: int) -> Any:
-        return self._values[rank]
-
     def failure(self) -> Failure | None:
         return self._failure
-
-    def cause(self, failure: Failure) -> BaseException | None:
-        return self._cause
 
 
 def _traceback(error: BaseException) -> str:

@@ -62,7 +62,7 @@ class GuardedView(View):
         self._guard(self._view.abandon)
 
     def open(self, run: Run) -> None:
-        self._view.open(run)
+        self._guard(self._view.open, run)
 
     def update(self, state: RunState) -> None:
         self._guard(self._view.update, state)

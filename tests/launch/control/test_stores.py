@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -11,24 +12,23 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from notebook_accel import LaunchError
+from notebook_accel import LaunchError, runs
 from notebook_accel.launch.control.stores import MetricStore, RunFolder, runs_folder
 from notebook_accel.launch.system.log_files import log_path
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-KEPT = 20
+KEPT = 50
 
 
 def ended(root: Path) -> Path:
-    folder = RunFolder(root)
-    folder.release()
-    return folder.path
+    """A run that nobody holds any more."""
+    return RunFolder.make(root).path
 
 
 def names(root: Path) -> list[str]:
-    return sorted(entry.name for entry in root.iterdir())
+    return sorted(entry.name for entry in root.iterdir() if not entry.name.startswith(".kernel-"))
 
 
 # ---- where ---------------------------------------------------------------------------------
@@ -39,10 +39,9 @@ def test_runs_are_where_the_environment_says(
 ) -> None:
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "mine"))
     assert runs_folder() == tmp_path / "mine"
-    folder = RunFolder()
+    folder = RunFolder.make()
     assert folder.path == tmp_path / "mine" / folder.id
     assert folder.path.stat().st_mode & 0o077 == 0, "logs are the person's own"
-    folder.release()
 
 
 def test_a_path_that_is_not_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +76,7 @@ def test_a_folder_that_cannot_be_made_says_what_to_do(
 
         monkeypatch.setattr("pathlib.Path.mkdir", refuse)
     with pytest.raises(LaunchError, match="NOTEBOOK_ACCEL_RUNS") as caught:
-        RunFolder(root)
+        RunFolder.make(root)
     assert str(root) in str(caught.value)
 
 
@@ -96,14 +95,15 @@ def test_a_run_that_lives_is_kept_however_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.strftime", lambda *_: "20200101-000000-")
-    old = RunFolder(tmp_path)
+    old = RunFolder.make(tmp_path)
     monkeypatch.undo()
     for _ in range(KEPT + 2):
         ended(tmp_path)
-    assert old.path.exists()
-    old.release()
+    path = old.path
+    assert path.exists()
+    del old
     ended(tmp_path)
-    assert not old.path.exists()
+    assert not path.exists()
     assert len(names(tmp_path)) == KEPT
 
 
@@ -113,7 +113,7 @@ def test_a_run_of_another_process_is_kept_while_it_lives(
     script = (
         "import sys, pathlib\n"
         "from notebook_accel.launch.control.stores import RunFolder\n"
-        "folder = RunFolder(pathlib.Path(sys.argv[1]))\n"
+        "folder = RunFolder.make(pathlib.Path(sys.argv[1]))\n"
         "print(folder.id, flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -156,11 +156,71 @@ def test_what_is_not_a_run_is_never_removed(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == KEPT + len(foreign) + 2
 
 
-def test_releasing_twice(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.release()
-    folder.release()
-    assert not (folder.path / ".live").exists()
+def test_a_child_that_was_forked_lets_go_of_nothing(tmp_path: Path) -> None:
+    folder = RunFolder.make(tmp_path)
+    child = os.fork()
+    if not child:
+        del folder
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert folder.is_held
+
+
+def test_held_runs_cost_one_descriptor_together(tmp_path: Path) -> None:
+    RunFolder.make(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    held = [RunFolder.make(tmp_path) for _ in range(KEPT + 20)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert all(folder.is_held for folder in held)
+    assert len(set(names(tmp_path))) >= KEPT + 20
+
+
+def test_more_than_two_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    for number in range(6):
+        monkeypatch.setattr("time.strftime", lambda *_, n=number: f"20260101-0000{n:02d}-")
+        made.append(ended(tmp_path))
+        with log_path(made[-1], 0).open("wb") as file:
+            file.truncate(700_000_000)
+    held = RunFolder.make(tmp_path)
+    with log_path(held.path, 0).open("wb") as file:
+        file.truncate(5_000_000_000)
+    ended(tmp_path)
+    assert [path.exists() for path in made] == [False, False, False, False, True, True]
+    assert held.path.exists()
+
+
+def test_locks_of_dead_kernels_are_swept(tmp_path: Path) -> None:
+    (tmp_path / ".kernel-0123456789ab").touch()
+    held = RunFolder.make(tmp_path)
+    left = [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".kernel-")]
+    assert len(left) == 1
+    assert held.is_held
+
+
+@pytest.mark.parametrize("name", [".live", "state.msgpack", "config.yaml", "rank-0.log"])
+def test_a_fifo_among_shared_runs_holds_nobody_up(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
+    for number in range(KEPT + 3):
+        folder = tmp_path / f"20200101-0000{number:02d}-abcdef"
+        folder.mkdir()
+        os.mkfifo(folder / name)
+    os.mkfifo(tmp_path / "20200101-000000-fffff0")
+    os.mkfifo(tmp_path / ".kernel-0123456789ab")
+    assert RunFolder.make(tmp_path).path.parent == tmp_path
+    assert all(run.status for run in runs(everywhere=True))
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOTEBOOK_ACCEL_RUNS")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    # What Python gives where neither HOME nor the list of users knows one.
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(LaunchError, match="NOTEBOOK_ACCEL_RUNS"):
+        RunFolder.make()
+    assert not os.path.exists("~")
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,11 +252,18 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_log_is_read_as_a_terminal_would_show_it(
     written: bytes, shown: str, tmp_path: Path
 ) -> None:
-    folder = RunFolder(tmp_path)
+    folder = RunFolder.make(tmp_path)
     log_path(folder.path, 3).write_bytes(written)
     assert folder.read_log(3) == shown
     assert folder.read_log(4) == ""
-    folder.release()
+
+
+def test_a_log_of_a_run_that_was_deleted(tmp_path: Path) -> None:
+    folder = RunFolder.make(tmp_path)
+    shutil.rmtree(folder.path)
+    with pytest.raises(FileNotFoundError, match="was deleted") as caught:
+        folder.read_log(0)
+    assert str(folder.path) in str(caught.value)
 
 
 # ---- metrics -------------------------------------------------------------------------------

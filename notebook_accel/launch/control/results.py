@@ -1,0 +1,66 @@
+"""What the ranks of a run gave back: pickled until somebody asks for it, then as the object.
+
+While the run goes on its conductor and its handle share one :class:`Results`; once it has ended,
+the handle alone holds it. So a result of gigabytes is freed with the last handle, while the lists
+of runs and the views, which outlive handles, keep a ``Run`` without results.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch import payload
+from notebook_accel.launch.transport.packet import unpack
+
+if TYPE_CHECKING:
+    from notebook_accel.launch import wire
+
+__all__ = ["Results"]
+
+
+class Results:
+    """The values that ranks returned.
+
+    Args:
+        registry: the notebook's own objects, which results and exceptions refer to.
+
+    Attributes:
+        raised: what a rank in this very process raised.
+    """
+
+    raised: BaseException | None = None
+
+    def __init__(self, registry: payload.Registry) -> None:
+        self._registry = registry
+        self._lock = threading.RLock()
+        self._packed: dict[int, payload.Packed] = {}
+        self._values: dict[int, Any] = {}
+
+    def keep(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
+        """Keep what a rank sent; closes the descriptors."""
+        self._packed[rank] = unpack(packet, fds)
+
+    def put(self, rank: int, value: object) -> None:
+        """Keep what a rank in this very process returned, as it is."""
+        self._values[rank] = value
+
+    def get(self, rank: int) -> Any:
+        """What a rank returned; unpickled once, in the caller's thread.
+
+        Raises:
+            KeyError: it returned nothing.
+            Exception: whatever its classes raise when they are remade here.
+        """
+        with self._lock:
+            if rank not in self._values:
+                packed = self._packed[rank]
+                self._values[rank] = payload.unpack_result(packed, self._registry)
+                del self._packed[rank]
+            return self._values[rank]
+
+    def exception(self, pickled: bytes | None) -> BaseException | None:
+        """What a rank raised, from its pickle; None where it does not unpickle."""
+        if self.raised is not None:
+            return self.raised
+        return payload.unpack_exception(pickled, self._registry)
