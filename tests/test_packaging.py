@@ -63,8 +63,10 @@ def test_the_wheel_holds_the_package_alone_and_all_of_it(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     inside = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
-    sources = {p.relative_to(TREE).as_posix() for p in PACKAGE.rglob("*.py*") if p.suffix != ".pyc"}
-    assert inside == sources | {"notebook_accel/py.typed"}
+    kinds = {".py", ".pyi", ".css", ".typed"}
+    sources = {p.relative_to(TREE).as_posix() for p in PACKAGE.rglob("*") if p.suffix in kinds}
+    assert inside == sources
+    assert {"notebook_accel/py.typed", "notebook_accel/notebook/panel.css"} <= inside
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

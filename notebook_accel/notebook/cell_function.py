@@ -1,7 +1,23 @@
-"""A cell as one function: what a magic runs on every rank.
+"""A cell as one function: what ``%%accelerate`` runs on every rank.
 
-The names that the cell assigns become globals of the function, as they would be in a notebook;
-the value of a last expression is what it returns, as text.
+The cell's source is rewritten as a syntax tree. Of the cell
+
+    import math
+    total: int = rank + 1
+    math.sqrt(total)
+
+comes the function
+
+    def cell():
+        global math, total
+        from notebook_accel.training.cell_names import rank
+        from notebook_accel.notebook.cell_function import shown as _notebook_accel_shown
+        import math
+        total = rank + 1
+        return _notebook_accel_shown(math.sqrt(total))
+
+so that the names that the cell assigns are globals, as they would be in a notebook, and the value
+of a last expression is what it returns, as text.
 """
 
 from __future__ import annotations
@@ -13,7 +29,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 __all__ = ["PROVIDED", "cell_function", "shown"]
 
@@ -22,8 +38,8 @@ _PROVIDER = "notebook_accel.training.cell_names"
 _MAX_SHOWN = 20_000
 _SHOW = "_notebook_accel_shown"
 # ``!ls``, ``%time f()``, ``files = !ls``, ``?name`` and ``name?``.
-_OF_IPYTHON = re.compile(r"\s*([!%?]|[\w\s,.]+=\s*[!%]|[\w.]+\?\??\s*$)")
-_NOT_PYTHON = (
+_IPYTHON_LINE = re.compile(r"\s*([!%?]|[\w\s,.]+=\s*[!%]|[\w.]+\?\??\s*$)")
+_IPYTHON_LINE_REFUSED = (
     "shell lines (!), magics (%) and help (?) are not supported in a cell that runs on the ranks; "
     "put this line into a cell of its own, or call subprocess.run for a shell command"
 )
@@ -32,7 +48,7 @@ _NOT_PYTHON = (
 def cell_function(
     text: str, *, namespace: dict[str, Any], filename: str, name: str, first_line: int = 1
 ) -> types.FunctionType:
-    """The function that runs ``text``.
+    """Make the function that runs ``text``.
 
     Args:
         text: source of the cell.
@@ -45,48 +61,47 @@ def cell_function(
         SyntaxError: ``text`` is no Python, or holds what no function can (``import *``).
     """
     # All line numbers, those of syntax errors too, count from the start of the file.
-    placed = "\n" * (first_line - 1) + text
+    source = "\n" * (first_line - 1) + text
     try:
-        code = _compiled(placed, filename)
+        code = _compile(source, filename)
     except SyntaxError as error:
-        _explain(error, placed)
+        line = max((error.lineno or 0) - 1, 0)
+        if any(_IPYTHON_LINE.match(part) for part in source.splitlines()[line : line + 1]):
+            error.msg = _IPYTHON_LINE_REFUSED
         raise
-    made = types.FunctionType(code, namespace, name)
-    made.__qualname__, made.__module__ = name, "__main__"
-    return made
+    function = types.FunctionType(code, namespace, name)
+    function.__qualname__, function.__module__ = name, "__main__"
+    return function
 
 
-def _compiled(text: str, filename: str) -> types.CodeType:
-    """The code of a function with the statements of ``text``."""
+def _compile(text: str, filename: str) -> types.CodeType:
+    """Compile a function with the statements of ``text``; gives its code."""
     tree = ast.parse(text, filename)
     # What is wrong at the top of a cell may be right in a function, as a ``return`` is.
     compile(tree, filename, "exec", dont_inherit=True)
     assigned, mentioned = _names(text, filename)
-    futures, body = _split(tree.body)
     provided = [name for name in PROVIDED if name in mentioned - assigned]
-    function = _define(
-        [
-            *([ast.Global(sorted(assigned))] if assigned else []),
-            *_import(_PROVIDER, [(name, None) for name in provided]),
-            *_import(__name__, [("shown", _SHOW)]),
-            *_with_result(_without_annotations(body), is_silent=_is_silent(text)),
-        ]
+    # Imports of ``__future__`` must stay at the top of the module.
+    futures = [node for node in tree.body if _is_future(node)]
+    plain = _WithoutAnnotations().visit(
+        ast.Module([node for node in tree.body if not _is_future(node)], type_ignores=[])
     )
+    function = ast.parse("def cell(): pass").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    function.body = [
+        *([ast.Global(sorted(assigned))] if assigned else []),
+        *([ast.ImportFrom(_PROVIDER, [ast.alias(n) for n in provided], 0)] if provided else []),
+        ast.ImportFrom(__name__, [ast.alias("shown", _SHOW)], 0),
+        *(plain.body if _ends_with_semicolon(text) else _with_result(plain.body)),
+    ]
     module = ast.Module([*futures, function], type_ignores=[])
     ast.fix_missing_locations(module)
     code = compile(module, filename, "exec", dont_inherit=True)
     return next(part for part in code.co_consts if isinstance(part, types.CodeType))
 
 
-def _explain(error: SyntaxError, text: str) -> None:
-    """Say so where the line is none of Python's but one of IPython's."""
-    line = (error.lineno or 0) - 1
-    if any(_OF_IPYTHON.match(part) for part in text.splitlines()[max(line, 0) : line + 1]):
-        error.msg = _NOT_PYTHON
-
-
 def shown(value: Any) -> str | None:
-    """What a rank shows of the value of a cell's last expression."""
+    """What a rank shows of the value of a cell's last expression; None for nothing."""
     if value is None:
         return None
     text = repr(value)
@@ -116,52 +131,37 @@ def _walk(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
         yield from _walk(child)
 
 
-def _split(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], list[ast.stmt]]:
-    """Imports of ``__future__``, which stay at the top of the module, and the rest."""
-    futures = [node for node in body if _is_future(node)]
-    return futures, [node for node in body if not _is_future(node)]
-
-
 def _is_future(node: ast.stmt) -> bool:
     return isinstance(node, ast.ImportFrom) and node.module == "__future__"
 
 
-def _define(body: list[ast.stmt]) -> ast.FunctionDef:
-    function = ast.parse("def cell(): pass").body[0]
-    assert isinstance(function, ast.FunctionDef)
-    function.body = body
-    return function
-
-
-def _import(module: str, names: list[tuple[str, str | None]]) -> list[ast.stmt]:
-    aliases = [ast.alias(name, new_name) for name, new_name in names]
-    return [ast.ImportFrom(module, aliases, level=0)] if aliases else []
-
-
-def _with_result(body: list[ast.stmt], *, is_silent: bool) -> list[ast.stmt]:
-    """The statements, the last expression returned."""
-    if not body or is_silent or not isinstance(body[-1], ast.Expr):
+def _with_result(body: list[ast.stmt]) -> list[ast.stmt]:
+    """The statements, where the last one is an expression with its value returned as text."""
+    if not body or not isinstance(body[-1], ast.Expr):
         return body
     last = body[-1]
     call = ast.Call(ast.Name(_SHOW, ast.Load()), [last.value], [])
     return [*body[:-1], ast.copy_location(ast.Return(ast.copy_location(call, last)), last)]
 
 
-def _is_silent(text: str) -> bool:
-    """A last line that ends with a semicolon shows nothing, as in IPython."""
-    lines = [line.split("#")[0].rstrip() for line in text.splitlines()]
-    return any(lines) and next(line for line in reversed(lines) if line).endswith(";")
+def _ends_with_semicolon(text: str) -> bool:
+    """Whether the cell shows nothing by IPython's own rule."""
+    from IPython.core.displayhook import DisplayHook
+
+    rule = getattr(DisplayHook, "semicolon_at_end_of_expression", None)
+    if rule is not None:
+        return bool(rule(text))
+    # IPython 7 has the rule inside of a method that reads the newest cell of the shell's history.
+    history = types.SimpleNamespace(input_hist_parsed=[text])
+    shell = types.SimpleNamespace(history_manager=history)
+    return bool(DisplayHook.quiet(types.SimpleNamespace(shell=shell)))  # type: ignore[arg-type, no-untyped-call]
 
 
-def _without_annotations(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Python takes no annotation on a global: ``x: int = 3`` becomes ``x = 3``."""
-    module = _Plain().visit(ast.Module(body, type_ignores=[]))
-    assert isinstance(module, ast.Module)
-    return module.body
+class _WithoutAnnotations(ast.NodeTransformer):
+    """Turns ``x: int = 3`` into ``x = 3``: Python takes no annotation on a name that is global.
 
-
-class _Plain(ast.NodeTransformer):
-    """Takes annotations from assignments, outside of functions and classes."""
+    Functions and classes inside of the cell keep theirs.
+    """
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return node

@@ -11,25 +11,24 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-import uuid
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from notebook_accel.launch.view import View
-from notebook_accel.launch.view.outline import Pace, last_values
-from notebook_accel.notebook import output
+from notebook_accel.launch.view.progress import Throughput, last_values
+from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.panel import Details, render_panel
 from notebook_accel.notebook.snapshot import Snapshot, render_line, render_snapshot
-from notebook_accel.notebook.style import STYLE
+from notebook_accel.notebook.style import style_element
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.run import Run
-    from notebook_accel.notebook.frontend import Clicks
+    from notebook_accel.notebook.clicks import ClicksAfterTheCell
 
 __all__ = ["Dashboard", "Panel"]
 
@@ -43,29 +42,13 @@ _ALL_RANKS = -1
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
-class Place:
-    """One place in a cell's output: what is put there first stands where it was put."""
-
-    def __init__(self) -> None:
-        self._id = f"notebook-accel-{uuid.uuid4().hex}"
-        self._is_taken = False
-
-    def fill(self, bundle: Mapping[str, Any]) -> None:
-        """Show ``bundle`` there, in place of what was."""
-        if self._is_taken:
-            output.replace(bundle, self._id)
-        else:
-            self._is_taken = True
-            output.put(bundle, self._id)
-
-
 class Panel:
     """The widgets of one panel, in the cell that made it.
 
     Args:
         name: of the run's function.
         world_size: number of its ranks.
-        place: where in the cell's output it goes.
+        slot: where in the cell's output it goes.
         clicks: how clicks get through.
         stop: called when Stop is clicked.
         choose: called with the rank whose output is asked for, None for all.
@@ -76,18 +59,20 @@ class Panel:
         name: str,
         world_size: int,
         *,
-        place: Place,
-        clicks: Clicks,
+        slot: DisplaySlot,
+        clicks: ClicksAfterTheCell,
         stop: Callable[[], None],
         choose: Callable[[int | None], None],
     ) -> None:
-        self._place = place
+        self._slot = slot
         self._body = ipywidgets.HTML()
         self._stop = clicks.stop_button(stop)
         self._stop.add_class("na-stop")
         self._filter = _rank_filter(world_size, choose)
-        clicks.free(self._filter)
-        self._style = ipywidgets.HTML(STYLE, layout=ipywidgets.Layout(display="none"))
+        clicks.let_through(self._filter)
+        self._style = ipywidgets.HTML(
+            str(style_element()), layout=ipywidgets.Layout(display="none")
+        )
         self._box = ipywidgets.VBox([self._style, self._body, self._stop, self._filter])
         self._box.add_class("na-panel")
         self._name = name
@@ -96,7 +81,7 @@ class Panel:
         """Display the panel in the cell that runs now."""
         view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
         text = f"{self._name}: a live view, which needs its kernel"
-        self._place.fill({_WIDGET_VIEW: view, "text/plain": text})
+        self._slot.show({_WIDGET_VIEW: view, "text/plain": text})
 
     def draw(self, markup: str) -> None:
         """Show ``markup``; a page is only told of what changed."""
@@ -112,7 +97,7 @@ class Panel:
         # A page that was reloaded has forgotten the id, and still shows the widget.
         self._body.value = str(snapshot.html)
         self._box.children = (self._body,)
-        self._place.fill(snapshot.bundle)
+        self._slot.show(snapshot.bundle)
         # A page that connects asks for the state of every widget that there is.
         for widget in (self._style, self._stop, self._filter):
             for part in (widget.layout, widget.style, widget):
@@ -121,7 +106,7 @@ class Panel:
     def finish_again(self, snapshot: Snapshot) -> None:
         """Send the end once more."""
         self._body.send_state()
-        self._place.fill(snapshot.bundle)
+        self._slot.show(snapshot.bundle)
 
 
 def _rank_filter(world_size: int, choose: Callable[[int | None], None]) -> Any:
@@ -147,7 +132,7 @@ class Dashboard(View):
     by a thread of its own. Clicks change nothing on the page by themselves.
     """
 
-    def __init__(self, clicks: Clicks) -> None:
+    def __init__(self, clicks: ClicksAfterTheCell) -> None:
         self._clicks = clicks
         self._panels: list[Panel] = []
         self._lock = threading.RLock()
@@ -158,23 +143,23 @@ class Dashboard(View):
         self._state: RunState | None = None
         self._snapshot: Snapshot | None = None
         self._chosen: int | None = None
-        self._pace = Pace()
+        self._throughput = Throughput()
         self._curves: dict[str, deque[float]] = {}
         self._drawn_at = 0.0
-        self._expected: tuple[str, Place] | None = None
+        self._expected: tuple[str, DisplaySlot] | None = None
 
     # ---- what the run calls ----
 
     def expect(self, name: str) -> None:
-        self._expected = name, Place()
-        self._expected[1].fill(
+        self._expected = name, DisplaySlot()
+        self._expected[1].show(
             render_line(f"{name}: starting, which takes some seconds the first time").bundle
         )
 
     def abandon(self) -> None:
         if self._expected is not None:
-            name, place = self._expected
-            place.fill(render_line(f"{name}: not started").bundle)
+            name, slot = self._expected
+            slot.show(render_line(f"{name}: not started").bundle)
 
     def open(self, run: Run) -> None:
         self._run = run
@@ -190,7 +175,7 @@ class Dashboard(View):
         with self._lock:
             self._state = state
             self._has_changed = True
-            self._pace.see(state, now=time.monotonic())
+            self._throughput.note(state, now=time.monotonic())
             self._note_metrics(state)
 
     def poll(self) -> None:
@@ -205,19 +190,19 @@ class Dashboard(View):
     def reopen(self, run: Run) -> None:
         with self._lock:
             if self._snapshot is not None:
-                output.put(self._snapshot.bundle)
+                DisplaySlot().show(self._snapshot.bundle)
             elif self._state is not None:
                 self._add_panel(self._state)
 
     # ---- drawing ----
 
     def _add_panel(self, state: RunState) -> None:
-        place = self._expected[1] if self._expected is not None else Place()
+        slot = self._expected[1] if self._expected is not None else DisplaySlot()
         self._expected = None
         panel = Panel(
             state.name,
             state.world_size,
-            place=place,
+            slot=slot,
             clicks=self._clicks,
             stop=self._ask_stop,
             choose=self._choose,
@@ -249,7 +234,7 @@ class Dashboard(View):
                     panel.stopping()
 
     def _markup(self, state: RunState) -> str:
-        paces = {rank.rank: self._pace.of(rank.rank) for rank in state.ranks}
+        paces = {rank.rank: self._throughput.of(rank.rank) for rank in state.ranks}
         details = Details(now=time.time(), paces=paces, chosen=self._chosen, curves=self._curves)
         return str(render_panel(state, details))
 

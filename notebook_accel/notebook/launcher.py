@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
@@ -15,7 +14,7 @@ from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
-from notebook_accel.notebook import frontend
+from notebook_accel.notebook import clicks
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.sources import cell_sources
 from notebook_accel.notebook.tracebacks import show_in_short
@@ -242,46 +241,40 @@ def _unused(given: Mapping[str, Any], engine: str) -> list[str]:
 # ---- views ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a view is to be drawn, and whether the cell waits for the run."""
-
-    kernel: Any | None
-    waits: bool
-
-
-def _dashboard(place: _Place) -> View:
-    if place.kernel is None:
+def _dashboard(kernel: Any | None, _waits: bool) -> View:
+    if kernel is None:
         raise ConfigError(
             "view='widgets': this code does not run in a notebook's kernel, which widgets need; "
             "take view='text'"
         )
-    return Dashboard(frontend.find_clicks(place.kernel))
+    return Dashboard(clicks.clicks_for(kernel))
 
 
-def _lines(place: _Place) -> View:
-    return PlainView() if place.kernel is None else Transcript(waits=place.waits)
+def _text(kernel: Any | None, waits: bool) -> View:
+    return PlainView() if kernel is None else Transcript(waits=waits)
 
 
-def _automatic(place: _Place) -> View:
-    is_watched = place.kernel is not None and frontend.is_live(place.kernel)
-    return _dashboard(place) if is_watched else _lines(place)
+def _automatic(kernel: Any | None, waits: bool) -> View:
+    is_watched = kernel is not None and clicks.can_answer(kernel)
+    return _dashboard(kernel, waits) if is_watched else _text(kernel, waits)
 
 
-def _nothing(_: _Place) -> View:
+def _nothing(_kernel: Any | None, _waits: bool) -> View:
     return View()
 
 
-VIEWS: Mapping[str, Callable[[_Place], View]] = {
+# Each takes the kernel in which this code runs, None outside of one, and whether the cell waits
+# for the run.
+VIEWS: Mapping[str, Callable[[Any | None, bool], View]] = {
     "auto": _automatic,
     "widgets": _dashboard,
-    "text": _lines,
+    "text": _text,
     "none": _nothing,
 }
 
 
 def choose_view(name: str, *, waits: bool = True) -> View:
-    """The view of that name, for the place where this code runs.
+    """The view of that name, for the kernel or terminal in which this code runs.
 
     Args:
         name: "auto", "widgets", "text" or "none".
@@ -292,4 +285,4 @@ def choose_view(name: str, *, waits: bool = True) -> View:
     """
     if not isinstance(name, str) or name not in VIEWS:
         raise ConfigError(f"view={shown(name)}: expected one of {', '.join(map(repr, VIEWS))}")
-    return VIEWS[name](_Place(frontend.find_kernel(), waits))
+    return VIEWS[name](clicks.find_kernel(), waits)

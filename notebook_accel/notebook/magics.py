@@ -22,37 +22,40 @@ from notebook_accel.notebook.tracebacks import show_in_short
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["AccelerateMagics", "CellSyntaxError", "load_ipython_extension", "tell_apart"]
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["AccelerateMagics", "CellSyntaxError", "by_rank", "load_ipython_extension"]
 
 
-def load_ipython_extension(ipython: Any) -> None:
+def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Register the magics and start the template, so that the first launch finds it ready."""
     ipython.register_magics(AccelerateMagics)
     warm()
 
 
 class CellSyntaxError(Exception):
-    """A cell is no Python; its cause is the ``SyntaxError``.
+    """The text of a cell is not Python. Its ``__cause__`` is the ``SyntaxError``.
 
-    It is none itself: below one that a magic raises IPython lists the frames of the magic.
+    It is no ``SyntaxError`` itself: of one that a magic raises IPython also lists the frames of
+    the magic. IPython asks an exception for ``_render_traceback_`` and shows those lines alone.
     """
 
-    def __init__(self, error: SyntaxError, drawing: list[str]) -> None:
+    def __init__(self, error: SyntaxError, lines: list[str]) -> None:
         super().__init__(str(error))
-        self._drawing = drawing
+        self._lines = lines
 
     def _render_traceback_(self) -> list[str]:
-        return self._drawing
+        return self._lines
 
 
 @contextmanager
-def _shown_as_syntax_error(shell: Any) -> Iterator[None]:
-    """Have IPython show a ``SyntaxError`` as it shows one of a cell without a magic."""
+def _shown_as_syntax_error(shell: InteractiveShell) -> Iterator[None]:
+    """Have IPython show a ``SyntaxError`` from here as it shows one of a cell without a magic."""
     try:
         yield
     except SyntaxError as error:
-        drawing = shell.SyntaxTB.structured_traceback(type(error), error, [])
-        raise CellSyntaxError(error, drawing) from error
+        lines = shell.SyntaxTB.structured_traceback(type(error), error, None)
+        raise CellSyntaxError(error, lines) from error
 
 
 @magics_class
@@ -83,9 +86,9 @@ class AccelerateMagics(Magics):
         shell: Any = self.shell
         # IPython 9 counts a cell before it runs it, older ones after.
         number = len(shell.user_ns["In"]) - 1
-        # Counted with the magic's own line, as the page shows it.
-        whole = f"%%accelerate {line}\n{cell}"
-        source = CellSource(shell.compile.cache(whole, number), f"Cell In[{number}]", whole)
+        # With the magic's own line: the page counts lines from there.
+        text = f"%%accelerate {line}\n{cell}"
+        source = CellSource(shell.compile.cache(text, number), f"Cell In[{number}]", text)
         with show_in_short(), _shown_as_syntax_error(shell):
             function = cell_function(
                 cell,
@@ -99,19 +102,18 @@ class AccelerateMagics(Magics):
             "mixed_precision": options.mixed_precision,
         }
         run = run_cell(function, settings, source)
-        print(tell_apart(run.results), end="")  # noqa: T201
+        print(by_rank(run.results), end="")  # noqa: T201
 
 
-def tell_apart(texts: Sequence[str | None]) -> str:
-    """What each rank shows, ranks with equal text in one: ``ranks 0-1: 3``."""
+def by_rank(texts: Sequence[str | None]) -> str:
+    """What each rank shows, with a label, equal texts once: ``ranks 0-1: 3``."""
     alike: dict[str, list[int]] = defaultdict(list)
     for rank, text in enumerate(texts):
         if text is not None:
             alike[text].append(rank)
-    return "".join(
-        f"{wording.rank_list(ranks)}:{_indented(text)}\n" for text, ranks in alike.items()
-    )
-
-
-def _indented(text: str) -> str:
-    return f" {text}" if "\n" not in text else "\n" + text
+    lines: list[str] = []
+    for text, ranks in alike.items():
+        # A text of several lines starts below its label, so that its columns stay aligned.
+        separator = "\n" if "\n" in text else " "
+        lines.append(f"{wording.rank_list(ranks)}:{separator}{text}\n")
+    return "".join(lines)

@@ -11,14 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.launch.control.plotting import metric_curves
 from notebook_accel.launch.view import summary, wording
-from notebook_accel.launch.view.outline import spread
-from notebook_accel.notebook import plot
-from notebook_accel.notebook.markup import Html, cut, element, join, weight
+from notebook_accel.launch.view.progress import spread
+from notebook_accel.notebook import charts
+from notebook_accel.notebook.markup import Markup, element, join, message_bytes, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from notebook_accel.launch.control.plotting import Curves, Point
     from notebook_accel.launch.control.state import RankState, RunState
 
 __all__ = ["MAX_BYTES", "Snapshot", "render_line", "render_snapshot"]
@@ -52,7 +54,7 @@ _COLOURS = {"succeeded": "#3a9a55", "failed": "#cf4f57", "stopped": "#b7791f"}
 class Snapshot:
     """The summary for pages and for text."""
 
-    html: Html
+    html: Markup
     text: str
 
     @property
@@ -78,50 +80,42 @@ def render_snapshot(
         now: wall time in seconds, for a run that still goes on.
     """
     now = state.started if now is None else now
-    return Snapshot(_html(state, _curves(metrics), now), _text(state, now))
+    return Snapshot(_html(state, metric_curves(metrics), now), _text(state, now))
 
 
 # ---- metrics -------------------------------------------------------------------------------
 
-# Points of each metric by rank.
-Curves = dict[str, dict[int, list[plot.Point]]]
 
-
-def _curves(metrics: Iterable[Mapping[str, Any]]) -> Curves:
-    """Points (step, value) of each metric by rank; a value without a step is counted."""
-    curves: Curves = {}
-    for row in metrics:
-        points = curves.setdefault(row["name"], {}).setdefault(row["rank"], [])
-        step = row["step"]
-        points.append((float(len(points) if step is None else step), float(row["value"])))
-    return {name: dict(sorted(by_rank.items())) for name, by_rank in curves.items()}
-
-
-def _plots(curves: Curves) -> Html:
+def _plots(curves: Curves) -> Markup:
     if not curves:
-        return Html("")
+        return Markup("")
     names = list(curves)
     cards = [_card(name, curves[name]) for name in names[:_MAX_PLOTS]]
     row = element("div", *cards, style="display:flex;flex-wrap:wrap;gap:6px 22px;margin:10px 0 2px")
     hidden = names[_MAX_PLOTS : _MAX_PLOTS + 20]
     return join(
-        [row, element("div", f"… and {', '.join(cut(name, 40) for name in hidden)}", style=_MUTED)]
+        [
+            row,
+            element(
+                "div", f"… and {', '.join(shorten(name, 40) for name in hidden)}", style=_MUTED
+            ),
+        ]
         if hidden
         else [row]
     )
 
 
-def _card(name: str, by_rank: Mapping[int, Sequence[plot.Point]]) -> Html:
+def _card(name: str, by_rank: Mapping[int, Sequence[Point]]) -> Markup:
     shown = dict(list(by_rank.items())[:_MAX_CURVES])
-    title = [element("b", cut(name, 40)), f"\N{NO-BREAK SPACE} {_last(by_rank)}"]
+    title = [element("b", shorten(name, 40)), f"\N{NO-BREAK SPACE} {_last(by_rank)}"]
     parts = [element("div", *title), *_key(shown)]
     if any(len(points) > 1 for points in shown.values()):
         labelled = {str(rank): points for rank, points in shown.items()}
-        parts.append(plot.chart(labelled, alt=_alt(name, by_rank)))
+        parts.append(charts.chart(labelled, alt=_alt(name, by_rank)))
     return element("div", *parts)
 
 
-def _key(by_rank: Mapping[int, object]) -> list[Html]:
+def _key(by_rank: Mapping[int, object]) -> list[Markup]:
     """Which rank has which colour, where there is more than one curve."""
     if len(by_rank) < 2:
         return []
@@ -133,15 +127,15 @@ def _key(by_rank: Mapping[int, object]) -> list[Html]:
 
 
 def _tone(index: int) -> str:
-    return f"color:{plot.COLOURS[index % len(plot.COLOURS)]}"
+    return f"color:{charts.COLOURS[index % len(charts.COLOURS)]}"
 
 
-def _last(by_rank: Mapping[int, Sequence[plot.Point]]) -> str:
+def _last(by_rank: Mapping[int, Sequence[Point]]) -> str:
     values = {rank: points[-1][1] for rank, points in by_rank.items()}
     return spread(values) or wording.number(next(iter(values.values())))
 
 
-def _alt(name: str, by_rank: Mapping[int, Sequence[plot.Point]]) -> str:
+def _alt(name: str, by_rank: Mapping[int, Sequence[Point]]) -> str:
     """The curve in words: where it began, where it ended."""
     points = next(iter(by_rank.values()))
     first, last = (wording.number(point[1]) for point in (points[0], points[-1]))
@@ -151,56 +145,56 @@ def _alt(name: str, by_rank: Mapping[int, Sequence[plot.Point]]) -> str:
 # ---- html ----------------------------------------------------------------------------------
 
 
-def _html(state: RunState, curves: Curves, now: float) -> Html:
+def _html(state: RunState, curves: Curves, now: float) -> Markup:
     """The summary, with as many lines of output as fit."""
     seconds = summary.elapsed(state, now)
     head = [_title(state, seconds), _table(state, seconds), _notices(state), _failure(state)]
     plots = _plots(curves)
     for ranks, lines in ((8, 20), (8, 6), (2, 4), (0, 0)):
         body = element("div", *head, plots, _output(state, ranks, lines), style=_FRAME)
-        if weight(body) <= MAX_BYTES:
+        if message_bytes(body) <= MAX_BYTES:
             break
     return body
 
 
-def _title(state: RunState, seconds: float) -> Html:
+def _title(state: RunState, seconds: float) -> Markup:
     colour = f"color:{_COLOURS.get(state.status, '#2f86d6')}"
     return element(
         "div",
-        element("b", cut(state.name, 60), style="font-size:14px"),
+        element("b", shorten(state.name, 60), style="font-size:14px"),
         " ",
         element("b", f"{summary.SIGNS.get(state.status, '●')} {state.status}", style=colour),
         " ",
-        element("span", f"{summary.size(state)}, {wording.span(seconds)}", style=_MUTED),
+        element("span", f"{summary.num_ranks(state)}, {wording.span(seconds)}", style=_MUTED),
     )
 
 
-def _table(state: RunState, seconds: float) -> Html:
-    shown = summary.worth_a_row(state.ranks)
-    rows = [_row(summary.facts(rank, seconds), rank.status) for rank in shown]
+def _table(state: RunState, seconds: float) -> Markup:
+    shown = summary.ranks_with_row(state.ranks)
+    rows = [_row(summary.rank_facts(rank, seconds), rank.status) for rank in shown]
     head = element("tr", *(element("th", name, style=_HEAD) for name in summary.COLUMNS))
     table = element("table", element("thead", head), element("tbody", *rows), style=_TABLE)
-    return join([table, element("div", summary.folded(state.ranks, shown), style=_MUTED)])
+    return join([table, element("div", summary.hidden_ranks(state.ranks, shown), style=_MUTED)])
 
 
-def _row(facts: Sequence[str], status: str) -> Html:
+def _row(facts: Sequence[str], status: str) -> Markup:
     colour = _COLOURS.get(status)
     styles = [_NARROW, f"{_NARROW};color:{colour}" if colour else _NARROW, _CELL, _NARROW, _NARROW]
     cells = [element("td", fact, style=style) for fact, style in zip(facts, styles, strict=True)]
     return element("tr", *cells, style="background:none")
 
 
-def _notices(state: RunState) -> Html:
-    return join(element("div", f"⚠ {cut(text, 500)}") for text in state.notices[-_MAX_NOTICES:])
+def _notices(state: RunState) -> Markup:
+    return join(element("div", f"⚠ {shorten(text, 500)}") for text in state.notices[-_MAX_NOTICES:])
 
 
-def _failure(state: RunState) -> Html:
+def _failure(state: RunState) -> Markup:
     """The error's first line, and the rest of it folded."""
     if not state.error:
-        return Html("")
+        return Markup("")
     first, _, rest = state.error.partition("\n")
     colour = f"color:{_COLOURS['failed']};margin:6px 0"
-    parts = [element("div", element("b", cut(first, 500)), style=colour)]
+    parts = [element("div", element("b", shorten(first, 500)), style=colour)]
     if rest.strip():
         fold = element("summary", "traceback")
         parts.append(element("details", fold, element("pre", _end(rest, 12_000), style=_TEXT)))
@@ -212,21 +206,21 @@ def _end(text: str, limit: int) -> str:
     return text if len(text) <= limit else "…" + text[-limit:]
 
 
-def _output(state: RunState, max_ranks: int, lines: int) -> Html:
+def _output(state: RunState, max_ranks: int, lines: int) -> Markup:
     ranks = [rank for rank in state.ranks if rank.tail]
     shown = sorted(ranks, key=lambda rank: rank.status != "failed")[:max_ranks]
     blocks = [_log(rank, lines) for rank in sorted(shown, key=lambda rank: rank.rank)]
     return join(blocks)
 
 
-def _log(rank: RankState, lines: int) -> Html:
+def _log(rank: RankState, lines: int) -> Markup:
     kept = rank.tail[-lines:]
     total = max(rank.num_lines + rank.open_line, len(kept))
     if total > len(kept):
         title = f"rank {rank.rank}: the last {len(kept)} of {total:,} lines"
     else:
         title = f"rank {rank.rank}: {total} line{'s' if total != 1 else ''} of output"
-    text = "\n".join(cut(line, 500) for line in kept)
+    text = "\n".join(shorten(line, 500) for line in kept)
     fold = element("summary", title)
     return element("details", fold, element("pre", text, style=_TEXT), style="margin:4px 0")
 
@@ -235,5 +229,5 @@ def _log(rank: RankState, lines: int) -> Html:
 
 
 def _text(state: RunState, now: float) -> str:
-    lines = [*summary.summarise(state, now=now), *state.notices[-_MAX_NOTICES:]]
+    lines = [*summary.summary_lines(state, now=now), *state.notices[-_MAX_NOTICES:]]
     return "\n".join([*lines, _end(state.error, 4000)] if state.error else lines)

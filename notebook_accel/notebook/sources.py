@@ -1,4 +1,4 @@
-"""The sources of the notebook's cells, for tracebacks in the ranks."""
+"""The sources of the notebook's cells, which travel to the ranks for their tracebacks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.launch.payload import CellSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
+
+    from IPython.core.interactiveshell import InteractiveShell
 
 __all__ = ["cell_sources"]
 
@@ -16,11 +18,11 @@ __all__ = ["cell_sources"]
 _MAX_CHARACTERS = 1_000_000
 
 
-def cell_sources(shell: Any | None) -> list[CellSource]:
-    """The cells that ``shell`` has run, newest first; none outside of IPython."""
+def cell_sources(shell: InteractiveShell | None) -> list[CellSource]:
+    """The cells that ``shell`` has run, newest first; none where ``shell`` is None."""
     if shell is None:
         return []
-    numbers = _numbers(shell)
+    numbers = _cell_numbers(shell)
     newest = sorted(numbers, key=lambda filename: numbers[filename], reverse=True)
     found: list[CellSource] = []
     room = _MAX_CHARACTERS
@@ -33,17 +35,13 @@ def cell_sources(shell: Any | None) -> list[CellSource]:
     return found
 
 
-def _numbers(shell: Any) -> Mapping[str, int]:
+def _cell_numbers(shell: InteractiveShell) -> Mapping[str, int]:
     """The number of the cell that each file name stands for."""
     known: Mapping[str, int] | None = getattr(shell.compile, "_filename_map", None)
-    return known if known is not None else dict(_numbers_by_text(shell))
-
-
-def _numbers_by_text(shell: Any) -> Iterator[tuple[str, int]]:
-    """IPython 7 keeps no such map: its history says which cell had which text."""
+    if known is not None:
+        return known
+    # IPython 7 keeps no such map: its history says which cell had which text.
     history = {text.rstrip(): number for number, text in enumerate(shell.user_ns.get("In", ()))}
     cached: Mapping[str, Any] = getattr(linecache, "_ipython_cache", {})
-    for filename, entry in cached.items():
-        number = history.get("".join(entry[2]).rstrip())
-        if number is not None:
-            yield filename, number
+    numbers = {name: history.get("".join(entry[2]).rstrip()) for name, entry in cached.items()}
+    return {name: number for name, number in numbers.items() if number is not None}

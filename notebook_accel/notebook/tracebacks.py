@@ -1,4 +1,8 @@
-"""Errors as the cell shows them: what happened in the ranks, not the frames of this package."""
+"""Errors as the cell shows them: what happened in the ranks, not the frames of this package.
+
+IPython asks an exception for ``_render_traceback_`` and shows the lines that it gives in place of
+a traceback. ``NotebookAccelError`` has the method; exceptions of Python's own are given one.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,11 @@ def show_in_short() -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, TimeoutError) as error:
-        _say_what_is_left(error)
+        if getattr(error, "run", None) is not None:
+            text = str(error) or "the run was interrupted"
+            kept = "its logs, metrics and results are kept: notebook_accel.runs()[-1]"
+            lines = [f"\x1b[0;31m{type(error).__name__}\x1b[0m: {text}; {kept}"]
+            error._render_traceback_ = lambda: lines  # type: ignore[union-attr]
         _forget_older_traceback()
         raise
     except NotebookAccelError as error:
@@ -38,18 +46,8 @@ def show_in_short() -> Iterator[None]:
         raise
 
 
-def _say_what_is_left(error: BaseException) -> None:
-    if getattr(error, "run", None) is None:
-        return
-    text = str(error) or "the run was interrupted"
-    kept = "its logs, metrics and results are kept: notebook_accel.runs()[-1]"
-    lines = [f"\x1b[0;31m{type(error).__name__}\x1b[0m: {text}; {kept}"]
-    # IPython asks an error for this; errors of Python's own have no place for it but here.
-    error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
-
-
 def _forget_older_traceback() -> None:
-    # An error that draws itself does not reset what IPython drew last, where %debug would go.
+    # %debug goes where IPython drew a traceback last; an error that draws itself resets nothing.
     formatter = getattr(get_ipython(), "InteractiveTB", None)
     if formatter is not None:
         formatter.tb = None

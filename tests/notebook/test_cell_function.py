@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from notebook_accel.notebook.cell_function import cell_function, shown
-from notebook_accel.notebook.magics import tell_apart
+from notebook_accel.notebook.magics import by_rank
 
 
 def run(text: str, **names: Any) -> tuple[Any, dict[str, Any]]:
@@ -132,6 +132,6 @@ def test_a_long_value_is_cut() -> None:
 
 
 def test_ranks_that_show_the_same_are_told_together() -> None:
-    assert tell_apart(["3", "4", "3", None]) == "ranks 0, 2: 3\nrank 1: 4\n"
-    assert tell_apart(["a\nb", "a\nb"]) == "ranks 0-1:\na\nb\n"
-    assert tell_apart([None, None]) == ""
+    assert by_rank(["3", "4", "3", None]) == "ranks 0 and 2: 3\nrank 1: 4\n"
+    assert by_rank(["a\nb", "a\nb"]) == "ranks 0-1:\na\nb\n"
+    assert by_rank([None, None]) == ""

@@ -9,7 +9,7 @@ from notebook_accel import ConfigError, notebook_launcher, runs
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
-from notebook_accel.notebook import frontend, launcher
+from notebook_accel.notebook import clicks, launcher
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.launcher import choose_view
 from notebook_accel.notebook.transcript import Transcript
@@ -140,9 +140,9 @@ def test_calling_the_function_by_mistake_is_explained() -> None:
         ("none", True, View),
     ],
 )
-def test_the_view_fits_the_place(
+def test_the_view_fits_where_the_code_runs(
     monkeypatch: pytest.MonkeyPatch, name: str, live: bool | None, expected: type[View]
 ) -> None:
     kernel = None if live is None else FakeKernel(live=live)
-    monkeypatch.setattr(frontend, "find_kernel", lambda: kernel)
+    monkeypatch.setattr(clicks, "find_kernel", lambda: kernel)
     assert type(choose_view(name)) is expected

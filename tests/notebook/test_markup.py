@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from notebook_accel.notebook.markup import Html, cut, element, escape, join, weight
+from notebook_accel.notebook.markup import Markup, element, escape, join, message_bytes, shorten
 
 HOSTILE = "<script>alert('x')</script>\x1b[31m & \"quoted\" \x00\x07\ud800 </pre><b onclick=x>"
 
@@ -17,7 +17,7 @@ class Tags(HTMLParser):
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str | None]] = []
         self.text = ""
-        self.feed(markup)
+        self.feed(str(markup))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
@@ -36,7 +36,7 @@ def test_text_stays_text_and_attributes_stay_attributes() -> None:
 
 def test_what_is_markup_already_is_not_escaped_again() -> None:
     assert element("b", element("i", "a&b")) == "<b><i>a&amp;b</i></b>"
-    assert join(["<", Html("<br>")]) == "&lt;<br>"
+    assert join(["<", Markup("<br>")]) == "&lt;<br>"
     assert escape(escape("<")) == "&lt;"
 
 
@@ -49,9 +49,9 @@ def test_attributes_have_their_html_names() -> None:
 @pytest.mark.parametrize(
     ("text", "short"), [("abc", "abc"), ("abcd", "abcd"), ("abcde", "abc…"), ("a<b", "…")]
 )
-def test_cut(text: str, short: str) -> None:
-    assert cut(text, 4) == short
+def test_shorten(text: str, short: str) -> None:
+    assert shorten(text, 4) == short
 
 
-def test_weight_counts_bytes_and_what_json_escapes() -> None:
-    assert weight('ä\n"') == 3 + 1 + 2
+def test_message_bytes_counts_bytes_and_what_json_escapes() -> None:
+    assert message_bytes('ä\n"') == 3 + 1 + 2

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from notebook_accel.launch import wire
-from notebook_accel.notebook.markup import weight
+from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.panel import MAX_BYTES, Details, render_panel
 from tests.notebook.states import after, running, succeeded, with_failed
 from tests.notebook.test_markup import HOSTILE, Tags
@@ -35,9 +35,11 @@ def test_a_rank_without_a_bar_shows_what_its_loader_counted() -> None:
         assert words in page.text
 
 
-def test_nested_bars_name_the_outer_one_beside_the_inner() -> None:
-    state = after(running(1), bar(0, 1, name="epochs", n=1, total=3), bar(0, 2, name="batches"))
-    assert "batches, epochs 1/3" in Tags(render_panel(state, NOW)).text
+def test_every_one_of_nested_bars_has_a_row() -> None:
+    state = after(running(1), bar(0, 1, name="epochs", n=1, total=4), bar(0, 2, name="batches"))
+    page = Tags(render_panel(state, NOW))
+    assert page.text.index("epochs") < page.text.index("1/4") < page.text.index("batches")
+    assert page.tags.count("progress") == 2
 
 
 def test_output_of_all_ranks_or_of_the_chosen_one() -> None:
@@ -92,7 +94,7 @@ def test_it_is_small_whatever_ranks_print(num_ranks: int, line: str) -> None:
             wire.Notice(text=f"{line}{rank}"),
         )
     state = with_failed(state, [0], error=f"{line}\n" * 100)
-    assert weight(render_panel(state, NOW)) <= MAX_BYTES < 20_000
+    assert message_bytes(render_panel(state, NOW)) <= MAX_BYTES < 20_000
 
 
 def test_ranks_beyond_the_rows_are_folded_and_failed_ones_are_not() -> None:

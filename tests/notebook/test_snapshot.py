@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel.launch import wire
-from notebook_accel.notebook.markup import weight
+from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.snapshot import MAX_BYTES, render_snapshot
 from tests.notebook.states import after, metrics, running, succeeded, with_failed
 from tests.notebook.test_markup import HOSTILE, Tags
@@ -104,7 +104,7 @@ def test_it_is_no_larger_than_its_limit() -> None:
     rows = metrics(names, ranks=4, steps=300)
     state = replace(state, notices=tuple("<" * 10_000 for _ in range(50)), error="<\n" * 100_000)
     snapshot = render_snapshot(state, rows)
-    assert weight(snapshot.html) <= MAX_BYTES
+    assert message_bytes(snapshot.html) <= MAX_BYTES
     assert len(snapshot.text) < MAX_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a run as matplotlib axes, for those who have matplotlib."""
+"""Metrics of a run as curves, and drawn by matplotlib for those who have it."""
 
 from __future__ import annotations
 
@@ -7,47 +7,68 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["plot_metrics"]
+    from matplotlib.axes import Axes
+
+__all__ = ["Curves", "Point", "metric_curves", "number_steps", "plot_metrics"]
+
+Point = tuple[float, float]
+# Points (step, value) of each rank, of each metric by name.
+Curves = dict[str, dict[int, list[Point]]]
 
 
-def plot_metrics(metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> list[Any]:
-    """One axes a metric, with a line a rank; a value without a step is counted.
+def number_steps(metrics: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of ``run.metrics``, with a step in each.
+
+    A value that was logged without a step gets its own count: how many values of that name its
+    rank had logged before. Tables and plots mean the same by it.
+    """
+    counts: dict[tuple[str, int], int] = {}
+    rows: list[dict[str, Any]] = []
+    for row in metrics:
+        key = (row["name"], row["rank"])
+        count = counts.get(key, 0)
+        counts[key] = count + 1
+        rows.append({**row, "step": count if row["step"] is None else row["step"]})
+    return rows
+
+
+def metric_curves(metrics: Iterable[Mapping[str, Any]]) -> Curves:
+    """The curve of each metric and rank, in the order in which the metrics first came."""
+    curves: Curves = {}
+    for row in number_steps(metrics):
+        points = curves.setdefault(row["name"], {}).setdefault(row["rank"], [])
+        points.append((float(row["step"]), float(row["value"])))
+    return {name: dict(sorted(by_rank.items())) for name, by_rank in curves.items()}
+
+
+def plot_metrics(metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> list[Axes]:
+    """Draw one axes a metric, with a line a rank; gives the axes.
+
+    Args:
+        metrics: rows as ``run.metrics`` has them.
+        names: which metrics, in this order; all, where none is named.
 
     Raises:
         ConfigError: no metric has one of the names.
         ImportError: matplotlib is not installed.
     """
-    curves = _curves(metrics)
+    curves = metric_curves(metrics)
     unknown = [name for name in names if name not in curves]
     if unknown:
         logged = ", ".join(map(repr, curves)) or "none"
         raise ConfigError(f"no metric is called {unknown[0]!r}; this run logged {logged}")
-    return _draw({name: curves[name] for name in names} if names else curves)
-
-
-def _curves(
-    metrics: Sequence[Mapping[str, Any]],
-) -> dict[str, dict[int, list[tuple[float, float]]]]:
-    curves: dict[str, dict[int, list[tuple[float, float]]]] = {}
-    for row in metrics:
-        points = curves.setdefault(row["name"], {}).setdefault(row["rank"], [])
-        points.append((len(points) if row["step"] is None else row["step"], row["value"]))
-    return curves
-
-
-def _draw(curves: Mapping[str, Mapping[int, Sequence[tuple[float, float]]]]) -> list[Any]:
     try:
         from matplotlib import pyplot as plt
     except ImportError:
         raise ImportError("run.plot() needs matplotlib: pip install matplotlib") from None
     if not curves:
         return []
-    width = 4.5 * len(curves)
-    _, axes = plt.subplots(1, len(curves), figsize=(width, 3), squeeze=False)
-    for axis, (name, by_rank) in zip(axes[0], curves.items(), strict=True):
-        for rank, points in sorted(by_rank.items()):
+    shown = {name: curves[name] for name in names} if names else curves
+    _, axes = plt.subplots(1, len(shown), figsize=(4.5 * len(shown), 3), squeeze=False)
+    for axis, (name, by_rank) in zip(axes[0], shown.items(), strict=True):
+        for rank, points in by_rank.items():
             axis.plot(*zip(*points, strict=True), label=f"rank {rank}")
         axis.set_title(name)
         axis.set_xlabel("step")

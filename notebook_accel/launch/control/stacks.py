@@ -1,4 +1,8 @@
-"""Stacks as a person reads them: cells by their names, and no frame of the launcher's own."""
+"""Stacks as a person reads them: cells by their names, and no frame of the launcher's own.
+
+A rank writes its stacks by ``faulthandler``, which works while native code holds the GIL but knows
+only file names, and shows the frames of ``worker/main.py`` that called the user's function.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,17 @@ _CALLER = re.compile(r'^  File ".*[/\\]launch[/\\]worker[/\\]main\.py", line \d+
 
 
 def readable(text: str, labels: Mapping[str, str]) -> str:
-    """A dump of faulthandler's with cells' labels, each thread down to the user's function.
+    """Rewrite a dump of faulthandler's: cells by their labels, nothing below the user's function.
 
     Args:
         text: the dump.
         labels: what a person calls each cell, by the name of its file.
     """
     lines: list[str] = []
-    is_below = False
+    # Frames are indented, the newest first: from the caller to the thread's end all is ours.
+    is_ours = False
     for line in text.splitlines():
-        is_below = line.startswith("  ") and (is_below or bool(_CALLER.match(line)))
-        if not is_below:
+        is_ours = line.startswith("  ") and (is_ours or bool(_CALLER.match(line)))
+        if not is_ours:
             lines.append(line)
     return name_cells("\n".join(lines) + "\n", labels)

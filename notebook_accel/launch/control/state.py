@@ -37,12 +37,21 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class BarState(Progress):
-    """A bar, with what the views need beside what the user sees."""
+    """A bar, with what the views need beside what the user sees.
+
+    Attributes:
+        bar: counts the rank's bars, in the order in which they were opened.
+        unit: what it counts ("it").
+        closed: whether it has ended.
+        postfix: what it shows after its numbers ("loss=0.31").
+        depth: how many bars of its rank were open when it was opened; 0 for an outermost one.
+    """
 
     bar: int
     unit: str
     closed: bool
     postfix: str = ""
+    depth: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +208,9 @@ def _with_bar(bars: tuple[BarState, ...], bar: BarState) -> tuple[BarState, ...]
     """``bars`` with the new state of one of them; where there are too many, an old one goes."""
     for index in range(len(bars) - 1, -1, -1):
         if bars[index].bar == bar.bar:
+            bar = replace(bar, depth=bars[index].depth)
             return (*bars[:index], bar, *bars[index + 1 :])
+    bar = replace(bar, depth=sum(not other.closed for other in bars))
     if len(bars) >= _MAX_BARS:
         # The oldest that was closed: the bar of the epochs is older than all others, and lives.
         oldest = next((index for index, old in enumerate(bars) if old.closed), 0)

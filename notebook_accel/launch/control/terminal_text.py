@@ -1,4 +1,8 @@
-"""Lines of output as a terminal would show them."""
+"""Lines of output as a terminal would show them: a line that is rewritten shows its last state.
+
+Output comes in pieces that end anywhere. A :class:`Tail` holds the newest lines and whether the
+last of them goes on; :func:`append_output` adds a piece.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ __all__ = ["Tail", "append_output", "as_shown", "strip_escapes"]
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]+[0-~]|\x1b[@-Z\\-_]"
 )
-# Of a line that is longer, the end is shown: somebody prints dots.
+# Of a longer line the end is shown: it is progress, printed as dots or by a carriage return.
 _MAX_LINE = 10_000
 
 
@@ -20,7 +24,11 @@ def strip_escapes(text: str) -> str:
 
 
 def as_shown(line: str) -> str:
-    """What is left of a line after its carriage returns: the last rewrite that is not empty."""
+    """What is left of a line after its carriage returns.
+
+    ``"10%\\r20%\\r"`` is ``"20%"``: the last rewrite that is not empty. A terminal would leave the
+    end of a longer rewrite standing; nobody means that.
+    """
     parts = [part for part in line.split("\r") if part]
     return parts[-1] if parts else ""
 
@@ -31,8 +39,8 @@ class Tail:
 
     Attributes:
         lines: as a terminal would show them.
-        is_open: whether the last one goes on.
-        is_rewound: whether what comes next overwrites the last one.
+        is_open: whether the last line has no end yet, so that what comes next belongs to it.
+        is_rewound: whether it ended with a carriage return, so that what comes next replaces it.
     """
 
     lines: tuple[str, ...] = ()
@@ -41,7 +49,7 @@ class Tail:
 
 
 def append_output(tail: Tail, text: str, *, limit: int) -> Tail:
-    """``tail`` with ``text`` after it, of which the last ``limit`` lines are kept."""
+    """Add ``text`` to ``tail``; the last ``limit`` lines of both are kept."""
     if not text:
         return tail
     lines, new = tail.lines, text.split("\n")
@@ -49,6 +57,7 @@ def append_output(tail: Tail, text: str, *, limit: int) -> Tail:
     if not is_open:
         new.pop()
     if tail.is_open and lines:
+        # The first piece goes on with the open line; the carriage return was stripped when shown.
         new[:1] = [lines[-1] + ("\r" if tail.is_rewound else "") + "".join(new[:1])]
         lines = lines[:-1]
     shown = (as_shown(line)[-_MAX_LINE:] for line in new[-limit:])

@@ -1,7 +1,12 @@
 """What came of a run: its status and its error, from its final state.
 
-Pure. Arrival order is not cause: a rank that died by a signal or exit code comes before one that
-raised, and that before one that only lost its connection to another.
+Arrival order is not cause. One rank fails, and the others fail a moment later because they lost
+it; whose message comes first is chance. So failures are ordered by kind, then by time:
+
+    death by a signal or exit code  <  an exception  <  a connection to another rank that was lost
+
+The first in this order is the cause: the error is its traceback, and names the others in a line.
+Functions here are pure.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.system.processes import signal_name
+from notebook_accel.launch.view.wording import rank_list
 
 if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RankState, RunState
@@ -35,7 +41,11 @@ _WATCHDOG = re.compile(r"ProcessGroupNCCL.*(watchdog|aborting)|NCCL watchdog", r
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What a ``WorkerError`` says."""
+    """What a ``WorkerError`` says; its attributes are the error's own.
+
+    Attributes:
+        pickled: the exception that the rank raised, for ``__cause__``; None where there is none.
+    """
 
     message: str
     rank: int | None
@@ -79,6 +89,7 @@ def judge(
 
 
 def _has_failed(rank: RankState, stopped_at: float | None, firm: bool) -> bool:
+    """Whether this rank's end makes the run fail; a rank that was told to leave did not."""
     if rank.returned or (rank.ended_by_us and rank.failure is None):
         return False
     if stopped_at is None:
@@ -91,6 +102,7 @@ def _has_failed(rank: RankState, stopped_at: float | None, firm: bool) -> bool:
 
 
 def _order(rank: RankState) -> tuple[int, float]:
+    """Where a failed rank stands among the causes: its kind (0 a death, 2 a victim), its time."""
     failure = rank.failure
     if failure is None:
         return (2 if _is_watchdog(rank) else 0), rank.ended or 0.0
@@ -103,42 +115,41 @@ def _is_watchdog(rank: RankState) -> bool:
 
 
 def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) -> Failure:
-    failed = sorted(failed, key=lambda rank: (_order(rank)[0], _order(rank)[1], rank.rank))
+    """What the error says where ranks failed: the cause first, then the others in a line each."""
+    failed = sorted(failed, key=lambda rank: (*_order(rank), rank.rank))
     cause = failed[0]
-    own = [rank for rank in failed if _order(rank)[0] < 2] or [cause]
-    how = cause.failure
+    # Ranks that only lost their connection to a peer say nothing of their own.
+    culprits = [rank for rank in failed if _order(rank)[0] < 2] or [cause]
+    raised = cause.failure
+    # By way of runs(): a launch that raised gave nobody its handle.
+    logs = f"notebook_accel.runs()[-1].logs({cause.rank})"
+    lines = [
+        *_describe(cause),
+        *_other_failures(culprits, cause),
+        *_peers_that_returned(cause, returned),
+        "",
+        f"The whole output of rank {cause.rank}: {logs}, kept in {log_dir}",
+    ]
     return Failure(
-        message="\n".join(
-            [
-                *_describe(cause),
-                *_also(own, cause),
-                *_left_alone(cause, returned),
-                *_where(cause, log_dir),
-            ]
-        ),
+        message="\n".join(lines),
         rank=cause.rank,
-        ranks=tuple(sorted(rank.rank for rank in own)),
-        traceback=how.traceback if how else "",
-        exitcode=how.exitcode if how else cause.exitcode,
-        signal=signal_name(cause.signal) if cause.signal and not how else None,
-        pickled=how.pickled if how else None,
+        ranks=tuple(sorted(rank.rank for rank in culprits)),
+        traceback=raised.traceback if raised else "",
+        exitcode=raised.exitcode if raised else cause.exitcode,
+        signal=signal_name(cause.signal) if cause.signal and not raised else None,
+        pickled=raised.pickled if raised else None,
     )
 
 
 def _describe(rank: RankState) -> list[str]:
-    how = rank.failure
-    if how is None:
+    """How the cause failed: its traceback, or what is known of a death without one."""
+    raised = rank.failure
+    if raised is None:
         return [_death(rank), *_last_lines(rank)]
-    if how.kind == "exit":
-        return [
-            f"rank {rank.rank} ended with exit code {how.exitcode} (sys.exit)",
-            *_last_lines(rank),
-        ]
-    return [
-        f"rank {rank.rank} failed: {_headline(how.type_name, how.text)}",
-        "",
-        how.traceback.rstrip(),
-    ]
+    if raised.kind == "exit":
+        ended = f"rank {rank.rank} ended with exit code {raised.exitcode} (sys.exit)"
+        return [ended, *_last_lines(rank)]
+    return [f"rank {rank.rank} failed: {_in_one_line(rank)}", "", raised.traceback.rstrip()]
 
 
 def _death(rank: RankState) -> str:
@@ -152,11 +163,6 @@ def _death(rank: RankState) -> str:
     return f"rank {rank.rank} was killed by {name}" + (f": likely, {likely}" if likely else "")
 
 
-def _headline(type_name: str, text: str) -> str:
-    first = text.strip().split("\n", 1)[0]
-    return f"{type_name}: {first}" if first else type_name
-
-
 def _last_lines(rank: RankState) -> list[str]:
     if not rank.tail:
         return [f"rank {rank.rank} printed nothing"]
@@ -164,66 +170,47 @@ def _last_lines(rank: RankState) -> list[str]:
     return [f"last lines of rank {rank.rank}:", *(f"    {line}" for line in lines)]
 
 
-def _also(failed: list[RankState], cause: RankState) -> list[str]:
-    """One line for each way in which other ranks failed; ranks that failed alike share one."""
-    alike: dict[str, list[int]] = defaultdict(list)
-    for rank in failed:
-        if rank is not cause:
-            alike[_in_one_line(rank)].append(rank.rank)
-    same = alike.pop(_in_one_line(cause), [])
-    lines = [f"{_names(same)} failed in the same way"] if same else []
-    lines += [f"{_names(ranks)}: {how}" for how, ranks in alike.items()]
-    return ["", *lines] if lines else []
-
-
 def _in_one_line(rank: RankState) -> str:
-    how = rank.failure
-    if how is not None:
-        return _headline(how.type_name, how.text)
+    """``ValueError: bad batch``, ``killed by SIGKILL`` or ``exit code 3``."""
+    raised = rank.failure
+    if raised is not None:
+        first_line = raised.text.strip().split("\n", 1)[0]
+        return f"{raised.type_name}: {first_line}" if first_line else raised.type_name
     if rank.signal is not None:
         return f"killed by {signal_name(rank.signal)}"
     return f"exit code {rank.exitcode}"
 
 
-def _left_alone(cause: RankState, returned: list[int]) -> list[str]:
-    """Why a rank lost its peers, where they did not fail: they had returned."""
+def _other_failures(failed: list[RankState], cause: RankState) -> list[str]:
+    """One line for each way in which other ranks failed; ranks that failed alike share one."""
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank in failed:
+        if rank is not cause:
+            alike[_in_one_line(rank)].append(rank.rank)
+    as_the_cause = alike.pop(_in_one_line(cause), [])
+    lines = [f"{rank_list(as_the_cause)} failed in the same way"] if as_the_cause else []
+    lines += [f"{rank_list(ranks)}: {how}" for how, ranks in alike.items()]
+    return ["", *lines] if lines else []
+
+
+def _peers_that_returned(cause: RankState, returned: list[int]) -> list[str]:
+    """Why a rank lost its peers where none of them failed: they had returned already."""
     if _order(cause)[0] < 2 or not returned:
         return []
     verb = "has" if len(returned) == 1 else "have"
-    told = (
-        f"{_names(returned)} {verb} returned already, while rank {cause.rank} still waited for "
+    line = (
+        f"{rank_list(returned)} {verb} returned already, while rank {cause.rank} still waited for "
         "all: every rank must make the same collective calls (wait_for_everyone, gather, backward)"
     )
-    return ["", told]
-
-
-def _where(rank: RankState, log_dir: str) -> list[str]:
-    # A launch that raised gave nobody its handle.
-    logs = f"notebook_accel.runs()[-1].logs({rank.rank})"
-    return ["", f"The whole output of rank {rank.rank}: {logs}, kept in {log_dir}"]
+    return ["", line]
 
 
 def _agent_failure(lost: tuple[int, ...], how: str) -> Failure:
     return Failure(
         message=(
-            f"the process that watches the ranks {how}, so that {_names(lost)} ended without a "
+            f"the process that watches the ranks {how}, so that {rank_list(lost)} ended without a "
             "result. Likely, the machine ran out of memory or somebody killed it; launch again."
         ),
         rank=None,
         ranks=lost,
     )
-
-
-def _names(ranks: list[int] | tuple[int, ...]) -> str:
-    """ "rank 3", "ranks 0-2 and 5"."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in spans]
-    listed = (
-        ", ".join(texts[:-1]) + (" and " if len(texts) > 1 else "") + texts[-1] if texts else ""
-    )
-    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

@@ -1,4 +1,8 @@
-"""What a view must do, and the view that shows nothing."""
+"""What a view must do, and the view that shows nothing.
+
+The supervisor calls a view through :class:`GuardedView`, so that a view with a bug costs the
+person a picture and not the training.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +28,23 @@ class View:
     """
 
     def expect(self, name: str) -> None:
-        """A run of the function ``name`` comes in some seconds: what starts ranks starts first."""
+        """A run of the function ``name`` will open in some seconds.
+
+        Called where the template has to start first, so that the person sees that something goes
+        on. ``open`` or ``abandon`` follows.
+        """
 
     def abandon(self) -> None:
-        """No run comes: the launch failed."""
+        """The launch failed: no run will open."""
 
     def open(self, run: Run) -> None:
         """The run exists; none of its processes does yet."""
 
     def update(self, state: RunState) -> None:
-        """The state changed. At most five times a second."""
+        """The state changed. Called at most five times a second."""
 
     def poll(self) -> None:
-        """The caller's thread is waiting for the run: called every tenth of a second."""
+        """The caller's thread waits for the run. Called twenty times a second meanwhile."""
 
     def close(self, state: RunState) -> None:
         """The run ended with this state. Called once."""
@@ -49,11 +57,14 @@ class View:
 
 
 class GuardedView(View):
-    """Another view, whose errors end no training: each kind of call logs its first one."""
+    """Another view, whose errors end no training: the first of each method is logged.
+
+    ``open`` and ``reopen`` may raise, since the person who called them waits for what they show.
+    """
 
     def __init__(self, view: View) -> None:
         self._view = view
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def expect(self, name: str) -> None:
         self._guard(self._view.expect, name)
@@ -79,10 +90,10 @@ class GuardedView(View):
     def reopen(self, run: Run) -> None:
         self._view.reopen(run)
 
-    def _guard(self, draw: Callable[..., None], *args: Any) -> None:
+    def _guard(self, method: Callable[..., None], *args: Any) -> None:
         try:
-            draw(*args)
+            method(*args)
         except Exception:  # whatever a view does, the run goes on
-            if draw.__name__ not in self._told:
-                self._told.add(draw.__name__)
+            if method.__name__ not in self._logged:
+                self._logged.add(method.__name__)
                 _log.warning("the view of a run could not be drawn", exc_info=True)

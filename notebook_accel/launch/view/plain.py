@@ -1,4 +1,4 @@
-"""A run as plain lines: in a terminal, in plain Python, and in notebooks that a program runs.
+"""A run as plain lines: in plain Python, in a file, and in notebooks that a program runs.
 
 Only the caller's thread prints, while it waits. A line budget keeps a flood out of the output:
 what is beyond it is counted, and is whole in the run's folder.
@@ -11,9 +11,11 @@ import time
 from typing import TYPE_CHECKING, TextIO
 
 from notebook_accel.launch.control.terminal_text import strip_escapes
+from notebook_accel.launch.system.token_bucket import TokenBucket
 from notebook_accel.launch.view import View, wording
-from notebook_accel.launch.view.outline import Pace, advance
-from notebook_accel.launch.view.summary import summarise
+from notebook_accel.launch.view.new_lines import LineReader, NewLines
+from notebook_accel.launch.view.progress import Throughput, progress_lines
+from notebook_accel.launch.view.summary import summary_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PlainView"]
 
-_MAX_ROWS = 16
+# A line a rank every ten seconds: of 128 ranks that would be all there is to see.
+_MAX_RANKS_WITH_PROGRESS = 16
+_MAX_METRICS = 8
 _MAX_WIDTH = 2000
 
 
@@ -33,7 +37,7 @@ class PlainView(View):
     Args:
         stream: where to print; None for ``sys.stdout`` at the time.
         burst: lines of output that may be printed at once.
-        lines_per_second: how fast the budget fills up again.
+        lines_per_second: how many more may be printed each second.
         progress_seconds: time between two lines about a rank's progress.
     """
 
@@ -46,12 +50,13 @@ class PlainView(View):
         progress_seconds: float = 10.0,
     ) -> None:
         self._stream = stream
-        self._budget = _Budget(burst, lines_per_second)
+        self._budget = TokenBucket(burst, lines_per_second)
         self._progress_seconds = progress_seconds
         self._run: Run | None = None
-        self._ranks: dict[int, _Printed] = {}
+        self._readers: dict[int, LineReader] = {}
+        self._last_progress: dict[int, str] = {}
         self._num_notices = 0
-        self._pace = Pace()
+        self._throughput = Throughput()
         self._next_progress = 0.0
         self._is_settled = False
 
@@ -61,137 +66,85 @@ class PlainView(View):
 
     def reopen(self, run: Run) -> None:
         """Print the summary of the run as it stands."""
-        self._write(summarise(run.state, now=time.time()))
+        self.write(summary_lines(run.state, now=time.time()))
 
     def poll(self) -> None:
         if self._run is None:
             return
         state = self._run.state
         now = time.monotonic()
-        self._pace.see(state, now=now)
-        self._print_news(state)
+        self._throughput.note(state, now=now)
+        self._print_news(self._run, state)
         if now >= self._next_progress:
             self._next_progress = now + self._progress_seconds
-            self._print_progress(state)
+            self.print_progress(state)
 
     def settle(self) -> None:
         if self._run is None or self._is_settled:
             return
         self._is_settled = True
-        self._print_news(self._run.state)
+        self._print_news(self._run, self._run.state)
         self.conclude(self._run)
 
-    def conclude(self, run: Run) -> None:
-        """Say how the run ended."""
-        self._write(summarise(run.state, now=time.time()))
+    # ---- what other views of text do in their own way --------------------------------------
 
-    # ---- output ----------------------------------------------------------------------------
-
-    def _print_news(self, state: RunState) -> None:
-        for text in state.notices[self._num_notices :]:
-            self._write([f"notebook_accel: {text}"])
-        self._num_notices = len(state.notices)
-        fresh = [rank for rank in state.ranks if self._printed(rank).is_behind(rank)]
-        if not fresh:
-            return
-        each = max(1, self._budget.available() // len(fresh))
-        for rank in fresh:
-            self._print_rank(rank, each, whole=state.has_ended)
-
-    def _print_rank(self, rank: RankState, limit: int, *, whole: bool) -> None:
-        lines, hidden = self._printed(rank).take(rank, limit, whole=whole)
-        if hidden:
-            self._write(
-                [f"[rank {rank.rank}] … {hidden:,} lines not shown, whole in {self._where}"]
-            )
-        self._write([f"[rank {rank.rank}] {_clean(line)}" for line in lines])
-        self._budget.spend(len(lines))
-
-    def _printed(self, rank: RankState) -> _Printed:
-        return self._ranks.setdefault(rank.rank, _Printed())
-
-    @property
-    def _where(self) -> str:
-        return str(self._run.log_dir) if self._run is not None else ""
-
-    def _write(self, lines: Sequence[str]) -> None:
+    def write(self, lines: Sequence[str]) -> None:
+        """Print lines."""
         if lines:
             stream = self._stream if self._stream is not None else sys.stdout
             stream.write("\n".join(lines) + "\n")
             stream.flush()
 
-    # ---- progress --------------------------------------------------------------------------
+    def print_progress(self, state: RunState) -> None:
+        """Say how far the ranks are; called every ``progress_seconds``."""
+        for rank in state.ranks[:_MAX_RANKS_WITH_PROGRESS]:
+            text = _progress(rank, self._throughput.of(rank.rank))
+            if text and text != self._last_progress.get(rank.rank):
+                self._last_progress[rank.rank] = text
+                self.write([f"[rank {rank.rank}] {text}"])
 
-    def _print_progress(self, state: RunState) -> None:
-        for rank in state.ranks[:_MAX_ROWS]:
-            text = _progress(rank, self._pace.of(rank.rank))
-            if text and self._printed(rank).is_new_progress(text):
-                self._write([f"[rank {rank.rank}] {text}"])
+    def conclude(self, run: Run) -> None:
+        """Say how the run ended."""
+        self.write(summary_lines(run.state, now=time.time()))
 
+    # ---- output ----------------------------------------------------------------------------
 
-class _Budget:
-    """How many lines may be printed now: a bucket that fills up again with time."""
-
-    def __init__(self, burst: int, per_second: float) -> None:
-        self._burst = burst
-        self._per_second = per_second
-        self._left = float(burst)
-        self._seen = time.monotonic()
-
-    def available(self) -> int:
-        now = time.monotonic()
-        self._left = min(self._burst, self._left + (now - self._seen) * self._per_second)
-        self._seen = now
-        return int(self._left)
-
-    def spend(self, lines: int) -> None:
-        self._left -= lines
-
-
-class _Printed:
-    """How far one rank's output was printed."""
-
-    def __init__(self) -> None:
-        self._num_lines = 0
-        self._had_open_line = False
-        self._progress = ""
-
-    def is_behind(self, rank: RankState) -> bool:
-        open_line = rank.open_line and rank.has_ended and not self._had_open_line
-        return rank.num_lines > self._num_lines or open_line
-
-    def take(self, rank: RankState, limit: int, *, whole: bool) -> tuple[list[str], int]:
-        """The new lines, at most ``limit`` of them, and how many before them are left out.
-
-        A line that was not ended yet is kept for later, unless this is the ``whole`` output.
-        """
-        ended = rank.tail[:-1] if rank.open_line else rank.tail
-        num_new = rank.num_lines - self._num_lines
-        lines = list(ended[-num_new:]) if num_new else []
-        if rank.open_line and whole:
-            lines.append(rank.tail[-1])
-            num_new += 1
-            self._had_open_line = True
-        self._num_lines = rank.num_lines
-        shown = lines[-limit:]
-        return shown, num_new - len(shown)
-
-    def is_new_progress(self, text: str) -> bool:
-        before, self._progress = self._progress, text
-        return text != before
+    def _print_news(self, run: Run, state: RunState) -> None:
+        self.write([f"notebook_accel: {text}" for text in state.notices[self._num_notices :]])
+        self._num_notices = len(state.notices)
+        news: dict[int, NewLines] = {}
+        for rank in state.ranks:
+            reader = self._readers.setdefault(rank.rank, LineReader())
+            found = reader.read(rank, last=state.has_ended)
+            if found.lines or found.num_missing:
+                news[rank.rank] = found
+        # What may be printed now is shared by the ranks that have something to say.
+        share = max(1, self._budget.available() // max(1, len(news)))
+        for number, found in news.items():
+            shown = found.lines[-share:]
+            hidden = found.num_missing + len(found.lines) - len(shown)
+            if hidden:
+                line = f"… {hidden:,} lines not shown, whole in {run.log_dir}"
+                self.write([f"[rank {number}] {line}"])
+            self.write([f"[rank {number}] {_printable(line)}" for line in shown])
+            self._budget.take(len(shown))
 
 
-def _clean(line: str) -> str:
+def _printable(line: str) -> str:
     text = strip_escapes(line)
     return text if len(text) <= _MAX_WIDTH else text[:_MAX_WIDTH] + "…"
 
 
-def _progress(rank: RankState, pace: float | None) -> str:
-    far = advance(rank, pace=pace)
-    if rank.has_ended or not far.count:
+def _progress(rank: RankState, throughput: float | None) -> str:
+    """``epoch 1  50%  50/100  10.0 it/s  0:05 left  loss 0.25``; "" while there is nothing."""
+    lines = progress_lines(rank, throughput=throughput)
+    if rank.has_ended or not lines[0].count:
         return ""
-    percent = "" if far.fraction is None else f"{far.fraction:.0%}"
-    left = f"{far.remaining} left" if far.remaining else ""
-    metrics = [f"{name} {wording.number(value)}" for name, (_, value) in rank.metrics.items()]
-    parts = [far.label, percent, far.count, far.rate, left, *metrics[:8]]
+    parts: list[str] = []
+    for line in lines:
+        percent = "" if line.fraction is None else f"{line.fraction:.0%}"
+        left = f"{line.remaining} left" if line.remaining else ""
+        parts += [line.label, percent, line.count, line.rate, left]
+    metrics = list(rank.metrics.items())[:_MAX_METRICS]
+    parts += [f"{name} {wording.number(value)}" for name, (_, value) in metrics]
     return "  ".join(part for part in parts if part)

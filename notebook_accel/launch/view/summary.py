@@ -6,17 +6,33 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.view import wording
-from notebook_accel.launch.view.outline import advance, last_values, memory_of, spread
+from notebook_accel.launch.view.progress import (
+    last_values,
+    memory_of,
+    progress_lines,
+    progress_text,
+    spread,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from notebook_accel.launch.control.state import RankState, RunState
 
-__all__ = ["COLUMNS", "SIGNS", "elapsed", "facts", "folded", "size", "summarise", "worth_a_row"]
+__all__ = [
+    "COLUMNS",
+    "SIGNS",
+    "condition",
+    "elapsed",
+    "hidden_ranks",
+    "num_ranks",
+    "rank_facts",
+    "ranks_with_row",
+    "summary_lines",
+]
 
 COLUMNS = ("rank", "state", "progress", "rate", "memory")
-SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■"}
+SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "lost peer": "○"}
 _MAX_ROWS = 16
 _MAX_PROGRESS = 100
 
@@ -26,38 +42,55 @@ def elapsed(state: RunState, now: float) -> float:
     return max(0.0, (state.ended or now) - state.started)
 
 
-def size(state: RunState) -> str:
-    """``2 ranks``."""
+def num_ranks(state: RunState) -> str:
+    """``1 rank``, ``2 ranks``."""
     return f"{state.world_size} rank{'s' if state.world_size != 1 else ''}"
 
 
-def worth_a_row(ranks: Sequence[RankState]) -> Sequence[RankState]:
+def condition(rank: RankState) -> str:
+    """The rank's status, or "lost peer" where it failed only because another rank did.
+
+    Such a rank is a victim: shown like the culprit, it would draw the eye away from it.
+    """
+    if rank.failure is not None and rank.failure.kind == "lost peer":
+        return "lost peer"
+    return rank.status
+
+
+def ranks_with_row(ranks: Sequence[RankState]) -> Sequence[RankState]:
     """The ranks that get a row: all where they fit, else the failed ones and the first ones."""
     if len(ranks) <= _MAX_ROWS:
         return ranks
-    first = sorted(ranks, key=lambda rank: (rank.status != "failed", rank.rank))
-    return sorted(first[: _MAX_ROWS // 2], key=lambda rank: rank.rank)
+    culprits_first = sorted(ranks, key=lambda rank: (condition(rank) != "failed", rank.rank))
+    return sorted(culprits_first[: _MAX_ROWS // 2], key=lambda rank: rank.rank)
 
 
-def folded(ranks: Sequence[RankState], shown: Iterable[RankState]) -> str:
-    """One line for ranks that have no row: ``… and 96 more: 93 running, 3 failed``; or nothing."""
-    seen = {rank.rank for rank in shown}
-    hidden = Counter(rank.status for rank in ranks if rank.rank not in seen)
+def hidden_ranks(ranks: Sequence[RankState], shown: Iterable[RankState]) -> str:
+    """One line for ranks without a row, ``… and 96 more: 93 running, 3 failed``; "" for none."""
+    with_row = {rank.rank for rank in shown}
+    hidden = Counter(condition(rank) for rank in ranks if rank.rank not in with_row)
     if not hidden:
         return ""
     parts = [f"{number} {status}" for status, number in hidden.most_common()]
     return f"… and {hidden.total()} more: {', '.join(parts)}"
 
 
-def facts(rank: RankState, seconds: float) -> tuple[str, str, str, str, str]:
+def rank_facts(rank: RankState, seconds: float) -> tuple[str, str, str, str, str]:
     """What a summary says of a rank after ``seconds``, in the order of :data:`COLUMNS`."""
     items = rank.batches or rank.steps
-    far = advance(rank, pace=items / seconds if seconds > 0 else None)
-    how = f"{SIGNS.get(rank.status, '●')} {rank.status}"
-    return str(rank.rank), how, far.text[:_MAX_PROGRESS], far.rate, memory_of(rank)
+    throughput = items / seconds if seconds > 0 else None
+    status = condition(rank)
+    return (
+        str(rank.rank),
+        f"{SIGNS.get(status, '●')} {status}",
+        progress_text(rank, throughput=throughput)[:_MAX_PROGRESS],
+        # That of the innermost bar: "0.1 epochs/s" tells nobody anything.
+        progress_lines(rank, throughput=throughput)[-1].rate,
+        memory_of(rank),
+    )
 
 
-def summarise(state: RunState, *, now: float) -> list[str]:
+def summary_lines(state: RunState, *, now: float) -> list[str]:
     """The run as lines of text: a title, a row a rank, the metrics' last values.
 
     Args:
@@ -65,23 +98,16 @@ def summarise(state: RunState, *, now: float) -> list[str]:
         now: wall time in seconds, for a run that goes on.
     """
     seconds = elapsed(state, now)
-    shown = worth_a_row(state.ranks)
-    rest = folded(state.ranks, shown)
-    return [
-        f"{state.name}: {state.status}, {size(state)}, {wording.span(seconds)}",
-        *_aligned([COLUMNS, *(facts(rank, seconds) for rank in shown)]),
-        *([rest] if rest else []),
-        *(_metric(name, by_rank) for name, by_rank in last_values(state).items()),
-    ]
-
-
-def _metric(name: str, by_rank: dict[int, float]) -> str:
-    return f"{name}: {spread(by_rank) or wording.number(next(iter(by_rank.values())))}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    shown = ranks_with_row(state.ranks)
+    rows = [COLUMNS, *(rank_facts(rank, seconds) for rank in shown)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = [f"{state.name}: {state.status}, {num_ranks(state)}, {wording.span(seconds)}"]
+    for row in rows:
+        cells = (text.ljust(width) for text, width in zip(row, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    rest = hidden_ranks(state.ranks, shown)
+    if rest:
+        lines.append(rest)
+    for name, by_rank in last_values(state).items():
+        lines.append(f"{name}: {spread(by_rank) or wording.number(next(iter(by_rank.values())))}")
+    return lines

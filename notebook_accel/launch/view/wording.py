@@ -13,7 +13,7 @@ __all__ = ["clock", "count", "memory", "number", "rank_list", "rate", "span"]
 
 
 def clock(seconds: float) -> str:
-    """A running time: ``0:42``, ``1:02:33``."""
+    """Seconds as a clock shows them: ``0:42``, ``1:02:33``."""
     minutes, rest = divmod(max(0, int(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -25,12 +25,12 @@ def span(seconds: float) -> str:
 
 
 def count(value: float) -> str:
-    """A count with separators: ``1,240``; a fraction keeps its digits."""
+    """A count with separators, ``1,240``; one that is no whole number has two decimals."""
     return f"{int(value):,}" if value == int(value) else f"{value:,.2f}"
 
 
 def number(value: float) -> str:
-    """A measured value with four digits, without noise."""
+    """A measured value with four digits; whole numbers below a million are written out."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e6:
@@ -39,13 +39,13 @@ def number(value: float) -> str:
 
 
 def memory(num_bytes: int) -> str:
-    """Bytes in MB below a GB, in GB above."""
+    """``412 MB``, ``1.2 GB``: decimal units, as disks and devices are sold in."""
     megabytes = num_bytes / 1e6
     return f"{megabytes:.0f} MB" if megabytes < 1000 else f"{megabytes / 1000:.1f} GB"
 
 
 def rate(per_second: float, unit: str) -> str:
-    """``12.3 it/s``, or ``2.5 s/it`` where one takes longer than a second."""
+    """``12.3 it/s``, ``2.5 s/it`` where one takes longer than a second; "" for no rate at all."""
     if per_second <= 0 or not math.isfinite(per_second):
         return ""
     if per_second < 1:
@@ -60,9 +60,10 @@ def _three_digits(value: float) -> str:
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """``rank 2``, ``ranks 0-3, 6``."""
+    """``rank 2``, ``ranks 0-3 and 6``."""
     ordered = sorted(set(ranks))
     starts = [r for i, r in enumerate(ordered) if i == 0 or ordered[i - 1] != r - 1]
     ends = [a for a, b in pairwise(ordered) if b != a + 1] + ordered[-1:]
     parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
-    return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(parts)}"
+    listed = " and ".join([", ".join(parts[:-1]), *parts[-1:]] if len(parts) > 1 else parts)
+    return f"rank{'s' if len(ordered) != 1 else ''} {listed}"

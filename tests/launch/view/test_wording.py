@@ -31,7 +31,8 @@ from notebook_accel.launch.view import wording
         (wording.rate(0.0, "it"), ""),
         (wording.rate(math.nan, "it"), ""),
         (wording.rank_list([2]), "rank 2"),
-        (wording.rank_list([6, 0, 1, 3, 2]), "ranks 0-3, 6"),
+        (wording.rank_list([6, 0, 1, 3, 2]), "ranks 0-3 and 6"),
+        (wording.rank_list([9, 0, 4, 3]), "ranks 0, 3-4 and 9"),
     ],
 )
 def test_numbers_read_as_a_person_writes_them(said: str, expected: str) -> None:

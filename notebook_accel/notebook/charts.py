@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import base64
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.view import wording
-from notebook_accel.notebook.markup import Html, element, escape
+from notebook_accel.notebook.markup import Markup, element
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["COLOURS", "Point", "chart", "sparkline", "thin_out"]
+    from notebook_accel.launch.control.plotting import Point
 
-Point = tuple[float, float]
+__all__ = ["COLOURS", "chart", "sparkline", "thin_out"]
 
 # Mid tones: at least 3:1 against white and against #1e1e1e alike.
 COLOURS = (
@@ -37,7 +38,10 @@ _MAX_POINTS = 160
 
 
 def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
-    """At most ``limit`` points, the lowest and highest of each stretch, so that peaks stay."""
+    """Reduce a curve to at most ``limit`` points, so that no peak is lost.
+
+    The curve is cut into stretches, and the lowest and the highest point of each are kept.
+    """
     if len(points) <= limit:
         return list(points)
     size = math.ceil(len(points) / (limit // 2))
@@ -50,11 +54,11 @@ def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
     return kept
 
 
-def sparkline(values: Sequence[float], *, width: int = 72, height: int = 18) -> Html:
-    """A small curve in the colour of the text around it; nothing below two values."""
+def sparkline(values: Sequence[float], *, width: int = 72, height: int = 18) -> Markup:
+    """Draw a small curve in the colour of the text around it; "" for fewer than two values."""
     points = _finite(enumerate(values))
     if len(points) < 2:
-        return Html("")
+        return Markup("")
     line = element(
         "polyline",
         points=_scaled(points, _Box(1, 2, width - 2, height - 4), _bounds([points])),
@@ -65,8 +69,8 @@ def sparkline(values: Sequence[float], *, width: int = 72, height: int = 18) -> 
     return element("svg", line, width=width, height=height, aria_hidden="true")
 
 
-def chart(curves: Mapping[str, Sequence[Point]], *, alt: str, width: int = 250) -> Html:
-    """Curves over their steps as an ``<img>``, with labelled axes.
+def chart(curves: Mapping[str, Sequence[Point]], *, alt: str, width: int = 250) -> Markup:
+    """Draw curves over their steps as an ``<img>``, with labelled axes.
 
     Args:
         curves: points (x, y) of each label, in the order of x.
@@ -74,21 +78,24 @@ def chart(curves: Mapping[str, Sequence[Point]], *, alt: str, width: int = 250) 
         width: in pixels; the height follows.
     """
     height = width * 9 // 20
-    image = _image({label: _finite(points) for label, points in curves.items()}, width, height)
+    image = _svg({label: _finite(points) for label, points in curves.items()}, width, height)
     data = base64.b64encode(image.encode()).decode()
     return element(
         "img", alt=alt, width=width, height=height, src=f"data:image/svg+xml;base64,{data}"
     )
 
 
+@dataclass(frozen=True)
 class _Box:
-    """Where curves are drawn, in pixels."""
+    """The rectangle in which curves are drawn, in pixels of the image."""
 
-    def __init__(self, left: float, top: float, width: float, height: float) -> None:
-        self.left, self.top, self.width, self.height = left, top, width, height
+    left: float
+    top: float
+    width: float
+    height: float
 
 
-def _image(curves: Mapping[str, Sequence[Point]], width: int, height: int) -> Html:
+def _svg(curves: Mapping[str, Sequence[Point]], width: int, height: int) -> Markup:
     # Images of many curves stay small: a notebook keeps them for good.
     limit = max(40, min(_MAX_POINTS, 2 * _MAX_POINTS // max(1, len(curves))))
     filled = {label: thin_out(points, limit) for label, points in curves.items() if points}
@@ -112,9 +119,9 @@ def _image(curves: Mapping[str, Sequence[Point]], width: int, height: int) -> Ht
     )
 
 
-def _line(points: Sequence[Point], box: _Box, bounds: tuple[Point, Point], colour: str) -> Html:
+def _line(points: Sequence[Point], box: _Box, bounds: tuple[Point, Point], colour: str) -> Markup:
     if len(points) == 1:
-        x, y = _place(points[0], box, bounds)
+        x, y = _pixel(points[0], box, bounds)
         return element("circle", cx=round(x, 1), cy=round(y, 1), r=3, fill=colour)
     return element(
         "polyline",
@@ -126,7 +133,7 @@ def _line(points: Sequence[Point], box: _Box, bounds: tuple[Point, Point], colou
     )
 
 
-def _axes(box: _Box, bounds: tuple[Point, Point]) -> list[Html]:
+def _axes(box: _Box, bounds: tuple[Point, Point]) -> list[Markup]:
     (x_low, y_low), (x_high, y_high) = bounds
     bottom, right = box.top + box.height, box.left + box.width
     middle = box.top + box.height / 2
@@ -157,8 +164,8 @@ def _tick(value: float) -> str:
     return text if len(text) <= 7 else f"{value:.1e}"
 
 
-def _text(text: str, x: float, y: float, anchor: str) -> Html:
-    return element("text", escape(text), x=x, y=y, text_anchor=anchor)
+def _text(text: str, x: float, y: float, anchor: str) -> Markup:
+    return element("text", text, x=x, y=y, text_anchor=anchor)
 
 
 def _finite(points: Iterable[Point]) -> list[Point]:
@@ -173,13 +180,13 @@ def _bounds(curves: Sequence[Sequence[Point]]) -> tuple[Point, Point]:
 
 
 def _range(values: Sequence[float]) -> Point:
-    """Lowest and highest value; a flat curve gets room around it."""
+    """Lowest and highest value; around a flat curve some room, since scales divide by it."""
     low, high = min(values), max(values)
     room = 0.0 if low < high else abs(low) * 0.1 or 1.0
     return low - room, high + room
 
 
-def _place(point: Point, box: _Box, bounds: tuple[Point, Point]) -> Point:
+def _pixel(point: Point, box: _Box, bounds: tuple[Point, Point]) -> Point:
     (x_low, y_low), (x_high, y_high) = bounds
     across = (point[0] - x_low) / (x_high - x_low)
     up = (point[1] - y_low) / (y_high - y_low)
@@ -187,5 +194,5 @@ def _place(point: Point, box: _Box, bounds: tuple[Point, Point]) -> Point:
 
 
 def _scaled(points: Sequence[Point], box: _Box, bounds: tuple[Point, Point]) -> str:
-    places = (_place(point, box, bounds) for point in points)
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    pixels = (_pixel(point, box, bounds) for point in points)
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)

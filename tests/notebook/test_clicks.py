@@ -7,14 +7,14 @@ from typing import Any
 import ipywidgets
 import pytest
 
-from notebook_accel.notebook.frontend import (
-    Clicks,
-    Pump,
-    Rest,
-    Subshell,
-    find_clicks,
+from notebook_accel.notebook.clicks import (
+    ClicksAfterTheCell,
+    ClicksByPump,
+    ClicksByServer,
+    ClicksBySubshell,
+    can_answer,
+    clicks_for,
     find_kernel,
-    is_live,
 )
 from tests.notebook.test_markup import Tags
 
@@ -95,14 +95,14 @@ class OldKernel:
 @pytest.mark.parametrize(
     ("kernel", "way"),
     [
-        (SimpleNamespace(_supports_kernel_subshells=True, shell_stream=None), Subshell),
-        (SimpleNamespace(_supports_kernel_subshells=False, config=CONNECTION), Rest),
-        (OldKernel(), Pump),
-        (SimpleNamespace(config={}), Clicks),
+        (SimpleNamespace(_supports_kernel_subshells=True, shell_stream=None), ClicksBySubshell),
+        (SimpleNamespace(_supports_kernel_subshells=False, config=CONNECTION), ClicksByServer),
+        (OldKernel(), ClicksByPump),
+        (SimpleNamespace(config={}), ClicksAfterTheCell),
     ],
 )
-def test_each_kernel_has_its_way(kernel: Any, way: type[Clicks]) -> None:
-    assert type(find_clicks(kernel)) is way
+def test_each_kernel_has_its_way(kernel: Any, way: type[ClicksAfterTheCell]) -> None:
+    assert type(clicks_for(kernel)) is way
 
 
 def test_the_pump_handles_clicks_and_leaves_cells_in_their_order() -> None:
@@ -115,7 +115,7 @@ def test_the_pump_handles_clicks_and_leaves_cells_in_their_order() -> None:
         ("shutdown_request", "cell 3"),
     ):
         kernel.send(kind, name)
-    Pump(kernel).pump()
+    ClicksByPump(kernel).pump()
     assert kernel.handled == ["click", "closed"]
     assert kernel.waiting == ["cell 1", "cell 2", "cell 3"]
     assert kernel.states == ["idle", "busy", "idle", "busy"]
@@ -131,29 +131,29 @@ def test_the_pump_loses_nothing_when_a_handler_is_interrupted() -> None:
     ):
         kernel.send(kind, name)
     with pytest.raises(KeyboardInterrupt):
-        Pump(kernel).pump()
+        ClicksByPump(kernel).pump()
     assert kernel.waiting == ["cell 1", "later", "cell 2"]
 
 
 def test_a_message_that_cannot_be_read_stays_for_the_kernel() -> None:
     kernel = OldKernel()
     kernel.msg_queue.put_nowait((0, None, ([Frame("no json")],)))
-    Pump(kernel).pump()
+    ClicksByPump(kernel).pump()
     assert kernel.msg_queue.qsize() == 1
 
 
 def test_a_freed_widget_goes_where_the_page_sends_it() -> None:
     widget = SimpleNamespace(comm=SimpleNamespace(_reply_subshell_for=lambda *_: "main"))
-    clicks = Subshell(None)
-    clicks.free(widget)
+    clicks = ClicksBySubshell(None)
+    clicks.let_through(widget)
     assert widget.comm._reply_subshell_for is None
     for other in (SimpleNamespace(comm=None), SimpleNamespace(comm=SimpleNamespace())):
-        clicks.free(other)
+        clicks.let_through(other)
         assert not hasattr(other.comm, "_reply_subshell_for")
 
 
 def test_the_plain_button_names_its_kernel() -> None:
-    button = Rest(SimpleNamespace(config=CONNECTION)).stop_button(lambda: None)
+    button = ClicksByServer(SimpleNamespace(config=CONNECTION)).stop_button(lambda: None)
     assert isinstance(button, ipywidgets.HTML)
     page = Tags(button.value)
     assert page.tags == ["button"]
@@ -163,7 +163,7 @@ def test_the_plain_button_names_its_kernel() -> None:
 
 def test_the_widget_button_says_what_it_does() -> None:
     clicked: list[bool] = []
-    button = Clicks(None).stop_button(lambda: clicked.append(True))
+    button = ClicksAfterTheCell(None).stop_button(lambda: clicked.append(True))
     assert button.description == "Stop"
     assert "Interrupt" in button.tooltip
     button.click()
@@ -175,5 +175,5 @@ def test_outside_of_a_notebook_there_is_no_kernel() -> None:
 
 
 def test_programs_that_run_notebooks_cannot_answer() -> None:
-    assert is_live(SimpleNamespace(_allow_stdin=True))
-    assert not is_live(SimpleNamespace(_allow_stdin=False))
+    assert can_answer(SimpleNamespace(_allow_stdin=True))
+    assert not can_answer(SimpleNamespace(_allow_stdin=False))

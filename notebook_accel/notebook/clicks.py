@@ -1,8 +1,8 @@
-"""Where the cell runs, and how a click gets through to it while it blocks.
+"""How a click on a widget gets through to a kernel while a cell blocks it.
 
-A click on a widget is a message on the kernel's shell channel, which a running cell holds. What
-gets around that differs between versions of ipykernel; each way is one small class here, and
-nothing else knows of versions.
+A click is a message on the kernel's shell channel, which a running cell holds. What gets around
+that differs between versions of ipykernel. Each way is one small class here, tried in the order
+of :data:`CLICK_WAYS`; nothing else knows of versions.
 """
 
 from __future__ import annotations
@@ -18,40 +18,49 @@ from notebook_accel.notebook.markup import element
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["WAYS", "Clicks", "Pump", "Rest", "Subshell", "find_clicks", "find_kernel", "is_live"]
+__all__ = [
+    "CLICK_WAYS",
+    "ClicksAfterTheCell",
+    "ClicksByPump",
+    "ClicksByServer",
+    "ClicksBySubshell",
+    "can_answer",
+    "clicks_for",
+    "find_kernel",
+]
 
-STOP_HINT = (
+_STOP_TOOLTIP = (
     "Stop all ranks at the same step and keep their results. "
     "The kernel's own Interrupt ends them as well."
 )
 
 
-class Clicks:
-    """How clicks get through. This one: they don't, until the cell has ended."""
+class ClicksAfterTheCell:
+    """The base of all ways, and the last one: clicks are handled when the cell has ended."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
 
     @classmethod
-    def applies(cls, kernel: Any) -> bool:
-        """Whether this is a way for ``kernel``."""
+    def works_in(cls, kernel: Any) -> bool:
+        """Whether this way works in ``kernel``."""
         return kernel is not None
 
-    def free(self, widget: Any) -> None:
-        """Let clicks on ``widget`` through. Called right after it was made."""
+    def let_through(self, widget: Any) -> None:
+        """Let clicks on ``widget`` through; called right after the widget was made."""
 
     def pump(self) -> None:
-        """Handle the clicks that wait. Called by the thread that the cell blocks."""
+        """Handle the clicks that wait; called again and again by the thread of the cell."""
 
     def stop_button(self, on_click: Callable[[], None]) -> Any:
-        """A widget that asks for a stop when it is clicked."""
-        button = ipywidgets.Button(description="Stop", tooltip=STOP_HINT)
+        """A widget that calls ``on_click`` when it is clicked."""
+        button = ipywidgets.Button(description="Stop", tooltip=_STOP_TOOLTIP)
         button.on_click(lambda _: on_click())
-        self.free(button)
+        self.let_through(button)
         return button
 
 
-class Subshell(Clicks):
+class ClicksBySubshell(ClicksAfterTheCell):
     """ipykernel 7: the page sends clicks to a thread of their own, a subshell.
 
     Since 7.4 the kernel sends them back to the thread that made the widget, unless one attribute
@@ -59,23 +68,26 @@ class Subshell(Clicks):
     """
 
     @classmethod
-    def applies(cls, kernel: Any) -> bool:
+    def works_in(cls, kernel: Any) -> bool:
         return bool(getattr(kernel, "_supports_kernel_subshells", False))
 
-    def free(self, widget: Any) -> None:
+    def let_through(self, widget: Any) -> None:
         comm: Any = getattr(widget, "comm", None)
         if hasattr(comm, "_reply_subshell_for"):
             comm._reply_subshell_for = None
 
 
-class Pump(Clicks):
+class ClicksByPump(ClicksAfterTheCell):
     """ipykernel 6: the waiting thread takes the messages of widgets out of the shell's queue.
 
     All others go back in the order in which they came, so that no queued cell starts early.
+    A page that was reloaded asks for the list of widgets first; that is answered as well.
     """
 
+    _HANDLED = ("comm_msg", "comm_close", "comm_info_request")
+
     @classmethod
-    def applies(cls, kernel: Any) -> bool:
+    def works_in(cls, kernel: Any) -> bool:
         return hasattr(kernel, "msg_queue") and hasattr(kernel, "shell_stream")
 
     def pump(self) -> None:
@@ -85,7 +97,7 @@ class Pump(Clicks):
         kept = list(waiting)
         try:
             for item in waiting:
-                if self._kind_of(item) in ("comm_msg", "comm_close"):
+                if self._type_of(item) in self._HANDLED:
                     kept.remove(item)
                     self._handle(item)
         finally:
@@ -93,7 +105,7 @@ class Pump(Clicks):
             for item in kept:
                 messages.put_nowait(item)
 
-    def _kind_of(self, item: Any) -> str | None:
+    def _type_of(self, item: Any) -> str | None:
         # A peek: deserialising would note the signature and refuse the replay as a duplicate.
         session = self.kernel.session
         try:
@@ -114,20 +126,27 @@ class Pump(Clicks):
         kernel._publish_status("busy", "shell", parent=kernel.get_parent("shell"))
 
 
-class Rest(Clicks):
+class ClicksByServer(ClicksAfterTheCell):
     """Any page of a Jupyter server: a plain button asks the server to interrupt the kernel."""
 
     @classmethod
-    def applies(cls, kernel: Any) -> bool:
+    def works_in(cls, kernel: Any) -> bool:
         return _kernel_id(kernel) is not None
 
     def stop_button(self, on_click: Callable[[], None]) -> Any:
-        script = _INTERRUPT % _kernel_id(self.kernel)
-        markup = element("button", "Stop", class_="jupyter-button", title=STOP_HINT, onclick=script)
-        return ipywidgets.HTML(value=str(markup))
+        script = _INTERRUPT_BY_SERVER % _kernel_id(self.kernel)
+        button = element(
+            "button", "Stop", class_="jupyter-button", title=_STOP_TOOLTIP, onclick=script
+        )
+        return ipywidgets.HTML(value=str(button))
 
 
-WAYS: tuple[type[Clicks], ...] = (Subshell, Pump, Rest, Clicks)
+CLICK_WAYS: tuple[type[ClicksAfterTheCell], ...] = (
+    ClicksBySubshell,
+    ClicksByPump,
+    ClicksByServer,
+    ClicksAfterTheCell,
+)
 
 
 def find_kernel() -> Any | None:
@@ -135,13 +154,13 @@ def find_kernel() -> Any | None:
     return getattr(get_ipython(), "kernel", None)
 
 
-def find_clicks(kernel: Any) -> Clicks:
-    """The first way for clicks that applies."""
-    return next(way for way in WAYS if way.applies(kernel))(kernel)
+def clicks_for(kernel: Any) -> ClicksAfterTheCell:
+    """The first way for clicks that works in ``kernel``."""
+    return next(way for way in CLICK_WAYS if way.works_in(kernel))(kernel)
 
 
-def is_live(kernel: Any) -> bool:
-    """Whether a person can answer: nbclient and papermill run cells without ``allow_stdin``."""
+def can_answer(kernel: Any) -> bool:
+    """Whether a person can: nbclient and papermill send cells with ``allow_stdin=False``."""
     return bool(getattr(kernel, "_allow_stdin", True))
 
 
@@ -153,7 +172,9 @@ def _kernel_id(kernel: Any) -> str | None:
     return found[1] if found else None
 
 
-_INTERRUPT = (
+# JupyterLab and Notebook 7 say their base URL in the page, and the token of the session in a
+# cookie, which must come back as a header.
+_INTERRUPT_BY_SERVER = (
     "(async(b)=>{const d=document;const c=JSON.parse("
     '(d.getElementById("jupyter-config-data")||{textContent:"{}"}).textContent);'
     "const x=(d.cookie.match(/(?:^|; )_xsrf=([^;]*)/)||[])[1];"

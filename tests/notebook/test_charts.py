@@ -5,7 +5,7 @@ import math
 import re
 import xml.etree.ElementTree as ET
 
-from notebook_accel.notebook.plot import chart, sparkline, thin_out
+from notebook_accel.notebook.charts import chart, sparkline, thin_out
 from tests.notebook.test_markup import Tags
 
 

@@ -1,0 +1,212 @@
+"""How far each rank is, in words that every view shows: one line for each of its progress bars.
+
+A rank that draws bars (tqdm, ``accelerator.progress``) is described by them; one that draws none,
+by what its prepared loaders and optimizers counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from notebook_accel.launch.view import wording
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from notebook_accel.launch.control.state import BarState, RankState, RunState
+
+__all__ = [
+    "ProgressLine",
+    "Throughput",
+    "current_bars",
+    "last_values",
+    "memory_of",
+    "progress_lines",
+    "progress_text",
+    "spread",
+]
+
+# Throughput is the mean over this window: long enough to be calm, short enough to be news.
+_WINDOW_SECONDS = 5.0
+# Below this the mean of a window says nothing.
+_MIN_WINDOW_SECONDS = 0.5
+# Deeper nesting is not shown; nobody draws it.
+_MAX_DEPTH = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressLine:
+    """How far one bar of a rank is.
+
+    Attributes:
+        label: what advances ("epoch 2", "steps"); "" where nothing is known yet.
+        fraction: 0 to 1, None where the end is unknown.
+        count: "130/200" or "1,240".
+        rate: "12.3 it/s", or "".
+        remaining: "0:05"; only the outermost bar of a rank has it, since the person waits for
+            that one.
+        text: label and count in one phrase.
+    """
+
+    label: str = ""
+    fraction: float | None = None
+    count: str = ""
+    rate: str = ""
+    remaining: str = ""
+    text: str = ""
+
+
+def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[ProgressLine]:
+    """One line a bar, the outermost first; a single line for a rank that draws no bar.
+
+    Args:
+        rank: the rank.
+        throughput: batches (else steps) a second, for a rank that draws no bar.
+    """
+    bars = current_bars(rank.bars)
+    if not bars:
+        return [_line_of_counters(rank, throughput)]
+    lines = [_line_of_bar(bar) for bar in bars]
+    if bars[0].closed or rank.has_ended:
+        return lines
+    return [_with_remaining(lines[0], _seconds_left(bars)), *lines[1:]]
+
+
+def progress_text(rank: RankState, *, throughput: float | None = None) -> str:
+    """How far a rank came, in one phrase.
+
+    Of a rank that returned the outermost bar says it all ("epochs: 3/3"); where another one ended,
+    the inner bars say where ("epochs: 1/3, train: 20/100").
+    """
+    lines = progress_lines(rank, throughput=throughput)
+    return ", ".join(line.text for line in (lines[:1] if rank.returned else lines) if line.text)
+
+
+def current_bars(bars: Sequence[BarState]) -> list[BarState]:
+    """The newest bar, and the bars around it, outermost first.
+
+    A bar that was closed stays until another one of its depth is opened: between two epochs the
+    view would flicker otherwise.
+    """
+    chain: list[BarState] = []
+    for bar in bars:
+        # In order of opening: whatever came before at this depth or deeper is over.
+        chain = [outer for outer in chain if outer.depth < bar.depth]
+        chain.append(bar)
+    return chain[:_MAX_DEPTH]
+
+
+def _line_of_bar(bar: BarState) -> ProgressLine:
+    label = ", ".join(part for part in (bar.name, bar.postfix) if part)
+    count = _count_of(bar.n, bar.total)
+    return ProgressLine(
+        label=label,
+        fraction=_fraction(bar.n, bar.total),
+        count=count,
+        rate=wording.rate(bar.rate or 0.0, bar.unit),
+        text=f"{label}: {count}" if label else count,
+    )
+
+
+def _with_remaining(line: ProgressLine, seconds: float | None) -> ProgressLine:
+    remaining = "" if seconds is None else wording.clock(seconds)
+    return ProgressLine(**{**vars(line), "remaining": remaining})
+
+
+def _seconds_left(bars: Sequence[BarState]) -> float | None:
+    """Seconds until the outermost of nested bars is full; None where nobody knows.
+
+    An outer bar moves rarely: the bar inside it says how far the item is that it works on, and
+    how long one takes while none has been finished yet.
+    """
+    outer, inner = bars[0], bars[1:]
+    if outer.total is None or outer.n >= outer.total:
+        return None
+    if not inner:
+        return (outer.total - outer.n) / outer.rate if outer.rate else None
+    left_of_item = _seconds_left(inner)
+    if left_of_item is None:
+        return (outer.total - outer.n) / outer.rate if outer.rate else None
+    if outer.rate:
+        seconds_an_item = 1 / outer.rate
+    else:
+        seconds_an_item = inner[0].total / inner[0].rate if inner[0].total and inner[0].rate else 0
+    return left_of_item + max(0.0, outer.total - outer.n - 1) * seconds_an_item
+
+
+def _line_of_counters(rank: RankState, throughput: float | None) -> ProgressLine:
+    unit, value = ("batch", rank.batches) if rank.batches else ("step", rank.steps)
+    if not value:
+        return ProgressLine(fraction=1.0 if rank.returned else None)
+    total = rank.total_batches or None
+    # Batches are counted over all epochs, and the loader's length is that of one.
+    done = rank.batches - rank.pass_start if total else value
+    count = _count_of(done, total)
+    steps = f"{wording.count(rank.steps)} steps" if rank.steps else ""
+    batches = f"{count} batches" if rank.batches else ""
+    is_over = rank.has_ended or total is None or not throughput or done >= total
+    return ProgressLine(
+        label=steps if steps and batches else ("steps" if steps else "batches"),
+        fraction=1.0 if rank.returned else _fraction(done, total),
+        count=count,
+        rate=wording.rate(throughput or 0.0, unit),
+        remaining="" if is_over else wording.clock((total - done) / throughput),  # type: ignore[operator]
+        text=", ".join(part for part in (steps, batches) if part),
+    )
+
+
+def _count_of(n: float, total: float | None) -> str:
+    return wording.count(n) if total is None else f"{wording.count(n)}/{wording.count(total)}"
+
+
+def _fraction(n: float, total: float | None) -> float | None:
+    return None if not total else min(1.0, max(0.0, n / total))
+
+
+class Throughput:
+    """Batches a second of each rank (steps, where it takes no batches), over the last seconds."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[tuple[float, int]]] = {}
+
+    def note(self, state: RunState, *, now: float) -> None:
+        """Take the ranks' counts as they stand at ``now``, in seconds of any clock."""
+        for rank in state.ranks:
+            samples = self._samples.setdefault(rank.rank, deque())
+            value = rank.batches or rank.steps
+            if samples and value < samples[-1][1]:
+                # The rank began to take batches: what was counted before were steps.
+                samples.clear()
+            samples.append((now, value))
+            while len(samples) > 2 and samples[1][0] <= now - _WINDOW_SECONDS:
+                samples.popleft()
+
+    def of(self, rank: int) -> float | None:
+        """Items a second of ``rank``, None while too little is known."""
+        samples = self._samples.get(rank)
+        if not samples or samples[-1][0] - samples[0][0] < _MIN_WINDOW_SECONDS:
+            return None
+        return (samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0])
+
+
+def memory_of(rank: RankState) -> str:
+    """Memory of the rank's device, or of its process where that is unknown; "" for neither."""
+    used = rank.device_memory or rank.memory
+    return wording.memory(used) if used else ""
+
+
+def last_values(state: RunState) -> dict[str, dict[int, float]]:
+    """Last value of each metric by rank, in the order in which the names first came."""
+    values: dict[str, dict[int, float]] = {}
+    for rank in state.ranks:
+        for name, (_, value) in rank.metrics.items():
+            values.setdefault(name, {})[rank.rank] = value
+    return values
+
+
+def spread(by_rank: Mapping[int, float]) -> str:
+    """ "0.5 to 1", the lowest and the highest value; "" where ranks agree."""
+    low, high = (wording.number(pick(by_rank.values())) for pick in (min, max))
+    return "" if low == high else f"{low} to {high}"

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.view.new_lines import LineReader, NewLines
+from tests.notebook.states import after, running
+
+
+def test_each_line_is_read_once_and_an_open_one_at_the_end() -> None:
+    reader = LineReader()
+    state = after(running(1), wire.Output(rank=0, text="a\nb\nhalf"))
+    assert reader.read(state.ranks[0]) == NewLines(("a", "b"))
+    assert reader.read(state.ranks[0]) == NewLines()
+    state = after(state, wire.Output(rank=0, text=" and half\nlast"))
+    assert reader.read(state.ranks[0]) == NewLines(("half and half",))
+    assert reader.read(state.ranks[0], last=True) == NewLines(("last",))
+    assert reader.read(state.ranks[0], last=True) == NewLines()
+
+
+def test_lines_that_only_the_file_has_are_counted() -> None:
+    reader = LineReader()
+    state = after(running(1), wire.Output(rank=0, text="a\n"))
+    reader.read(state.ranks[0])
+    state = after(state, wire.Output(rank=0, text="x\ny\n", skipped=1000))
+    assert reader.read(state.ranks[0]) == NewLines(("x", "y"), 1000)

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.control.state import BarState, RankState
+from notebook_accel.launch.view.progress import (
+    ProgressLine,
+    Throughput,
+    current_bars,
+    progress_lines,
+    progress_text,
+    spread,
+)
+from notebook_accel.launch.view.summary import (
+    condition,
+    hidden_ranks,
+    rank_facts,
+    ranks_with_row,
+    summary_lines,
+)
+from tests.notebook.states import after, running, succeeded, with_failed
+
+
+def bar(
+    number: int,
+    name: str,
+    n: float,
+    total: float | None,
+    *,
+    closed: bool = False,
+    depth: int = 0,
+    rate: float | None = 10.0,
+) -> BarState:
+    return BarState(
+        rank=0,
+        bar=number,
+        name=name,
+        n=n,
+        total=total,
+        rate=rate,
+        elapsed=1.0,
+        unit="it",
+        closed=closed,
+        depth=depth,
+    )
+
+
+def test_a_rank_that_did_nothing_yet_says_nothing() -> None:
+    assert progress_lines(RankState(rank=0)) == [ProgressLine()]
+
+
+def test_a_bar_counts_open_or_closed() -> None:
+    (line,) = progress_lines(RankState(rank=0, bars=(bar(1, "train", 50, 100),)))
+    assert (line.text, line.fraction, line.remaining) == ("train: 50/100", 0.5, "0:05")
+    closed = RankState(rank=0, bars=(bar(1, "train", 100, 100, closed=True),))
+    (line,) = progress_lines(closed)
+    assert (line.text, line.remaining) == ("train: 100/100", "")
+
+
+def nested(*, epoch_rate: float | None) -> RankState:
+    """The second of three epochs, with its bar for training over and the one for evaluation on."""
+    return RankState(
+        rank=0,
+        bars=(
+            bar(1, "epochs", 1, 3, rate=epoch_rate),
+            bar(2, "train", 100, 100, closed=True, depth=1),
+            bar(3, "train", 100, 100, closed=True, depth=1),
+            bar(4, "eval", 5, 20, depth=1, rate=1.0),
+        ),
+    )
+
+
+def test_all_bars_around_the_newest_one_are_there_and_the_outermost_has_the_time_left() -> None:
+    lines = progress_lines(nested(epoch_rate=0.1))
+    assert [line.text for line in lines] == ["epochs: 1/3", "eval: 5/20"]
+    # 15 s of this evaluation, and one epoch of 10 s.
+    assert [line.remaining for line in lines] == ["0:25", ""]
+    # None has ended yet: one takes as long as the bar inside it.
+    assert progress_lines(nested(epoch_rate=None))[0].remaining == "0:35"
+
+
+def test_a_bar_that_was_closed_stays_until_the_next_of_its_depth() -> None:
+    bars = (bar(1, "epochs", 1, 3), bar(2, "train", 9, 9, closed=True, depth=1))
+    assert [b.name for b in current_bars(bars)] == ["epochs", "train"]
+    bars = (bar(1, "warm", 9, 9, closed=True), bar(2, "train", 1, 9))
+    assert [b.name for b in current_bars(bars)] == ["train"]
+
+
+def test_the_depth_of_a_bar_is_how_many_were_open_when_it_came() -> None:
+    def at(number: int, name: str, n: float, *, closed: bool = False) -> wire.Bar:
+        return wire.Bar(rank=0, bar=number, name=name, n=n, total=2, closed=closed)
+
+    state = after(running(1), at(1, "epochs", 0), at(2, "train", 0), at(2, "train", 1))
+    assert [b.depth for b in state.ranks[0].bars] == [0, 1]
+    state = after(state, at(2, "train", 2, closed=True), at(1, "epochs", 1), at(3, "train", 0))
+    assert [b.depth for b in state.ranks[0].bars] == [0, 1, 1]
+    state = after(state, at(3, "train", 2, closed=True), at(1, "epochs", 2, closed=True))
+    state = after(state, wire.Returned(rank=0, value=wire.Packet(header=b"")))
+    assert progress_text(state.ranks[0]) == "epochs: 2/2"
+
+
+def test_where_a_rank_failed_its_inner_bars_say_so() -> None:
+    assert progress_text(nested(epoch_rate=None)) == "epochs: 1/3, eval: 5/20"
+
+
+def test_a_rank_that_lost_a_peer_does_not_look_like_the_culprit() -> None:
+    lost = wire.Raised(rank=1, kind="lost peer", type_name="E", text="", traceback="")
+    state = with_failed(after(running(2), lost), [0])
+    assert [condition(rank) for rank in state.ranks] == ["failed", "lost peer"]
+    assert rank_facts(state.ranks[1], 1.0)[1] == "○ lost peer"
+
+
+def test_a_bar_without_an_end_has_no_fraction() -> None:
+    (far,) = progress_lines(RankState(rank=0, bars=(bar(1, "", 1240, None),)))
+    assert (far.text, far.fraction, far.remaining) == ("1,240", None, "")
+
+
+def test_counters_stand_in_for_a_bar() -> None:
+    rank = RankState(rank=0, batches=230, total_batches=100, pass_start=200, steps=115)
+    (far,) = progress_lines(rank, throughput=7.0)
+    assert (far.text, far.fraction) == ("115 steps, 30/100 batches", 0.3)
+    assert (far.rate, far.remaining) == ("7.00 batch/s", "0:10")
+    assert progress_text(RankState(rank=0, steps=9)) == "9 steps"
+
+
+def test_throughput_is_that_of_the_last_seconds() -> None:
+    throughput = Throughput()
+    state = running(1)
+    for second in range(30):
+        batches = second * 10 if second <= 20 else 200 + (second - 20) * 50
+        ranks = (RankState(rank=0, batches=batches),)
+        state = replace(state, ranks=ranks)
+        throughput.note(state, now=float(second))
+    assert throughput.of(0) == 50.0
+    assert throughput.of(1) is None
+
+
+def test_spread_is_empty_where_ranks_agree() -> None:
+    assert spread({0: 1.0, 1: 1.0}) == ""
+    assert spread({0: 1.0, 1: 0.5}) == "0.5 to 1"
+
+
+def test_many_ranks_fold_and_failed_ones_stay() -> None:
+    state = with_failed(running(128), [127])
+    shown = ranks_with_row(state.ranks)
+    assert [rank.rank for rank in shown] == [0, 1, 2, 3, 4, 5, 6, 127]
+    assert hidden_ranks(state.ranks, shown) == "… and 120 more: 120 running"
+    assert hidden_ranks(state.ranks, state.ranks) == ""
+
+
+def test_the_summary_is_a_table() -> None:
+    lines = summary_lines(succeeded(running(2)), now=0.0)
+    assert lines[0] == "train: succeeded, 2 ranks, 42.0 s"
+    assert lines[1].split() == ["rank", "state", "progress", "rate", "memory"]
+    assert [line.split() for line in lines[2:]] == [
+        ["0", "✓", "succeeded"],
+        ["1", "✓", "succeeded"],
+    ]
+    rank = RankState(rank=1, steps=84, memory=5_000_000)
+    assert rank_facts(rank, 42.0) == ("1", "● starting", "84 steps", "2.00 step/s", "5 MB")
