@@ -16,7 +16,7 @@ from notebook_accel.launch.control.export import script_of
 from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.stores import MetricStore, RunFolder
 from notebook_accel.launch.engines import engine_named
-from notebook_accel.launch.engines.base import Job, Opening, Prepared
+from notebook_accel.launch.engines.base import Job, Opening, PreparedCall, Start
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.transport.packet import pack
 from notebook_accel.launch.view import GuardedView, View
@@ -121,10 +121,10 @@ def _open(job: Job, notices: list[str]) -> Run:
             view=job.view,
             source=partial(_script, job, placement.world_size),
         )
-        prepared = None
+        call = None
         if packed is not None:
             notices = [*notices, *packed.notices]
-            prepared = _prepare(job, packed, run=folder.id, placement=placement, folder=folder.path)
+            call = _prepare_call(packed, advise=job.advise)
         first = state.starting(
             run=folder.id,
             name=job.name,
@@ -132,14 +132,21 @@ def _open(job: Job, notices: list[str]) -> Run:
             started=time.time(),
             notices=(*notices, *placement.notices),
         )
-        opening = Opening(run=run, state=first, folder=folder, metrics=metrics, prepared=prepared)
+        opening = Opening(
+            run=run,
+            state=first,
+            folder=folder,
+            metrics=metrics,
+            launch=_launch_message(job, placement, run=folder.id, log_dir=folder.path),
+            call=call,
+        )
         try:
             with _kept_for_its_error(run):
                 engine.open(job, opening)
         finally:
             if run.has_begun:
                 undo.pop_all()
-            for fd in prepared.fds if prepared is not None else ():
+            for fd in call.fds if call is not None else ():
                 os.close(fd)
     return run
 
@@ -177,11 +184,8 @@ def _pack(job: Job) -> payload.PackedCall:
     return payload.pack_call(job.function, job.args, job.kwargs, sources=job.sources)
 
 
-def _prepare(
-    job: Job, packed: payload.PackedCall, *, run: str, placement: Placement, folder: Path
-) -> Prepared:
-    """The launch message of a run, and the descriptors that are sent with it."""
-    packet, fds = pack(packed.packed)
+def _launch_message(job: Start, placement: Placement, *, run: str, log_dir: Path) -> wire.Launch:
+    """What starts the rank processes of a run."""
     num_threads = _num_threads(job.environment, placement.world_size)
     environment = {
         **job.environment,
@@ -189,24 +193,27 @@ def _prepare(
         **placement.environment,
         **(job.config.env or {}),
     }
-    message = wire.Launch(
+    return wire.Launch(
         run=run,
         world_size=placement.world_size,
         ranks=tuple(range(placement.world_size)),
         environment=environment,
         directory=os.getcwd(),
         path=tuple(sys.path),
-        log_dir=str(folder),
+        log_dir=str(log_dir),
         num_threads=num_threads,
-        payload=packet,
         imports=job.imports,
-        grace=job.config.grace,
     )
-    return Prepared(
-        message=message,
+
+
+def _prepare_call(packed: payload.PackedCall, *, advise: bool) -> PreparedCall:
+    """What a call sends; whoever gets it closes its descriptors."""
+    packet, fds = pack(packed.packed)
+    return PreparedCall(
+        payload=packet,
         fds=fds,
         registry=packed.registry,
-        closing_notices=lambda last: _advice(last, packed) if job.advise else [],
+        closing_notices=lambda last: _advice(last, packed) if advise else [],
     )
 
 

@@ -124,7 +124,7 @@ class LaunchedContext(RankContext):
             local_world_size=local_world_size,
         )
         self.run = run
-        self.drew_bar = False
+        self.call = 0
         self.made_group = False
         self._send = send
         self._board = board
@@ -135,12 +135,28 @@ class LaunchedContext(RankContext):
         self._told_total: int | None = None
         self._pass_end = 0.0
 
+    @property
+    def is_own_process(self) -> bool:
+        """Whether this is the rank's process, and no child that it forked."""
+        return os.getpid() == self._pid
+
+    def begin_call(self, number: int, *, has_group: bool) -> None:
+        """What is counted from now on belongs to the call of that number.
+
+        Args:
+            number: of the call.
+            has_group: whether the rank is in a process group already.
+        """
+        self.call = number
+        self.made_group = has_group
+        self._told_total = None
+        self._pass_end = 0.0
+
     def tell(self, message: type[wire.Message], /, **fields: Any) -> None:
         """Send a message of this rank, unless this is a child process of it."""
-        if os.getpid() == self._pid:
-            self._send(
-                message(run=self.run, rank=self.rank, sequence=next(self._sequence), **fields)
-            )
+        if self.is_own_process:
+            own: dict[str, Any] = {"run": self.run, "call": self.call, "rank": self.rank}
+            self._send(message(sequence=next(self._sequence), **own, **fields))
 
     def metric(self, values: Mapping[str, float], step: int | None = None) -> None:
         numbers = {str(name): float(value) for name, value in values.items()}
@@ -159,7 +175,6 @@ class LaunchedContext(RankContext):
         postfix: str = "",
         closed: bool = False,
     ) -> None:
-        self.drew_bar = True
         self.tell(
             wire.Bar,
             bar=bar,

@@ -1,9 +1,14 @@
 """What processes say to each other: the messages, their encoding and its version.
 
 A rank speaks with the agent of its machine, the agent with the kernel, the kernel with the
-template. All of it is msgpack, decoded into the types below and nothing else: no byte of a
-connection is ever unpickled here. Values of the user's (arguments, results, exceptions) pass as
-opaque bytes, and whoever asks for them unpickles them later.
+template. Two lives are told apart: that of a rank process (``Launch``, ``RankReady``, ``Leave``,
+``RankEnded``) and that of a call, which ranks that are ready run (``Call``, ``CallStarted``,
+``Returned`` or ``Raised``). A call has a number, which is on every message about it; what comes
+late for an old call is dropped by whoever gets it.
+
+All of it is msgpack, decoded into the types below and nothing else: no byte of a connection is
+ever unpickled here. Values of the user's (arguments, results, exceptions) pass as opaque bytes,
+and whoever asks for them unpickles them later.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ __all__ = [
     "AgentExited",
     "AgentReady",
     "Bar",
+    "Call",
+    "CallStarted",
     "CountDevices",
     "Credit",
     "Data",
@@ -29,6 +36,7 @@ __all__ = [
     "Interrupt",
     "Kill",
     "Launch",
+    "Leave",
     "Message",
     "Metric",
     "Notice",
@@ -36,7 +44,7 @@ __all__ = [
     "Packet",
     "Raised",
     "RankEnded",
-    "RankStarted",
+    "RankReady",
     "Returned",
     "Sample",
     "Stacks",
@@ -55,9 +63,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What every message carries.
 
     Attributes:
-        run: id of the run.
-        attempt: how often the run was restarted before.
-        generation: counts the process groups (and session cells) of a run.
+        run: id of the run, which is that of its rank processes.
+        call: number of the call that the message is about, from 1 on; 0 where it is about
+            processes.
         process: pid of the sender.
         rank: the rank that the message is about, None for a whole machine.
         sequence: counts the sender's messages.
@@ -66,8 +74,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
 
     run: str = ""
-    attempt: int = 0
-    generation: int = 0
+    call: int = 0
     process: int = msgspec.field(default_factory=os.getpid)
     rank: int | None = None
     sequence: int = 0
@@ -94,7 +101,11 @@ class Packet(msgspec.Struct, frozen=True, kw_only=True):
 # ---- from a rank ---------------------------------------------------------------------------
 
 
-class RankStarted(Message, frozen=True, kw_only=True):
+class RankReady(Message, frozen=True, kw_only=True):
+    """The rank's process has its environment and waits for calls."""
+
+
+class CallStarted(Message, frozen=True, kw_only=True):
     """The rank is about to call the function."""
 
 
@@ -129,12 +140,17 @@ class Notice(Message, frozen=True, kw_only=True):
 
 
 class Returned(Message, frozen=True, kw_only=True):
-    """The function returned. A file descriptor goes along where the buffers are not inline."""
+    """The function returned. A file descriptor goes along where the buffers are not inline.
+
+    Attributes:
+        value: what it returned.
+        is_none: whether that was None.
+        made_group: whether a process group was made in this call, or was there before it.
+    """
 
     value: Packet
     is_none: bool = False
     made_group: bool = False
-    drew_bar: bool = False
 
 
 class Raised(Message, frozen=True, kw_only=True):
@@ -146,8 +162,10 @@ class Raised(Message, frozen=True, kw_only=True):
         type_name: name of the exception's class.
         text: ``str(exception)``.
         traceback: formatted, with the cells' own names and lines.
-        exitcode: what the process ends with.
+        exitcode: what the process ends with, if this was its last call.
         pickled: the exception, where it could be pickled.
+        made_group: as in ``Returned``.
+        ours: whether its agent had interrupted it because another rank failed.
     """
 
     kind: str
@@ -157,23 +175,32 @@ class Raised(Message, frozen=True, kw_only=True):
     exitcode: int = 1
     pickled: bytes | None = None
     made_group: bool = False
+    ours: bool = False
 
 
 # ---- from an agent -------------------------------------------------------------------------
 
 
 class AgentReady(Message, frozen=True, kw_only=True):
-    """The ranks were forked."""
+    """The rank processes were forked."""
 
     pids: tuple[int, ...]
     port: int
 
 
 class Output(Message, frozen=True, kw_only=True):
-    """New output of a rank: the newest part of it; ``skipped`` lines before it stay on disk."""
+    """New output of a rank, printed in the message's call.
+
+    Attributes:
+        text: the newest part of it.
+        skipped: number of lines before that part, which are in the rank's file only.
+        start, end: bytes of the file between which all of it lies, the skipped lines included.
+    """
 
     text: str
     skipped: int = 0
+    start: int = 0
+    end: int = 0
 
 
 class Sample(Message, frozen=True, kw_only=True):
@@ -205,7 +232,7 @@ class Stacks(Message, frozen=True, kw_only=True):
 
 
 class Launch(Message, frozen=True, kw_only=True):
-    """Start the ranks. The payload's segment comes along as a file descriptor.
+    """Start the rank processes. They wait for calls then.
 
     Attributes:
         world_size: number of ranks of the run.
@@ -215,9 +242,7 @@ class Launch(Message, frozen=True, kw_only=True):
         path: ``sys.path`` of the ranks.
         log_dir: folder of the files with the ranks' output.
         num_threads: what each rank gives to ``torch.set_num_threads``.
-        payload: the function, its arguments and what the notebook sends with it.
         imports: modules that each rank imports first.
-        grace: seconds that handlers of a KeyboardInterrupt get.
     """
 
     world_size: int
@@ -227,27 +252,55 @@ class Launch(Message, frozen=True, kw_only=True):
     path: tuple[str, ...]
     log_dir: str
     num_threads: int
-    payload: Packet
     imports: tuple[str, ...] = ()
+
+
+class Call(Message, frozen=True, kw_only=True):
+    """Call a function on every rank. A file descriptor goes along where buffers are not inline.
+
+    It is sent to ranks that have ended the call before, by the kernel to the agent and by the
+    agent to its ranks.
+
+    Attributes:
+        payload: the function, its arguments and what the notebook sends with it.
+        grace: seconds that handlers of a KeyboardInterrupt get.
+        last: whether the ranks leave after it, as after a ``Leave``.
+        group_generation: counts the process groups that the ranks may share. Where it has grown
+            since the call before, that one did not end well on all ranks: each rank leaves the
+            group that it was in.
+        master_port: what the ranks have as MASTER_PORT; filled in by the agent.
+    """
+
+    payload: Packet
     grace: float = 10.0
+    last: bool = False
+    group_generation: int = 0
+    master_port: int = 0
+
+
+class Leave(Message, frozen=True, kw_only=True):
+    """No more calls come: the rank processes end, once the call that they are in has ended."""
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """Leave politely: at the same step on all ranks; harder after ``grace`` seconds."""
+    """Leave the call politely: at the same step on all ranks; harder after ``grace`` seconds."""
 
     grace: float | None = None
 
 
 class Interrupt(Message, frozen=True, kw_only=True):
-    """KeyboardInterrupt in every rank."""
+    """KeyboardInterrupt in every rank that is in the call."""
 
 
 class Terminate(Message, frozen=True, kw_only=True):
-    """SIGTERM to every rank."""
+    """SIGTERM to every rank process that is in the call, or leaves."""
 
 
 class Kill(Message, frozen=True, kw_only=True):
-    """SIGKILL to every rank and all their children."""
+    """SIGKILL to every rank process that is in the call, or leaves, and to its children.
+
+    One about no call (0) goes to all rank processes.
+    """
 
 
 class DumpStacks(Message, frozen=True, kw_only=True):
@@ -325,7 +378,8 @@ class Credit(Message, frozen=True, kw_only=True):
 
 
 _Any = Union[
-    RankStarted,
+    RankReady,
+    CallStarted,
     Metric,
     Bar,
     Notice,
@@ -337,6 +391,8 @@ _Any = Union[
     RankEnded,
     Stacks,
     Launch,
+    Call,
+    Leave,
     Stop,
     Interrupt,
     Terminate,

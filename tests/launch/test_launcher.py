@@ -353,7 +353,7 @@ def test_a_payload_that_cannot_be_sealed_leaves_nothing(
     before = (psutil.Process().num_fds(), sorted(os.listdir(tmp_path / "runs")), len(runs()))
     with monkeypatch.context() as patch:
         full = OSError(24, "Too many open files")
-        patch.setattr(launcher, "_prepare", lambda *_, **__: (_ for _ in ()).throw(full))
+        patch.setattr(launcher, "_prepare_call", lambda *_, **__: (_ for _ in ()).throw(full))
         with pytest.raises(OSError, match="Too many"):
             on_cpu(lambda: weights)
     after = (psutil.Process().num_fds(), sorted(os.listdir(tmp_path / "runs")), len(runs()))

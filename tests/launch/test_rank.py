@@ -187,7 +187,6 @@ def test_reports_of_a_launched_rank() -> None:
     assert [(m.run, m.rank, m.process, m.sequence) for m in told] == [
         ("r", 1, os.getpid(), number) for number in range(3)
     ]
-    assert context.drew_bar
 
 
 def test_values_of_any_kind_of_number_are_told_as_floats() -> None:

@@ -25,7 +25,7 @@ def after(state: RunState, *messages: wire.Message) -> RunState:
 def running(num_ranks: int = 2, *, name: str = "train") -> RunState:
     """A run whose ranks were started, at time 1000."""
     state = starting(run="id", name=name, world_size=num_ranks, started=1000.0)
-    return after(state, *(wire.RankStarted(rank=rank) for rank in range(num_ranks)))
+    return after(state, *(wire.CallStarted(rank=rank) for rank in range(num_ranks)))
 
 
 def succeeded(state: RunState) -> RunState:

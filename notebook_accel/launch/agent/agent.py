@@ -1,8 +1,17 @@
-"""The agent: one a machine and run. It forks the ranks, feeds, watches, reaps and ends them.
+"""The agent: one a machine and run. It forks the rank processes, and watches, reaps and ends them.
 
-It runs no code of the user's, so it can act whatever a rank does. It is a subreaper and its
-ranks get SIGKILL when it dies; it watches the kernel's process and the connection to it, and
-when either is gone it ends its ranks at once.
+    kernel --Launch--> agent --fork--> ranks --RankReady--> kernel
+    kernel --Call----> agent --Call--> each rank
+    kernel <---------- agent <-------- what a rank says in the call, then Returned or Raised
+    kernel --Leave---> agent --Leave-> each rank, which ends; when all have, the agent does
+
+It passes messages on in both directions, follows the ranks' output and counters, and brings a call
+to its end when somebody asks or a rank fails (``ending.py``). It runs no code of the user's, so it
+can act whatever a rank does. It is a subreaper and its ranks get SIGKILL when it dies; it watches
+the kernel's process and the connection to it, and when either is gone it ends its ranks at once.
+
+Invariants: a rank is in one call at most; all ranks are in the same one; what a rank says about
+another call than the one it is in is dropped.
 """
 
 from __future__ import annotations
@@ -16,6 +25,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch.multiprocessing as mp
 
 from notebook_accel.launch import wire
@@ -25,25 +35,25 @@ from notebook_accel.launch.agent.rank_process import RankProcess
 from notebook_accel.launch.system import processes, scratch
 from notebook_accel.launch.system.log_files import log_path
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
-from notebook_accel.launch.transport.packet import unpack
 from notebook_accel.launch.transport.scoreboard import Scoreboard
 from notebook_accel.launch.worker import main as worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from notebook_accel.launch.payload import Packed
-
 __all__ = ["Agent", "main"]
 
 _TICK_SECONDS = 0.05
+# Messages that wait for a slow kernel, above which ranks have to wait as well.
 _BUSY_PENDING = 4096
-_FLUSH_SECONDS = 2.0
+# How long the last messages wait for a kernel that does not read.
+_FLUSH_SECONDS = 1200.0
 
-_SIGNALS = {
-    Stage.INTERRUPT: signal.SIGINT,
-    Stage.TERMINATE: signal.SIGTERM,
-    Stage.KILL: signal.SIGKILL,
+_STAGES = {
+    wire.Stop: Stage.STOP,
+    wire.Interrupt: Stage.INTERRUPT,
+    wire.Terminate: Stage.TERMINATE,
+    wire.Kill: Stage.KILL,
 }
 
 
@@ -61,48 +71,57 @@ def main(
         kernel: a descriptor that becomes readable when the kernel's process ends.
         first: what came over the channel first, which must be ``Launch``.
         unneeded: descriptors of the process that forked the agent, for the ranks to close.
+
+    Raises:
+        ProtocolError: the first message is another.
     """
+    # A rank that was just forked, and has no handler yet, inherits this.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.adopt_orphans()
     processes.raise_open_files()
-    message, fds = first
+    message, _ = first
     if not isinstance(message, wire.Launch):
         raise ProtocolError(f"the first message must be Launch, not {type(message).__name__}")
-    packed = unpack(message.payload, fds)
     agent = Agent(channel, kernel, message)
     try:
-        agent.start(packed, unneeded)
+        agent.start(unneeded)
         agent.serve()
     finally:
         agent.close()
 
 
 class Agent:
-    """The ranks of one run on this machine."""
+    """The rank processes of one run on this machine, and the call that they are in."""
 
     def __init__(self, channel: Channel, kernel: int, launch: wire.Launch) -> None:
         self._channel = channel
         self._kernel = kernel
         self._launch = launch
         self._board = Scoreboard(len(launch.ranks))
-        self._ending = Ending(grace=launch.grace)
         self._ranks: list[RankProcess] = []
         self._reaped: list[int] = []
         self._selector = selectors.DefaultSelector()
+        self._port = _reserve_port(int(launch.environment.get("MASTER_PORT", "0")))
+        self._group_generation = 0
+        self._is_leaving = False
+        # Of the call:
+        self._call = 0
+        self._ending = Ending()
         self._progress: tuple[int, ...] = ()
         self._progressed = time.monotonic()
-        self._port = _reserve_port(launch.environment)
 
     # ---- start -----------------------------------------------------------------------------
 
-    def start(self, packed: Packed, unneeded: Sequence[int]) -> None:
-        """Fork the ranks and tell the kernel their pids."""
+    def start(self, unneeded: Sequence[int]) -> None:
+        """Fork the rank processes and tell the kernel their pids."""
         scratch.use(self._launch.run)
         context = mp.get_context("fork")
         for local_rank, rank in enumerate(self._launch.ranks):
             ours, theirs = socket.socketpair()
             log = _open_log(self._launch.log_dir, rank)
             stacks = os.memfd_create(f"stacks-{rank}")
-            post = worker.Post(
+            disconnect = os.eventfd(0)
+            inherited = worker.Inherited(
                 agent=os.getpid(),
                 launch=self._launch,
                 rank=rank,
@@ -110,12 +129,12 @@ class Agent:
                 port=self._port.getsockname()[1],
                 channel=Channel(theirs),
                 board=self._board,
-                packed=packed,
                 log=log,
                 stacks=stacks,
+                disconnect=disconnect,
                 unneeded=(*unneeded, *self._own_descriptors(), ours.fileno()),
             )
-            process = context.Process(target=worker.main, args=(post,), name=f"rank-{rank}")
+            process = context.Process(target=worker.main, args=(inherited,), name=f"rank-{rank}")
             process.start()
             theirs.close()
             os.close(log)
@@ -126,11 +145,10 @@ class Agent:
                     channel=Channel(ours),
                     tail=FileTail(log_path(self._launch.log_dir, rank)),
                     stacks=stacks,
+                    disconnect=disconnect,
                     row=self._board.row(local_rank),
                 )
             )
-        for buffer in packed.buffers:
-            buffer.release()
         self._post(wire.AgentReady, pids=self._pids(), port=self._port.getsockname()[1])
 
     def _own_descriptors(self) -> tuple[int, ...]:
@@ -186,13 +204,17 @@ class Agent:
 
     def _idle(self, now: float) -> float:
         """Seconds without progress; none where all ranks ask for themselves whether to stop."""
-        asks = all(rank.row.reads or rank.leaving for rank in self._ranks if rank.alive)
+        asks = all(rank.row.reads or rank.leaving for rank in self._in_call())
         return 0.0 if asks else now - self._progressed
 
     def _all_leaving(self) -> bool:
-        return all(rank.leaving for rank in self._ranks if rank.alive)
+        return all(rank.leaving for rank in self._in_call())
 
-    # ---- what comes in ---------------------------------------------------------------------
+    def _in_call(self) -> list[RankProcess]:
+        """The ranks whose part of the call goes on."""
+        return [rank for rank in self._ranks if rank.alive and rank.is_in_call]
+
+    # ---- what the kernel says --------------------------------------------------------------
 
     def _from_kernel(self) -> None:
         try:
@@ -201,29 +223,53 @@ class Agent:
             self._kernel_gone()
             return
         for message, fds in messages:
+            self._obey(message, fds)
             for fd in fds:
                 os.close(fd)
-            self._obey(message)
 
-    def _obey(self, message: wire.Message) -> None:
-        stages = {
-            wire.Stop: Stage.STOP,
-            wire.Interrupt: Stage.INTERRUPT,
-            wire.Terminate: Stage.TERMINATE,
-            wire.Kill: Stage.KILL,
-        }
-        if isinstance(message, wire.DumpStacks):
+    def _obey(self, message: wire.Message, fds: Sequence[int]) -> None:
+        if isinstance(message, wire.Call):
+            self._begin_call(message, fds)
+        elif isinstance(message, wire.Leave):
+            self._is_leaving = True
+            for rank in self._ranks:
+                rank.send(message)
+        elif isinstance(message, wire.DumpStacks):
             for rank in self._ranks:
                 if message.rank in (None, rank.rank):
                     rank.ask_stacks()
-        elif type(message) in stages:
-            self._go(stages[type(message)], grace=getattr(message, "grace", None))
+        elif isinstance(message, wire.Kill) and not message.call:
+            self._is_leaving = True
+            self._ending = Ending()
+            self._go(Stage.KILL)
+        elif type(message) in _STAGES and message.call == self._call:
+            self._go(_STAGES[type(message)], grace=getattr(message, "grace", None))
+
+    def _begin_call(self, message: wire.Call, fds: Sequence[int]) -> None:
+        """Hand a call on to the ranks, which have all ended the one before."""
+        if message.group_generation != self._group_generation:
+            # Whoever held on to the old group may still listen on the old port.
+            self._group_generation = message.group_generation
+            self._port.close()
+            self._port = _reserve_port(0)
+        self._call = message.call
+        self._is_leaving = self._is_leaving or message.last
+        self._ending = Ending(grace=message.grace, is_last=self._is_leaving)
+        self._board.reset()
+        self._progressed = time.monotonic()
+        port = self._port.getsockname()[1]
+        for rank in self._ranks:
+            rank.begin_call(msgspec.structs.replace(message, master_port=port), fds)
+        if not all(rank.alive for rank in self._ranks):
+            self._rank_failed()
 
     def _kernel_gone(self) -> None:
         """Nobody will ever read of these ranks: end them without grace, and go."""
         processes.kill_tree(self._pids())
         scratch.remove(self._launch.run, used_by=processes.kill_descendants())
         os._exit(0)
+
+    # ---- what ranks say --------------------------------------------------------------------
 
     def _relay(self, rank: RankProcess) -> None:
         """Pass on what a rank says, unless the kernel is far behind."""
@@ -247,33 +293,46 @@ class Agent:
         self, rank: RankProcess, messages: Sequence[tuple[wire.Message, list[int]]]
     ) -> None:
         for message, fds in messages:
-            self._note(rank, message)
-            self._channel.post(message, fds)
+            if message.call in (0, self._call):
+                self._channel.post(self._noted(rank, message), fds)
             for fd in fds:
                 os.close(fd)
 
-    def _note(self, rank: RankProcess, message: wire.Message) -> None:
-        rank.has_told = rank.has_told or isinstance(message, (wire.Returned, wire.Raised))
-        if isinstance(message, wire.Raised) and message.kind in ("exception", "exit", "lost peer"):
-            self._ending = self._ending.failed(now=time.monotonic())
+    def _noted(self, rank: RankProcess, message: wire.Message) -> wire.Message:
+        """The message as it is passed on, once the agent has acted on it."""
+        if not isinstance(message, (wire.Returned, wire.Raised)):
+            return message
+        # The kernel may take the call for ended with the next message: all output comes before.
+        for news in rank.end_call():
+            self._post_message(news)
+        if not isinstance(message, wire.Raised):
+            return message
+        if message.kind == "interrupted" and self._ending.has_failed:
+            return msgspec.structs.replace(message, ours=True)
+        if message.kind in ("exception", "exit", "lost peer"):
+            self._rank_failed()
+        return message
+
+    def _rank_failed(self) -> None:
+        self._ending = self._ending.failed(now=time.monotonic())
 
     def _reap(self, rank: RankProcess) -> None:
-        """A rank's process ended: pass on its last words, end what it left, tell the kernel."""
+        """A rank's process ended: pass on what is left of it, end what it left, tell the kernel."""
         self._unwatch(rank.exit_fd)
         if not rank.channel.closed:
             self._relay_rest(rank)
             self._unwatch(rank.channel.fileno())
+        was_in_call = rank.is_in_call
         exitcode = rank.reap()
         self._reaped += [rank.pid]
         self._reaped += processes.kill_descendants(
             keep=[other.pid for other in self._ranks if other.alive]
         )
-        for message in rank.last_words():
+        for message in rank.last_messages():
             self._post_message(message)
         rank.row.ended = 1
-        is_death = exitcode != 0 or not rank.has_told
-        if is_death and not rank.ended_by_us:
-            self._ending = self._ending.failed(now=time.monotonic())
+        if (exitcode != 0 or was_in_call) and not rank.ended_by_us:
+            self._rank_failed()
         self._post(
             wire.RankEnded,
             rank=rank.rank,
@@ -285,6 +344,7 @@ class Agent:
     # ---- what goes out ---------------------------------------------------------------------
 
     def _go(self, stage: Stage, *, grace: float | None = None) -> None:
+        """Do what the stage asks for, unless that was done before."""
         before = self._ending
         self._ending = before.ask(stage, now=time.monotonic(), grace=grace)
         if self._ending is before:
@@ -292,9 +352,18 @@ class Agent:
         if stage == Stage.STOP:
             self._progressed = time.monotonic()
             self._board.ask_stop()
-            return
-        for rank in self._ranks:
-            rank.end(_SIGNALS[stage])
+        elif stage == Stage.INTERRUPT:
+            for rank in self._in_call():
+                rank.interrupt()
+        elif stage == Stage.DISCONNECT:
+            for rank in self._in_call():
+                rank.disconnect()
+        else:
+            number = signal.SIGTERM if stage == Stage.TERMINATE else signal.SIGKILL
+            for rank in self._ranks:
+                # One that waits for its next call keeps what it has.
+                if rank.is_in_call or self._is_leaving or not self._call:
+                    rank.end(number)
 
     def _post(self, kind: type[wire.Message], /, **fields: Any) -> None:
         self._post_message(kind(run=self._launch.run, **fields))
@@ -304,7 +373,7 @@ class Agent:
 
     def _flush_to_kernel(self) -> None:
         """Write all that is queued; a kernel that does not read loses it after a while."""
-        deadline = time.monotonic() + 600 * _FLUSH_SECONDS
+        deadline = time.monotonic() + _FLUSH_SECONDS
         while self._channel.num_pending and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 self._channel.flush(block=False)
@@ -337,9 +406,13 @@ def _open_log(log_dir: str, rank: int) -> int:
     return os.open(log_path(log_dir, rank), flags, 0o600)
 
 
-def _reserve_port(environment: dict[str, str]) -> socket.socket:
-    """A socket that holds MASTER_PORT for the run: bound, so that nobody takes it, and deaf."""
+def _reserve_port(port: int) -> socket.socket:
+    """A socket that holds a port for the ranks' store: bound, so that nobody takes it, and deaf.
+
+    Args:
+        port: which; 0 for any that is free.
+    """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", int(environment.get("MASTER_PORT", "0"))))
+    holder.bind(("127.0.0.1", port))
     return holder

@@ -1,6 +1,13 @@
-"""How a run is brought to its end: politely, then firmly, then at once.
+"""How a call is brought to its end: politely, then firmly, then at once.
 
 Pure: an :class:`Ending` says what is due at a time; the agent does it.
+
+    STOP ------> INTERRUPT ------> (DISCONNECT ->) TERMINATE ------> KILL
+      grace, or 1 s     1 s             grace               1 s
+      without progress
+
+A person may ask for any stage at any time; each leads to the next by itself. Up to DISCONNECT the
+rank processes survive, and are ready for the next call; TERMINATE and KILL end them.
 """
 
 from __future__ import annotations
@@ -12,6 +19,8 @@ __all__ = ["Ending", "Stage"]
 
 # Without progress for this long, a rank that was asked politely gets a KeyboardInterrupt.
 _IDLE_SECONDS = 1.0
+# A rank in a collective sees no KeyboardInterrupt: for this long it is left to end by itself.
+_DISCONNECT_SECONDS = 1.0
 # From SIGTERM to SIGKILL once a grace period is over.
 _TERMINATE_SECONDS = 1.0
 # What a failing rank's peers get to say that they lost it, and then to end.
@@ -19,42 +28,78 @@ _SETTLE_SECONDS = 0.25
 
 
 class Stage(IntEnum):
-    """What was done last to end the ranks."""
+    """What was done last to end the call.
+
+    NONE: nothing. STOP: the ranks were asked to leave at the same step. INTERRUPT: they got a
+    KeyboardInterrupt. DISCONNECT: those that had not seen it, since they wait in a collective,
+    had their connections to other ranks shut down. TERMINATE, KILL: the signals were sent.
+    """
 
     NONE = 0
     STOP = 1
     INTERRUPT = 2
-    TERMINATE = 3
-    KILL = 4
+    DISCONNECT = 3
+    TERMINATE = 4
+    KILL = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What was done, and when the next stage is due (monotonic seconds; None for never)."""
+    """What was done to end a call, and what is due next.
+
+    Attributes:
+        stage: what was done last.
+        grace: seconds that the person gives between two stages.
+        is_last: whether the rank processes end after this call anyway, so that nothing in them
+            is worth waiting for once one has failed.
+        has_failed: whether a rank has failed, which ends the call on the others.
+        due: when ``next`` is done, in monotonic seconds; None for never.
+        next: the stage that follows.
+        term_seconds: from SIGTERM to SIGKILL.
+    """
 
     stage: Stage = Stage.NONE
     grace: float = 10.0
+    is_last: bool = True
+    has_failed: bool = False
     due: float | None = None
+    next: Stage = Stage.NONE
     term_seconds: float = _TERMINATE_SECONDS
 
     def ask(self, stage: Stage, *, now: float, grace: float | None = None) -> Ending:
-        """Somebody asks for ``stage``; a stage that is passed already stays passed."""
+        """The ending once somebody asked for ``stage``; one that is passed stays passed."""
         if stage <= self.stage:
             return self
         grace = self.grace if grace is None else grace
-        wait = {
-            Stage.STOP: grace,
-            Stage.INTERRUPT: grace,
-            Stage.TERMINATE: self.term_seconds,
-        }.get(stage)
-        return replace(self, stage=stage, grace=grace, due=None if wait is None else now + wait)
+        follows = {
+            Stage.STOP: (Stage.INTERRUPT, grace),
+            Stage.INTERRUPT: (
+                (Stage.TERMINATE, grace)
+                if self.is_last
+                else (Stage.DISCONNECT, min(grace, _DISCONNECT_SECONDS))
+            ),
+            Stage.DISCONNECT: (Stage.TERMINATE, grace),
+            Stage.TERMINATE: (Stage.KILL, self.term_seconds),
+        }
+        if stage not in follows:
+            return replace(self, stage=stage, grace=grace, due=None)
+        following, wait = follows[stage]
+        return replace(self, stage=stage, grace=grace, next=following, due=now + wait)
 
     def failed(self, *, now: float) -> Ending:
-        """A rank failed: the others are ended after the settle window."""
-        if self.stage >= Stage.INTERRUPT:
+        """The ending once a rank failed: the others are ended after the settle window.
+
+        Where the rank processes go on to other calls, the others get a KeyboardInterrupt and
+        the person's grace; where they do not, SIGTERM and SIGKILL.
+        """
+        if self.has_failed or self.stage >= Stage.INTERRUPT:
             return self
-        due = now + _SETTLE_SECONDS
-        return replace(self, stage=Stage.INTERRUPT, due=due, term_seconds=_SETTLE_SECONDS)
+        failed = replace(self, has_failed=True, due=now + _SETTLE_SECONDS)
+        if not self.is_last:
+            return replace(failed, next=Stage.INTERRUPT)
+        return replace(
+            failed, stage=Stage.INTERRUPT, next=Stage.TERMINATE, term_seconds=_SETTLE_SECONDS
+        )
 
     def next_stage(self, *, now: float, idle: float, leaving: bool) -> Stage | None:
         """The stage that is due now.
@@ -64,11 +109,11 @@ class Ending:
             idle: seconds since any rank last made progress.
             leaving: all ranks know of the stop and leave on their own.
         """
-        if self.stage == Stage.STOP:
-            if leaving:
-                return None
-            overdue = self.due is not None and now >= self.due
-            return Stage.INTERRUPT if overdue or idle >= _IDLE_SECONDS else None
+        is_polite = self.stage == Stage.STOP and not self.has_failed
+        if is_polite and leaving:
+            return None
+        if is_polite and idle >= _IDLE_SECONDS:
+            return Stage.INTERRUPT
         if self.due is not None and now >= self.due:
-            return Stage(self.stage + 1)
+            return self.next
         return None

@@ -18,11 +18,16 @@ _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
 class FileTail:
-    """Follows one growing file and gives the newest part of what was added."""
+    """Follows one growing file and gives the newest part of what was added.
+
+    Attributes:
+        position: bytes of the file before what the next :meth:`read` gives.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
         self._rest = b""
+        self.position = 0
 
     def read(self) -> tuple[str, int]:
         """The text added since the last call, and how many lines before it were left out."""
@@ -33,6 +38,7 @@ class FileTail:
             data, more = _newest(data + part)
             skipped += more
         data, self._rest = _whole_characters(data)
+        self.position = self._file.tell() - len(self._rest)
         return data.decode(errors="replace"), skipped
 
     def fileno(self) -> int:

@@ -1,4 +1,4 @@
-"""What the agent knows of one rank's process, and what it can do to it."""
+"""What the agent knows of one rank, and what it can do to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -15,7 +15,7 @@ from notebook_accel.launch.system import processes
 from notebook_accel.launch.worker.main import STACKS_SIGNAL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from multiprocessing.process import BaseProcess
 
     from notebook_accel.launch.agent.file_tail import FileTail
@@ -33,7 +33,18 @@ _STACKS_SECONDS = 3.0
 
 
 class RankProcess:
-    """One rank as its agent sees it."""
+    """One rank as its agent sees it: its process, and its part of the call.
+
+    Attributes:
+        rank: its number in the run.
+        pid: of its process.
+        channel: to it and from it.
+        row: its counters.
+        exit_fd: becomes readable when the process ends.
+        alive: whether the process was not reaped yet.
+        ended_by_us: whether it got SIGTERM or SIGKILL from here.
+        is_in_call: whether a call was sent to it that it has not reported the end of.
+    """
 
     def __init__(
         self,
@@ -43,6 +54,7 @@ class RankProcess:
         channel: Channel,
         tail: FileTail,
         stacks: int,
+        disconnect: int,
         row: Row,
     ) -> None:
         assert process.pid is not None
@@ -53,17 +65,19 @@ class RankProcess:
         self.exit_fd = processes.watch_exit(self.pid)
         self.alive = True
         self.ended_by_us = False
-        self.has_told = False
+        self.is_in_call = False
+        self._call = 0
         self._process = process
         self._tail = tail
         self._stacks = stacks
+        self._disconnect = disconnect
         self._stacks_asked: float | None = None
         self._stacks_grew = (0, 0.0)
         self._next_output = 0.0
         self._next_sample = 0.0
         self._next_memory = 0.0
         self._memory: int | None = None
-        self._sample: wire.Sample | None = None
+        self._sample: tuple[Any, ...] = ()
 
     @property
     def leaving(self) -> bool:
@@ -76,14 +90,44 @@ class RankProcess:
             self.channel.fileno(),
             self.exit_fd,
             self._stacks,
+            self._disconnect,
             self._tail.fileno(),
             self._process.sentinel,
         )
+
+    # ---- the call --------------------------------------------------------------------------
+
+    def begin_call(self, message: wire.Call, fds: Sequence[int]) -> None:
+        """Send a call to the rank, unless its process has ended."""
+        if self.alive:
+            self._call = message.call
+            self._sample = ()
+            self.is_in_call = True
+            self.send(message, fds)
+
+    def end_call(self) -> Iterator[wire.Message]:
+        """The rank reported how its call ended; gives what else is new of it until then."""
+        self.is_in_call = False
+        yield from self._new_output()
+        yield from self._new_sample(time.monotonic())
+
+    def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
+        """Put a message into the rank's inbox; the rest of it goes out in :meth:`observe`."""
+        if not self.channel.closed:
+            self.channel.post(message, fds)
+            self._flush()
+
+    def _flush(self) -> None:
+        # A rank that is stopped, or has closed its end, must not hold up the others.
+        with contextlib.suppress(OSError):
+            self.channel.flush(block=False)
 
     # ---- look ------------------------------------------------------------------------------
 
     def observe(self, now: float) -> Iterator[wire.Message]:
         """What is new: output, counters, stacks."""
+        if self.channel.num_pending:
+            self._flush()
         if now >= self._next_output:
             self._next_output = now + _OUTPUT_SECONDS
             yield from self._new_output()
@@ -93,7 +137,7 @@ class RankProcess:
         if self._stacks_asked is not None:
             yield from self._new_stacks(now)
 
-    def last_words(self) -> Iterator[wire.Message]:
+    def last_messages(self) -> Iterator[wire.Message]:
         """What is new once the process has ended."""
         yield from self._new_output()
         yield from self._new_sample(time.monotonic())
@@ -101,9 +145,17 @@ class RankProcess:
             yield wire.Stacks(rank=self.rank, text="the rank has ended\n")
 
     def _new_output(self) -> Iterator[wire.Message]:
+        start = self._tail.position
         text, skipped = self._tail.read()
         if text or skipped:
-            yield wire.Output(rank=self.rank, text=text, skipped=skipped)
+            yield wire.Output(
+                call=self._call,
+                rank=self.rank,
+                text=text,
+                skipped=skipped,
+                start=start,
+                end=self._tail.position,
+            )
 
     def _new_sample(self, now: float) -> Iterator[wire.Message]:
         if now >= self._next_memory and self.alive:
@@ -111,38 +163,20 @@ class RankProcess:
             with contextlib.suppress(psutil.Error):
                 # A process that has just ended has none.
                 self._memory = psutil.Process(self.pid).memory_info().rss or self._memory
-        fields = (
-            self.row.batches,
-            self.row.total_batches or None,
-            self.row.steps,
-            self._memory,
-            self.row.device_memory or None,
-            self.row.pass_start,
-        )
-        if fields != self._last_fields():
-            self._sample = wire.Sample(
+        row = self.row
+        sample = (row.batches, row.total_batches, row.pass_start, row.steps, row.device_memory)
+        if (*sample, self._memory) != self._sample:
+            self._sample = (*sample, self._memory)
+            yield wire.Sample(
+                call=self._call,
                 rank=self.rank,
-                batches=fields[0],
-                total_batches=fields[1],
-                steps=fields[2],
-                memory=fields[3],
-                device_memory=fields[4],
-                pass_start=fields[5],
+                batches=row.batches,
+                total_batches=row.total_batches or None,
+                pass_start=row.pass_start,
+                steps=row.steps,
+                memory=self._memory,
+                device_memory=row.device_memory or None,
             )
-            yield self._sample
-
-    def _last_fields(self) -> tuple[int, int | None, int, int | None, int | None, int] | None:
-        last = self._sample
-        if last is None:
-            return None
-        return (
-            last.batches,
-            last.total_batches,
-            last.steps,
-            last.memory,
-            last.device_memory,
-            last.pass_start,
-        )
 
     # ---- stacks ----------------------------------------------------------------------------
 
@@ -168,6 +202,16 @@ class RankProcess:
 
     # ---- act -------------------------------------------------------------------------------
 
+    def interrupt(self) -> None:
+        """KeyboardInterrupt in the rank's call."""
+        # Should the signal come before the rank has read the call, it finds this.
+        self.row.interrupted_call = self._call
+        self._signal(signal.SIGINT)
+
+    def disconnect(self) -> None:
+        """Have the rank shut its connections to other ranks down, if it is stuck in native code."""
+        os.eventfd_write(self._disconnect, 1)
+
     def end(self, number: signal.Signals) -> None:
         """Send the signal, unless the rank is at its end already; SIGKILL takes all below it."""
         if not self.alive:
@@ -188,6 +232,7 @@ class RankProcess:
         """The exit code of the ended process, negative for a signal; closes what belonged to it."""
         self._process.join()
         self.alive = False
+        self.is_in_call = False
         os.close(self.exit_fd)
         self.channel.close()
         code = self._process.exitcode

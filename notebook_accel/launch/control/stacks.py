@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["readable"]
 
 # What faulthandler writes of the frame that calls the function, the newest frame first.
-_CALLER = re.compile(r'^  File ".*[/\\]launch[/\\]worker[/\\]main\.py", line \d+ in _work$')
+_CALLER = re.compile(r'^  File ".*[/\\]launch[/\\]worker[/\\]call\.py", line \d+ in _run$')
 
 
 def readable(text: str, labels: Mapping[str, str]) -> str:

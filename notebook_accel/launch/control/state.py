@@ -1,7 +1,9 @@
-"""What is known of a run: one small immutable value, and the function that advances it.
+"""What is known of a run: small immutable values, and the functions that advance them.
 
-Every view draws a :class:`RunState`. It holds states, bars, last values and tails only; the
-whole logs and metrics lie in the stores (``stores.py``).
+A :class:`RunState` is about one call, with a :class:`RankState` for each rank's part of it; every
+view draws it. It holds states, bars, last values and tails only; the whole logs and metrics lie in
+the stores (``stores.py``). A :class:`ProcessState` is about the process of one rank, which may live
+through many calls.
 """
 
 from __future__ import annotations
@@ -16,7 +18,17 @@ from notebook_accel.launch.control.terminal_text import Tail, append_output
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ENDED", "BarState", "Progress", "RankState", "RunState", "apply", "starting"]
+__all__ = [
+    "ENDED",
+    "BarState",
+    "ProcessState",
+    "Progress",
+    "RankState",
+    "RunState",
+    "apply",
+    "apply_to_processes",
+    "starting",
+]
 
 ENDED = ("succeeded", "failed", "stopped")
 _MAX_TAIL_LINES = 200
@@ -55,8 +67,25 @@ class BarState(Progress):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProcessState:
+    """What is known of the process of one rank.
+
+    Attributes:
+        status: "starting", "ready" (for calls, or in one) or "ended".
+        exitcode, signal: how it ended; ``ended_by_us`` where its agent had ended it.
+    """
+
+    rank: int
+    pid: int | None = None
+    status: str = "starting"
+    exitcode: int | None = None
+    signal: int | None = None
+    ended_by_us: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankState:
-    """What is known of one rank.
+    """What is known of one rank's part of a call.
 
     Attributes:
         status: "starting", "running", "succeeded", "failed" or "stopped".
@@ -70,8 +99,11 @@ class RankState:
             ``rewound`` whether what comes next overwrites it.
         num_lines: lines of output that were ended so far, skipped ones included.
         skipped_lines: lines that only the file has.
+        log_start, log_end: bytes of its file between which its output of this call lies.
         failure: how its function ended, where it raised.
-        exitcode, signal: how its process ended; ``ended_by_us`` where its agent ended it.
+        exitcode, signal: how its process ended, where it did; ``ended_by_us`` where its agent had
+            ended the process, or this call in it because another rank failed.
+        ended: when its part of the call ended (wall time, seconds): it returned, raised or died.
     """
 
     rank: int
@@ -90,6 +122,8 @@ class RankState:
     rewound: bool = False
     num_lines: int = 0
     skipped_lines: int = 0
+    log_start: int | None = None
+    log_end: int = 0
     returned: bool = False
     returned_none: bool = False
     made_group: bool | None = None
@@ -136,7 +170,7 @@ class RunState:
 def starting(
     *, run: str, name: str, world_size: int, started: float, notices: tuple[str, ...] = ()
 ) -> RunState:
-    """The state of a run whose processes do not exist yet."""
+    """The state of a run before its call was sent."""
     ranks = tuple(RankState(rank=rank) for rank in range(world_size))
     return RunState(run=run, name=name, ranks=ranks, started=started, notices=notices)
 
@@ -166,7 +200,7 @@ def _(message: wire.AgentReady, state: RunState) -> RunState:
 
 
 @apply.register
-def _(message: wire.RankStarted, state: RunState) -> RunState:
+def _(message: wire.CallStarted, state: RunState) -> RunState:
     status = "running" if state.status == "starting" else state.status
     return change_rank(
         replace(state, status=status),
@@ -237,6 +271,8 @@ def _(message: wire.Output, state: RunState) -> RunState:
             rewound=tail.is_rewound,
             num_lines=rank.num_lines + message.skipped + message.text.count("\n"),
             skipped_lines=rank.skipped_lines + message.skipped,
+            log_start=message.start if rank.log_start is None else rank.log_start,
+            log_end=message.end,
         )
 
     return change_rank(state, message.rank, change)
@@ -270,6 +306,7 @@ def _(message: wire.Returned, state: RunState) -> RunState:
             returned=True,
             returned_none=message.is_none,
             made_group=message.made_group,
+            ended=message.wall,
         ),
     )
 
@@ -285,27 +322,46 @@ def _(message: wire.Raised, state: RunState) -> RunState:
         lambda rank: replace(
             rank,
             status=_STATUS_AFTER.get(message.kind, "failed"),
-            failure=message,
+            # Interrupted for another rank's failure, it has none of its own.
+            failure=None if message.ours else message,
             made_group=message.made_group,
+            ended_by_us=message.ours,
+            ended=message.wall,
         ),
     )
-
-
-def _unexplained_status(message: wire.RankEnded) -> str:
-    return "stopped" if message.ours else "failed"
 
 
 @apply.register
 def _(message: wire.RankEnded, state: RunState) -> RunState:
     def change(rank: RankState) -> RankState:
-        unexplained = not rank.returned and rank.failure is None
-        return replace(
-            rank,
-            status=_unexplained_status(message) if unexplained else rank.status,
+        ended = replace(rank, exitcode=message.exitcode, signal=message.signal)
+        if rank.has_ended:
+            return ended
+        status = "stopped" if message.ours else "failed"
+        return replace(ended, status=status, ended_by_us=message.ours, ended=message.wall)
+
+    return change_rank(state, message.rank, change)
+
+
+def apply_to_processes(
+    message: wire.Message, processes: tuple[ProcessState, ...]
+) -> tuple[ProcessState, ...]:
+    """The states of all ranks' processes after ``message``, in the order of the ranks."""
+    if isinstance(message, wire.AgentReady):
+        return tuple(
+            replace(process, pid=pid) for process, pid in zip(processes, message.pids, strict=True)
+        )
+    if message.rank is None or not 0 <= message.rank < len(processes):
+        return processes
+    process = processes[message.rank]
+    if isinstance(message, wire.RankReady):
+        process = replace(process, status="ready")
+    elif isinstance(message, wire.RankEnded):
+        process = replace(
+            process,
+            status="ended",
             exitcode=message.exitcode,
             signal=message.signal,
             ended_by_us=message.ours,
-            ended=message.wall,
         )
-
-    return change_rank(state, message.rank, change)
+    return (*processes[: message.rank], process, *processes[message.rank + 1 :])

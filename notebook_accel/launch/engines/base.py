@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from notebook_accel.launch.control.interrupts import held
+from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.supervisor import Supervisor
 
@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from notebook_accel.launch.run import Conductor, Run
     from notebook_accel.launch.view import View
 
-__all__ = ["AgentEngine", "Engine", "Job", "Opening", "Placement", "Prepared"]
+__all__ = [
+    "AgentEngine",
+    "Engine",
+    "Job",
+    "Opening",
+    "Placement",
+    "PreparedCall",
+    "Start",
+    "begin_call",
+]
 
 
 _OF_SEVERAL_MACHINES = (
@@ -38,27 +47,48 @@ _OF_SEVERAL_MACHINES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """One call of the launcher, ready to go."""
+class Start:
+    """What is asked of rank processes before anything is called on them.
+
+    Attributes:
+        name: what the person calls it, for the view.
+        config: how to launch.
+        environment: of every rank, whatever the engine adds.
+        view: shows that they come.
+        imports: modules that each rank imports first.
+    """
+
+    name: str
+    config: LaunchConfig
+    environment: dict[str, str]
+    view: View
+    imports: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Start):
+    """One call of the launcher: what is called, on rank processes that are started for it."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    name: str
-    config: LaunchConfig
-    environment: dict[str, str]
     sources: tuple[CellSource, ...]
-    view: View
     timeout: float | None
-    imports: tuple[str, ...] = ()
     advise: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What a launch sends: the message with its descriptors, and how to read what returns."""
+class PreparedCall:
+    """What a call sends to the ranks, and how to read what comes back.
 
-    message: wire.Launch
+    Attributes:
+        payload: the packed function, with its arguments.
+        fds: descriptors that belong to it; whoever prepared it closes them.
+        registry: for the results.
+        closing_notices: lines for the person that only the last state can tell.
+    """
+
+    payload: wire.Packet
     fds: tuple[int, ...]
     registry: Any
     closing_notices: Callable[[RunState], Sequence[str]]
@@ -66,13 +96,22 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """A run that is about to begin; ``prepared`` is None for engines that send nothing."""
+    """A run that is about to begin.
+
+    Attributes:
+        run: the handle; it gets its conductor.
+        state: before anything of it exists.
+        folder: of its logs and metrics.
+        metrics: where they are written.
+        launch, call: what is sent; None for engines that send nothing.
+    """
 
     run: Run
     state: RunState
     folder: RunFolder
     metrics: MetricStore
-    prepared: Prepared | None
+    launch: wire.Launch | None
+    call: PreparedCall | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +135,7 @@ class Engine(ABC):
     unused: ClassVar[tuple[str, ...]] = _OF_SEVERAL_MACHINES
     needs_payload = True
 
-    def warm_up(self, job: Job) -> None:
+    def warm_up(self, job: Start) -> None:
         """What takes long and may be interrupted, before anything of the run exists.
 
         Raises:
@@ -105,7 +144,7 @@ class Engine(ABC):
         return
 
     @abstractmethod
-    def place(self, job: Job) -> Placement:
+    def place(self, job: Start) -> Placement:
         """How many ranks the job gets, and on what.
 
         Raises:
@@ -125,37 +164,76 @@ class AgentEngine(Engine):
     """An engine whose ranks are held by an agent."""
 
     @abstractmethod
-    def bring_agent(self, job: Job, *, run: str) -> AgentLink:
+    def bring_agent(self, job: Start, *, run: str) -> AgentLink:
         """An agent that waits for its ``Launch`` message."""
 
-    def open(self, job: Job, opening: Opening) -> Conductor:
-        assert opening.prepared is not None
+    def start(self, job: Start, launch: wire.Launch) -> RankPool:
+        """Start rank processes; gives the pool of them, to which nobody listens yet.
+
+        Args:
+            job: what is asked of them.
+            launch: what their agent is sent.
+
+        Raises:
+            LaunchError: they could not be started; nothing is left of them.
+        """
         with held():
-            link = self.bring_agent(job, run=opening.state.run)
-            return _begin(link, job, opening, opening.prepared)
+            link = self.bring_agent(job, run=launch.run)
+            pool = RankPool(link, run=launch.run, world_size=launch.world_size)
+            pool.send(launch)
+            return pool
+
+    def open(self, job: Job, opening: Opening) -> Conductor:
+        assert opening.launch is not None
+        assert opening.call is not None
+        with held():
+            pool = self.start(job, opening.launch)
+            return begin_call(pool, job, opening, opening.call, last=True)
 
 
-def _begin(link: AgentLink, job: Job, opening: Opening, prepared: Prepared) -> Conductor:
+def begin_call(
+    pool: RankPool, job: Job, opening: Opening, call: PreparedCall, *, last: bool
+) -> Supervisor:
+    """Send a call to the ranks of a pool; gives who conducts it.
+
+    Args:
+        pool: the ranks. With ``last`` it is one that was just started.
+        job: what is called.
+        opening: the run of the call.
+        call: what is sent.
+        last: whether the ranks leave after it.
+
+    Raises:
+        LaunchError: a call is running, or a rank process has ended.
+    """
     supervisor = Supervisor(
-        link=link,
+        pool=pool,
         state=opening.state,
-        results=Results(prepared.registry),
-        folder=opening.folder,
+        results=Results(call.registry),
         metrics=opening.metrics,
         view=job.view,
         timeout=job.timeout,
-        closing_notices=prepared.closing_notices,
+        closing_notices=call.closing_notices,
         labels={source.filename: source.label for source in job.sources},
+        folder=opening.folder,
     )
-    opening.run.attach(supervisor)
-    try:
-        # An agent that is dead already is the supervisor's to tell.
-        with contextlib.suppress(OSError):
-            link.channel.send(prepared.message, prepared.fds)
-        job.view.open(opening.run.without_results())
-    except BaseException:
-        supervisor.kill()
-        raise
-    finally:
-        supervisor.start()
+    with held():
+        try:
+            pool.begin_call(
+                supervisor,
+                payload=call.payload,
+                fds=call.fds,
+                grace=job.config.grace,
+                last=last,
+            )
+            opening.run.attach(supervisor)
+            job.view.open(opening.run.without_results())
+        except BaseException:
+            if supervisor.number:
+                supervisor.kill()
+            raise
+        finally:
+            # Of a run that could not be shown, too: somebody must see it end.
+            if last:
+                pool.start()
     return supervisor

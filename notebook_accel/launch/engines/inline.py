@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-import traceback
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,12 +18,13 @@ from notebook_accel.launch.control.verdict import Failure
 from notebook_accel.launch.engines.base import Engine, Placement
 from notebook_accel.launch.payload import Registry
 from notebook_accel.launch.run import Conductor
+from notebook_accel.launch.worker.tracebacks import error_text, format_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.engines.base import Job, Opening
+    from notebook_accel.launch.engines.base import Job, Opening, Start
 
 __all__ = ["InlineEngine"]
 
@@ -39,7 +39,7 @@ class InlineEngine(Engine):
     unused = (*Engine.unused, "block", "timeout", "grace")
     needs_payload = False
 
-    def place(self, job: Job) -> Placement:
+    def place(self, job: Start) -> Placement:
         return Placement(world_size=1)
 
     def open(self, job: Job, opening: Opening) -> Conductor:
@@ -99,8 +99,8 @@ class _Inline(Conductor):
             self._kept.put(0, None)
             self._become("succeeded", returned=True)
             return
-        text = _traceback(error)
-        message = f"rank 0 failed: {type(error).__name__}: {_text(error)}\n\n{text}"
+        text = format_error(error, caller=__file__)
+        message = f"rank 0 failed: {type(error).__name__}: {error_text(error)}\n\n{text}"
         self._failure = Failure(
             message=message,
             rank=0,
@@ -114,24 +114,6 @@ class _Inline(Conductor):
 
     def failure(self) -> Failure | None:
         return self._failure
-
-
-def _traceback(error: BaseException) -> str:
-    """The traceback from the person's function on."""
-    entry = error.__traceback__
-    while entry is not None and entry.tb_frame.f_code.co_filename == __file__:
-        entry = entry.tb_next
-    try:
-        return "".join(traceback.format_exception(type(error), error, entry))
-    except Exception:  # a person's __str__ may raise anything
-        return "".join([*traceback.format_tb(entry), f"{type(error).__name__}\n"])
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as broken:  # a person's __str__ may raise anything
-        return f"<its text could not be made: {type(broken).__name__}>"
 
 
 @contextmanager

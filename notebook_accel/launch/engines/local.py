@@ -15,7 +15,7 @@ from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 
 if TYPE_CHECKING:
-    from notebook_accel.launch.engines.base import Job
+    from notebook_accel.launch.engines.base import Start
     from notebook_accel.launch.template.handle import Template
 
 __all__ = ["LocalEngine"]
@@ -28,13 +28,13 @@ class LocalEngine(AgentEngine):
 
     description = "engine='local', whose ranks are on one machine"
 
-    def warm_up(self, job: Job) -> None:
+    def warm_up(self, job: Start) -> None:
         source = template(job.environment)
         if not source.is_ready:
             job.view.expect(job.name)
         source.wait_until_ready()
 
-    def place(self, job: Job) -> Placement:
+    def place(self, job: Start) -> Placement:
         wanted = job.config.num_processes
         if job.config.devices == "cpu":
             return Placement(world_size=wanted or 1, environment={**_ON_CPU, **_HIDDEN})
@@ -47,7 +47,7 @@ class LocalEngine(AgentEngine):
             check_enough_devices(wanted, available)
         return Placement(world_size=wanted or available)
 
-    def bring_agent(self, job: Job, *, run: str) -> AgentLink:
+    def bring_agent(self, job: Start, *, run: str) -> AgentLink:
         source = template(job.environment)
         secret = new_secret()
         ours, theirs = socket.socketpair()
@@ -92,7 +92,7 @@ def _check_chosen(devices: object, available: int) -> None:
         )
 
 
-def _num_devices(job: Job) -> int:
+def _num_devices(job: Start) -> int:
     devices = template(job.environment).count_devices(job.environment)
     return 0 if devices.kind == "cpu" else len(devices.names)
 

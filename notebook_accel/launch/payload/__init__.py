@@ -144,7 +144,7 @@ def pack_call(
     )
 
 
-def unpack_call(packed: Packed) -> Call:
+def unpack_call(packed: Packed, *, keep_main: bool = False) -> Call:
     """The function and its arguments, in a rank.
 
     The process gets a new ``__main__`` that holds what the function uses, and ``linecache`` the
@@ -152,10 +152,12 @@ def unpack_call(packed: Packed) -> Call:
 
     Args:
         packed: its buffers writable and private to this process: tensors live in them.
+        keep_main: add what the function uses to the ``__main__`` that is there, with the names
+            that calls before this one left.
     """
     sources, body, buffers = _open_pickle(packed)
     cells.install_sources(sources)
-    before = cells.fresh_main()
+    before = None if keep_main else cells.fresh_main()
     function, args, kwargs, sent = load(body, buffers=buffers)
     cells.fill_main(sent)
     return Call(

@@ -42,6 +42,9 @@ class CellSource:
     text: str
 
 
+# The name in ``__main__`` under which fill_main notes what it put there.
+_FILLED = "__notebook_accel_filled__"
+
 _labels: dict[str, str] = {}
 _FILE = re.compile(r'File "([^"\n]+)"(?=, line \d)')
 
@@ -89,13 +92,17 @@ def fill_main(objects: Iterable[Any]) -> None:
     """Let ``__main__`` know the cells' classes and functions by name.
 
     Plain pickle finds them there: ``torch.save``, and what DataLoader workers send. A name that
-    the function uses as a global stays what the function has.
+    the function uses as a global stays what the function has; one that an earlier call filled in
+    here, and nobody assigned since, is filled anew.
     """
     namespace = main_namespace()
+    filled = namespace.setdefault(_FILLED, {})
     for value in objects:
         name = getattr(value, "__qualname__", None) or value.__name__
-        if value.__module__ == "__main__" and name.isidentifier():
-            namespace.setdefault(name, value)
+        if value.__module__ != "__main__" or not name.isidentifier():
+            continue
+        if name not in namespace or namespace[name] is filled.get(name):
+            namespace[name] = filled[name] = value
 
 
 @lru_cache(maxsize=1024)

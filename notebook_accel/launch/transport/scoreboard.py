@@ -30,6 +30,7 @@ _FIELDS = (
     "left_batches",
     "left_reads",
     "pass_start",
+    "interrupted_call",
 )
 _HEADER = 1
 _POLL_SECONDS = 0.0005
@@ -63,6 +64,7 @@ class Row:
     ended = _column("ended")
     passed_batches = _column("passed_batches")
     passed_reads = _column("passed_reads")
+    interrupted_call = _column("interrupted_call")
 
     @property
     def leaving(self) -> bool:
@@ -83,6 +85,14 @@ class Scoreboard:
         self.num_ranks = num_ranks
         size = 8 * (_HEADER + num_ranks * len(_FIELDS))
         self._view = memoryview(mmap.mmap(-1, size)).cast("q")
+
+    def reset(self) -> None:
+        """Begin a new call: no stop is asked, and nobody has counted anything.
+
+        Called by the agent while no rank is in a call, so nobody else writes meanwhile.
+        """
+        for index in range(len(self._view)):
+            self._view[index] = 0
 
     def row(self, local_rank: int) -> Row:
         return Row(self._view, _HEADER + local_rank * len(_FIELDS))

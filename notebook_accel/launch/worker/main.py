@@ -1,58 +1,67 @@
-"""A rank's whole life, from the fork to its exit code."""
+"""A rank process from its fork to its exit code: started, ready for calls, ended.
+
+    agent --fork--> main: environment, output, signals --> RankReady
+                      |
+                      v                     one call (call.py)
+          inbox: Call ----------> CallStarted ... Returned or Raised --+
+                 ^                                                     |
+                 +-----------------------------------------------------+
+                 Leave, a call that was the last, or the end of the agent --> exit
+
+Between calls the rank reads its inbox, the channel to the agent, and nothing else; what it defined
+stays. A SIGINT reaches user code only inside of a call (interrupts.py).
+"""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
 import faulthandler
-import linecache
 import os
 import random
-import re
 import signal
 import sys
-import threading
 import time
-import traceback
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from notebook_accel.errors import RunStopped
-from notebook_accel.launch import payload, rank, wire
-from notebook_accel.launch.payload import cells
+from notebook_accel.launch import rank, wire
 from notebook_accel.launch.system import processes
-from notebook_accel.launch.transport.packet import pack
-from notebook_accel.launch.worker import bars, output
-from notebook_accel.launch.worker.torch_fixes import mend_backward
+from notebook_accel.launch.transport.channel import ProtocolError
+from notebook_accel.launch.worker import bars, groups, output, torch_fixes
+from notebook_accel.launch.worker.call import run_call
+from notebook_accel.launch.worker.interrupts import Interrupts, Sender
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from notebook_accel.launch.transport.channel import Channel
     from notebook_accel.launch.transport.scoreboard import Scoreboard
 
-__all__ = ["STACKS_SIGNAL", "Post", "main"]
+__all__ = ["STACKS_SIGNAL", "Inherited", "main"]
 
 # faulthandler prints the stacks on it, also while native code holds the GIL.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
+# Pauses of a rank that waits for the others to end: the first, and the longest.
 _POLL_SECONDS = (0.0005, 0.02)
 _LINGER_SECONDS = 5.0
 
-# What torch says in a rank when it has lost another rank.
-_LOST_PEER = re.compile(
-    r"connection (closed|reset) by peer|connection refused|broken pipe|was likely closed"
-    r"|remote process exited|store.*(closed|timed? ?out)|failed to (recv|send)"
-    r"|socket (timeout|closed)"
-    r"|nccl communicator was aborted|ncclremoteerror|connectfullmesh failed|read error.*gloo"
-    r"|timed out waiting.*(send|recv)",
-    re.IGNORECASE | re.DOTALL,
-)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Post:
-    """All that one rank needs to begin; it is inherited by fork."""
+class Inherited:
+    """What a rank process has from its agent by fork.
+
+    Attributes:
+        agent: pid of the agent.
+        launch: what the kernel sent to the agent.
+        rank, local_rank: of this process.
+        port: MASTER_PORT until a call says another.
+        channel: this rank's inbox, and its way to the agent.
+        board: the counters that the ranks and the agent share.
+        log: descriptor of the file for its output.
+        stacks: descriptor of the file for dumps of its stacks.
+        disconnect: eventfd by which the agent has it shut down its connections to other ranks.
+        unneeded: descriptors of the agent's, to be closed.
+    """
 
     agent: int
     launch: wire.Launch
@@ -61,89 +70,160 @@ class Post:
     port: int
     channel: Channel
     board: Scoreboard
-    packed: payload.Packed
     log: int
     stacks: int
+    disconnect: int
     unneeded: tuple[int, ...]
 
 
-def main(post: Post) -> None:
-    """Run the function of a launch as one rank; ends the process."""
-    processes.die_with_parent(post.agent)
-    for fd in post.unneeded:
+def main(inherited: Inherited) -> None:
+    """Be a rank until there are no more calls; ends the process."""
+    processes.die_with_parent(inherited.agent)
+    for fd in inherited.unneeded:
         with contextlib.suppress(OSError):
             os.close(fd)
     processes.reset_signals()
-    output.redirect(post.log)
-    faulthandler.register(STACKS_SIGNAL, file=post.stacks, all_threads=True, chain=False)
-    sender = _Sender(post.channel)
-    context = rank.LaunchedContext(
-        rank=post.rank,
-        local_rank=post.local_rank,
-        world_size=post.launch.world_size,
-        local_world_size=len(post.launch.ranks),
-        run=post.launch.run,
-        send=sender.send,
-        board=post.board,
-    )
-    rank.enter(context)
-    _enter_environment(post)
-    code = _work(post, context, sender)
-    post.board.row(post.local_rank).ended = 1
-    if code == 0:
-        _wait_for_others(post)
-        _close_group()
-    sys.exit(code)
+    interrupts = Interrupts()
+    output.redirect(inherited.log)
+    faulthandler.register(STACKS_SIGNAL, file=inherited.stacks, all_threads=True, chain=False)
+    sys.exit(_Worker(inherited, interrupts).serve())
 
 
-class _Sender:
-    """Writes messages whole: an interrupt that comes during a write is raised after it."""
+class _Worker:
+    """The life of this rank's process."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._lock = threading.RLock()
-        self._sending = False
-        self._interrupted = False
-        signal.signal(signal.SIGINT, self._on_interrupt)
+    def __init__(self, inherited: Inherited, interrupts: Interrupts) -> None:
+        launch = inherited.launch
+        self._inherited = inherited
+        self._channel = inherited.channel
+        self._interrupts = interrupts
+        self._sender = Sender(inherited.channel, interrupts)
+        self._context = rank.LaunchedContext(
+            rank=inherited.rank,
+            local_rank=inherited.local_rank,
+            world_size=launch.world_size,
+            local_world_size=len(launch.ranks),
+            run=launch.run,
+            send=self._sender.send,
+            board=inherited.board,
+        )
+        self._row = inherited.board.row(inherited.local_rank)
+        self._setup_error: BaseException | None = None
+        self._group_generation = 0
+        self._num_calls = 0
+        self._may_disconnect = False
 
-    def send(self, message: wire.Message, fds: tuple[int, ...] = ()) -> None:
-        with self._lock, self._held(), contextlib.suppress(OSError):
-            self._channel.send(message, fds)
-
-    @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        mine = threading.current_thread() is threading.main_thread()
-        self._sending = self._sending or mine
+    def serve(self) -> int:
+        """Get ready, run calls until there are no more, leave; gives the exit code."""
+        rank.enter(self._context)
         try:
-            yield
-        finally:
-            if mine:
-                self._sending = False
-        if mine and self._interrupted:
-            self._interrupted = False
-            raise KeyboardInterrupt
+            self._set_up()
+        except BaseException as error:  # whatever it is, the first call tells of it
+            self._setup_error = error
+        self._context.tell(wire.RankReady)
+        code = self._serve_calls()
+        self._row.ended = 1
+        if code == 0:
+            self._wait_for_others()
+            groups.close_group()
+        return code
 
-    def _on_interrupt(self, _number: int, _frame: Any) -> None:
-        if self._sending:
-            self._interrupted = True
-        else:
-            raise KeyboardInterrupt
+    def _set_up(self) -> None:
+        """Take the notebook's surroundings; import what the launch names."""
+        _enter_environment(self._inherited)
+        bars.install()
+        torch_fixes.keep_backward_from_stashing()
+        torch_fixes.watch_new_groups(self._note_group)
+        for name in self._inherited.launch.imports:
+            import_module(name)
+
+    def _note_group(self) -> None:
+        self._context.made_group = True
+
+    def _serve_calls(self) -> int:
+        code = 0
+        while True:
+            try:
+                message, fds = self._channel.receive()
+            except (EOFError, OSError, ProtocolError):
+                # The agent is gone, and its death takes this process with it.
+                return code
+            if isinstance(message, wire.Call):
+                code = self._answer(message, fds)
+            if isinstance(message, wire.Leave) or getattr(message, "last", False):
+                return code
+
+    def _answer(self, message: wire.Call, fds: list[int]) -> int:
+        """Run one call and tell how it ended; gives the exit code, should it be the last."""
+        self._enter_call(message)
+        outcome = run_call(
+            message,
+            fds,
+            context=self._context,
+            interrupts=self._interrupts,
+            is_interrupted=lambda: self._row.interrupted_call == message.call,
+            keep_main=self._num_calls > 1,
+            setup_error=self._setup_error,
+        )
+        self._interrupts.install()
+        # Before the message: the next call may come as soon as the agent has it.
+        self._row.ended = 1
+        self._sender.send(outcome.message, outcome.fds)
+        for fd in outcome.fds:
+            os.close(fd)
+        if isinstance(outcome.message, wire.Raised) and not message.last:
+            # Others may wait for this rank in a collective.
+            self._leave_group()
+        return outcome.exitcode
+
+    def _enter_call(self, message: wire.Call) -> None:
+        self._num_calls += 1
+        if message.group_generation != self._group_generation:
+            self._group_generation = message.group_generation
+            self._leave_group()
+        os.environ["MASTER_PORT"] = str(message.master_port)
+        self._context.begin_call(message.call, has_group=groups.has_group())
+        if not message.last and not self._may_disconnect:
+            # Only where another call may come is a stuck rank worth more than a SIGTERM.
+            self._may_disconnect = True
+            interrupts = self._interrupts
+            groups.disconnect_when_told(
+                self._inherited.disconnect, is_stuck=lambda: interrupts.num_seen == 0
+            )
+
+    def _leave_group(self) -> None:
+        if groups.has_group():
+            groups.disconnect()
+            groups.close_group()
+
+    def _wait_for_others(self) -> None:
+        """Stay until all ranks here ended: what they still have to read may be in our sockets.
+
+        Not for ever: a rank that waits in a collective for one that has returned must be told.
+        """
+        deadline = time.monotonic() + _LINGER_SECONDS
+        board = self._inherited.board
+        rows = [board.row(index) for index in range(board.num_ranks)]
+        pause = _POLL_SECONDS[0]
+        while not all(row.ended for row in rows) and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(pause * 1.5, _POLL_SECONDS[1])
 
 
-def _enter_environment(post: Post) -> None:
+def _enter_environment(inherited: Inherited) -> None:
     """The directory, path and variables of the notebook, and what every rank has of its own."""
     import numpy as np
     import torch
 
-    launch = post.launch
+    launch = inherited.launch
     os.environ.clear()
     os.environ.update(launch.environment)
     os.environ.update(
-        RANK=str(post.rank),
-        LOCAL_RANK=str(post.local_rank),
+        RANK=str(inherited.rank),
+        LOCAL_RANK=str(inherited.local_rank),
         WORLD_SIZE=str(launch.world_size),
         LOCAL_WORLD_SIZE=str(len(launch.ranks)),
-        MASTER_PORT=str(post.port),
+        MASTER_PORT=str(inherited.port),
         NOTEBOOK_ACCEL_RUN=launch.run,
     )
     with contextlib.suppress(OSError):
@@ -167,140 +247,3 @@ def _give_notebook_names() -> None:
             sys.stdout.write(f"{value!r}\n")
 
     vars(builtins).update(display=display, get_ipython=lambda: None)
-
-
-def _work(post: Post, context: rank.LaunchedContext, sender: _Sender) -> int:
-    """Call the function and report how it ended; gives the exit code."""
-    call: Any = None
-    try:
-        bars.install()
-        mend_backward()
-        _note_groups(context)
-        for name in post.launch.imports:
-            import_module(name)
-        call = payload.unpack_call(post.packed)
-        context.tell(wire.RankStarted)
-        _return(context, sender, call, call.function(*call.args, **call.kwargs))
-    except BaseException as error:  # the process boundary: whatever it is, the notebook is told
-        return _report(context, sender, call, error)
-    return 0
-
-
-def _note_groups(context: rank.LaunchedContext) -> None:
-    """Remember that a process group was made: torch forgets it when the group is destroyed."""
-    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    plain = getattr(module, "_new_process_group_helper", None)
-    if plain is None:
-        return
-
-    def helper(*args: Any, **kwargs: Any) -> Any:
-        context.made_group = True
-        return plain(*args, **kwargs)
-
-    module._new_process_group_helper = helper
-
-
-def _return(context: rank.LaunchedContext, sender: _Sender, call: Any, value: object) -> None:
-    packet, fds = pack(payload.pack_result(value, call))
-    message = wire.Returned(
-        run=context.run,
-        rank=context.rank,
-        value=packet,
-        is_none=value is None,
-        made_group=context.made_group,
-        drew_bar=context.drew_bar,
-    )
-    sender.send(message, fds)
-    for fd in fds:
-        os.close(fd)
-
-
-def _report(context: rank.LaunchedContext, sender: _Sender, call: Any, error: BaseException) -> int:
-    """Say how the function raised; gives the exit code."""
-    if isinstance(error, SystemExit) and error.code in (None, 0):
-        _return(context, sender, call, None)
-        return 0
-    with contextlib.suppress(KeyboardInterrupt):
-        kind, code = _classify(error)
-        text = _format(error)
-        if kind in ("exception", "lost peer"):
-            sys.stderr.write(text)
-        context.tell(
-            wire.Raised,
-            kind=kind,
-            type_name=type(error).__name__,
-            text=_text(error),
-            traceback=text,
-            exitcode=code,
-            pickled=payload.pack_exception(error, call) if call is not None else None,
-            made_group=context.made_group,
-        )
-        return code
-    return 1
-
-
-def _classify(error: BaseException) -> tuple[str, int]:
-    """The kind of a ``wire.Raised`` and the exit code of the process."""
-    if isinstance(error, RunStopped):
-        return "stopped", 0
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted", 130
-    if isinstance(error, SystemExit):
-        if not isinstance(error.code, int):
-            sys.stderr.write(f"{error.code}\n")
-            return "exit", 1
-        return "exit", error.code & 0xFF
-    return ("lost peer" if _lost_peer(error) else "exception"), 1
-
-
-def _lost_peer(error: BaseException) -> bool:
-    """Whether the exception only says that another rank is gone."""
-    is_torch = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
-    is_plain = type(error) is RuntimeError
-    return (is_torch or is_plain) and bool(_LOST_PEER.search(str(error)))
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as broken:  # a user's __str__ may raise anything
-        return f"<its text could not be made: {type(broken).__name__}: {broken}>"
-
-
-def _format(error: BaseException) -> str:
-    """The traceback from the user's function on, with the cells' own names."""
-    try:
-        lines = traceback.format_exception(type(error), error, _users_frames(error))
-    except Exception:  # a user's __str__ may raise anything
-        lines = [*traceback.format_tb(error.__traceback__), f"{type(error).__name__}\n"]
-    return cells.name_cells("".join(lines))
-
-
-def _users_frames(error: BaseException) -> Any:
-    """The traceback without our own frames at its top."""
-    entry = error.__traceback__
-    while entry is not None and entry.tb_frame.f_code.co_filename == __file__:
-        entry = entry.tb_next
-    linecache.checkcache()
-    return entry or error.__traceback__
-
-
-def _wait_for_others(post: Post) -> None:
-    """Stay until all ranks here ended: what they still have to read may be in our sockets.
-
-    Not for ever: a rank that waits in a collective for one that has returned must be told.
-    """
-    deadline = time.monotonic() + _LINGER_SECONDS
-    rows = [post.board.row(index) for index in range(post.board.num_ranks)]
-    pause = _POLL_SECONDS[0]
-    with contextlib.suppress(KeyboardInterrupt):
-        while not all(row.ended for row in rows) and time.monotonic() < deadline:
-            time.sleep(pause)
-            pause = min(pause * 1.5, _POLL_SECONDS[1])
-
-
-def _close_group() -> None:
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed and distributed.is_available() and distributed.is_initialized():
-        with contextlib.suppress(Exception):  # the run has its results: nothing depends on it
-            distributed.destroy_process_group()

@@ -1,19 +1,24 @@
-"""What of torch has to be mended in a rank."""
+"""What of torch's private parts is replaced in a rank, all of it here.
+
+Each replacement is made only where torch has what is replaced, and each has a test against the
+torch that constraints.txt pins.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["mend_backward"]
+__all__ = ["keep_backward_from_stashing", "watch_new_groups"]
 
 _KEY = "context"
 
 
-def mend_backward() -> None:
+def keep_backward_from_stashing() -> None:
     """Keep a rank on the CPU from hanging when it drops its model after its process group.
 
     A backward leaves a Python object with each of gloo's reductions, whose threads need the GIL
@@ -34,3 +39,17 @@ def mend_backward() -> None:
             stash(key, arg)
 
     torch._C._stash_obj_in_tls = unless_context
+
+
+def watch_new_groups(note: Callable[[], None]) -> None:
+    """Call ``note`` whenever a process group is made: torch forgets one that was destroyed."""
+    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    plain = getattr(module, "_new_process_group_helper", None)
+    if plain is None:
+        return
+
+    def helper(*args: Any, **kwargs: Any) -> Any:
+        note()
+        return plain(*args, **kwargs)
+
+    module._new_process_group_helper = helper

@@ -9,7 +9,7 @@ _DUMP = """Thread 0x01 (most recent call first):
 
 Current thread 0x02 (most recent call first):
   File "/tmp/ipykernel_1/123.py", line 4 in slow
-  File "/site-packages/notebook_accel/launch/worker/main.py", line 171 in _work
+  File "/site-packages/notebook_accel/launch/worker/call.py", line 171 in _run
   File "/site-packages/notebook_accel/launch/worker/main.py", line 90 in main
   File "/usr/lib/python3.11/multiprocessing/process.py", line 108 in run
 """

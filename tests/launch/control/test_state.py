@@ -14,7 +14,7 @@ from notebook_accel.launch.control.state import RunState, apply, starting
 
 MESSAGES: list[wire.Message] = [
     wire.AgentReady(pids=(11, 12), port=5),
-    wire.RankStarted(rank=0, process=21),
+    wire.CallStarted(rank=0, process=21),
     wire.Metric(rank=0, values={"loss": 0.5}, step=3),
     wire.Bar(rank=0, bar=1, name="epoch", n=1, total=10),
     wire.Notice(text="mind"),
@@ -69,7 +69,7 @@ def test_a_run_begins(state: RunState) -> None:
     assert (state.status, state.world_size, state.notices) == ("starting", 2, ("known",))
     state = after(state, wire.AgentReady(pids=(11, 12), port=5))
     assert [rank.pid for rank in state.ranks] == [11, 12]
-    state = after(state, wire.RankStarted(rank=1, process=12))
+    state = after(state, wire.CallStarted(rank=1, process=12))
     assert (state.status, [rank.status for rank in state.ranks]) == (
         "running",
         ["starting", "running"],
@@ -77,7 +77,7 @@ def test_a_run_begins(state: RunState) -> None:
 
 
 def test_a_rank_that_starts_late_does_not_undo_a_stop(state: RunState) -> None:
-    state = after(replace(state, status="stopping"), wire.RankStarted(rank=0))
+    state = after(replace(state, status="stopping"), wire.CallStarted(rank=0))
     assert state.status == "stopping"
 
 
@@ -215,9 +215,9 @@ def raised(kind: str) -> wire.Raised:
     ],
 )
 def test_how_a_rank_ended(state: RunState, messages: list[wire.Message], status: str) -> None:
-    state = after(state, wire.RankStarted(rank=0), *messages)
+    state = after(state, wire.CallStarted(rank=0), *messages)
     assert state.ranks[0].status == status
-    assert state.ranks[0].has_ended == isinstance(messages[-1], wire.RankEnded)
+    assert state.ranks[0].has_ended
 
 
 def test_what_an_end_says(state: RunState) -> None:

@@ -1,0 +1,185 @@
+"""One call in a rank: the function is unpacked and run, and what came of it becomes a message."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from notebook_accel.errors import RunStopped
+from notebook_accel.launch import payload, wire
+from notebook_accel.launch.payload import cells
+from notebook_accel.launch.transport.packet import pack, unpack
+from notebook_accel.launch.worker.tracebacks import error_text, format_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from notebook_accel.launch.rank import LaunchedContext
+    from notebook_accel.launch.worker.interrupts import Interrupts
+
+__all__ = ["Outcome", "run_call"]
+
+# What torch says in a rank when it has lost another rank.
+_LOST_PEER = re.compile(
+    r"connection (closed|reset) by peer|connection refused|broken pipe|was likely closed"
+    r"|remote process exited|store.*(closed|timed? ?out)|failed to (recv|send)"
+    r"|socket (timeout|closed)"
+    r"|nccl communicator was aborted|ncclremoteerror|connectfullmesh failed|read error.*gloo"
+    r"|timed out waiting.*(send|recv)",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a call ended in this rank.
+
+    Attributes:
+        message: what the agent is told.
+        fds: descriptors that go along; whoever sends the message closes them then.
+        exitcode: what the process ends with, if there is no other call.
+    """
+
+    message: wire.Returned | wire.Raised
+    fds: tuple[int, ...] = ()
+    exitcode: int = 0
+
+
+def run_call(
+    message: wire.Call,
+    fds: list[int],
+    *,
+    context: LaunchedContext,
+    interrupts: Interrupts,
+    is_interrupted: Callable[[], bool],
+    keep_main: bool,
+    setup_error: BaseException | None,
+) -> Outcome:
+    """Call the function of ``message``, and say how it ended.
+
+    Args:
+        message: what to call.
+        fds: the descriptors that came with it.
+        context: of this rank.
+        interrupts: lets a KeyboardInterrupt through while the call runs.
+        is_interrupted: whether the agent has interrupted this call already.
+        keep_main: whether the names of the calls before stay in ``__main__``.
+        setup_error: why the rank could not get ready, which is then how the call ends.
+    """
+    try:
+        return _run(message, fds, context, interrupts, is_interrupted, keep_main, setup_error)
+    except KeyboardInterrupt as error:
+        # It came while another end of the call was being noted. There is no second one: the
+        # agent sends a single SIGINT a call.
+        interrupts.end_call()
+        return _raised(error, context, None)
+
+
+def _run(
+    message: wire.Call,
+    fds: list[int],
+    context: LaunchedContext,
+    interrupts: Interrupts,
+    is_interrupted: Callable[[], bool],
+    keep_main: bool,
+    setup_error: BaseException | None,
+) -> Outcome:
+    call: payload.Call | None = None
+    try:
+        interrupts.begin_call(is_interrupted=is_interrupted)
+        packed = unpack(message.payload, fds)
+        if setup_error is not None:
+            raise setup_error
+        call = payload.unpack_call(packed, keep_main=keep_main)
+        context.tell(wire.CallStarted)
+        value = call.function(*call.args, **call.kwargs)
+        _end_in_forked_child(context)
+        outcome = _returned(value, context, call)
+        interrupts.end_call()
+    except BaseException as error:  # the process boundary: whatever it is, the notebook is told
+        interrupts.end_call()
+        _end_in_forked_child(context)
+        return _raised(error, context, call)
+    return outcome
+
+
+def _end_in_forked_child(context: LaunchedContext) -> None:
+    """A child that the function forked, and that came back here, is no rank: it ends."""
+    if not context.is_own_process:
+        _flush_output()
+        os._exit(0)
+
+
+def _returned(value: object, context: LaunchedContext, call: payload.Call | None) -> Outcome:
+    packet, fds = pack(payload.pack_result(value, call))
+    _flush_output()
+    message = wire.Returned(
+        run=context.run,
+        call=context.call,
+        rank=context.rank,
+        value=packet,
+        is_none=value is None,
+        made_group=context.made_group,
+    )
+    return Outcome(message=message, fds=fds)
+
+
+def _raised(error: BaseException, context: LaunchedContext, call: payload.Call | None) -> Outcome:
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return _returned(None, context, call)
+    kind, exitcode = _classify(error)
+    text = cells.name_cells(format_error(error, caller=__file__))
+    if kind in ("exception", "lost peer"):
+        _write_error(text)
+    _flush_output()
+    message = wire.Raised(
+        run=context.run,
+        call=context.call,
+        rank=context.rank,
+        kind=kind,
+        type_name=type(error).__name__,
+        text=error_text(error),
+        traceback=text,
+        exitcode=exitcode,
+        pickled=payload.pack_exception(error, call) if call is not None else None,
+        made_group=context.made_group,
+    )
+    return Outcome(message=message, exitcode=exitcode)
+
+
+def _classify(error: BaseException) -> tuple[str, int]:
+    """The kind of a ``wire.Raised``, and the exit code of the process."""
+    if isinstance(error, RunStopped):
+        return "stopped", 0
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    if isinstance(error, SystemExit):
+        if not isinstance(error.code, int):
+            _write_error(f"{error.code}\n")
+            return "exit", 1
+        return "exit", error.code & 0xFF
+    return ("lost peer" if _lost_peer(error) else "exception"), 1
+
+
+def _lost_peer(error: BaseException) -> bool:
+    """Whether the exception only says that another rank is gone."""
+    is_torch = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
+    is_plain = type(error) is RuntimeError
+    return (is_torch or is_plain) and bool(_LOST_PEER.search(error_text(error)))
+
+
+def _write_error(text: str) -> None:
+    """Write to the rank's log. A disk that is full must not hide what is being told."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+
+
+def _flush_output() -> None:
+    """What was printed in the call is in its file before the agent hears that it ended."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()

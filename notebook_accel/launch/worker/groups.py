@@ -1,0 +1,84 @@
+"""How a rank leaves its process group, so that no other rank waits for it any more.
+
+gloo has no abort. A rank that waits in a collective is freed when the connection on which it
+waits ends: because the peer left the group, or because it shuts its own end down (measured:
+neither ``abort`` nor ``shutdown`` of the group did it, shutdown(2) did). Who still refers to the
+group, a prepared model or a traceback, keeps its sockets open; so leaving shuts them down first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["close_group", "disconnect", "disconnect_when_told", "has_group"]
+
+
+def has_group() -> bool:
+    """Whether this process is in a process group, whoever made it."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())
+
+
+def close_group() -> None:
+    """Leave the process group, where there is one."""
+    if has_group():
+        with contextlib.suppress(Exception):  # the call has ended: nothing depends on it
+            sys.modules["torch.distributed"].destroy_process_group()
+
+
+def disconnect() -> None:
+    """Shut this rank's connections to the other ranks of its agent, and to their store, down.
+
+    Whoever waits on one of them gets an error, in this process and in the others. Connections
+    of the user's own to other programs stay.
+    """
+    store = int(os.environ.get("MASTER_PORT", "0"))
+    peers = {address for pid in _other_ranks() for address in _local_addresses(pid)}
+    for connection in psutil.Process().net_connections("tcp"):
+        ports = {end.port for end in (connection.laddr, connection.raddr) if end}
+        if connection.raddr and (connection.raddr in peers or store in ports):
+            # Of a duplicate: the descriptor itself stays its owner's to close.
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as end:
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def _other_ranks() -> list[int]:
+    with contextlib.suppress(psutil.Error):
+        siblings = psutil.Process(os.getppid()).children()
+        return [process.pid for process in siblings if process.pid != os.getpid()]
+    return []
+
+
+def _local_addresses(pid: int) -> list[Any]:
+    # A process that has just ended, or changed its user, shows none.
+    with contextlib.suppress(psutil.Error):
+        return [each.laddr for each in psutil.Process(pid).net_connections("tcp") if each.laddr]
+    return []
+
+
+def disconnect_when_told(fd: int, is_stuck: Callable[[], bool]) -> None:
+    """Start a thread that calls :func:`disconnect` when the agent writes to ``fd``.
+
+    The main thread cannot: it is in the collective, which lets go of the GIL meanwhile.
+
+    Args:
+        fd: an eventfd.
+        is_stuck: whether the main thread has not even seen its KeyboardInterrupt.
+    """
+
+    def follow() -> None:
+        while os.eventfd_read(fd):
+            if is_stuck():
+                disconnect()
+
+    threading.Thread(target=follow, name="notebook_accel-disconnect", daemon=True).start()

@@ -1,0 +1,104 @@
+"""SIGINT in a rank: a KeyboardInterrupt inside of a call, and nothing outside.
+
+A rank may get the signal when its call has just ended, or before it has read the call that it
+is meant for (the agent notes on the scoreboard which call it interrupts). And a message to the
+agent must never be torn: an interrupt that comes during a write is raised after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from notebook_accel.launch import wire
+    from notebook_accel.launch.transport.channel import Channel
+
+__all__ = ["Interrupts", "Sender"]
+
+
+class Interrupts:
+    """Decides for each SIGINT whether it is raised, now or a little later.
+
+    Attributes:
+        num_seen: how many the main thread has got to see in this call. While it is in native
+            code, in a collective for example, it sees none.
+    """
+
+    def __init__(self) -> None:
+        self.num_seen = 0
+        self._in_call = False
+        self._is_held = False
+        self._came_meanwhile = False
+        self.install()
+
+    def install(self) -> None:
+        """Have SIGINT come here, whatever the user's code had made of it."""
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    def begin_call(self, *, is_interrupted: Callable[[], bool]) -> None:
+        """Raise them from here on.
+
+        Args:
+            is_interrupted: whether the agent sent one for this call before the rank had read it.
+
+        Raises:
+            KeyboardInterrupt: so it is.
+        """
+        self.num_seen = 0
+        self._came_meanwhile = False
+        self._in_call = True
+        # In this order: one that comes between the two lines is raised by the signal itself.
+        if is_interrupted():
+            self.num_seen += 1
+            raise KeyboardInterrupt
+
+    def end_call(self) -> None:
+        """Raise none from here on."""
+        self._in_call = False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Raise one that comes inside of the block only at its end."""
+        is_main = threading.current_thread() is threading.main_thread()
+        self._is_held = self._is_held or is_main
+        try:
+            yield
+        finally:
+            if is_main:
+                self._is_held = False
+        if is_main and self._came_meanwhile:
+            self._came_meanwhile = False
+            raise KeyboardInterrupt
+
+    def _on_signal(self, _number: int, _frame: Any) -> None:
+        self.num_seen += 1
+        if not self._in_call:
+            return
+        if self._is_held:
+            self._came_meanwhile = True
+        else:
+            raise KeyboardInterrupt
+
+
+class Sender:
+    """Writes messages to the agent, whole and one at a time, from any thread of the rank."""
+
+    def __init__(self, channel: Channel, interrupts: Interrupts) -> None:
+        self._channel = channel
+        self._interrupts = interrupts
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+
+    def send(self, message: wire.Message, fds: tuple[int, ...] = ()) -> None:
+        """Write the message; blocks. An agent that is gone, or a forked child, sends nothing."""
+        # A child of the rank has a copy of the channel, and of a lock that somebody may hold.
+        if os.getpid() != self._pid:
+            return
+        with self._lock, self._interrupts.held(), contextlib.suppress(OSError):
+            self._channel.send(message, fds)

@@ -1,0 +1,44 @@
+"""An exception of the user's function as text: its traceback without our frames, and its words."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["error_text", "format_error"]
+
+
+def format_error(error: BaseException, *, caller: str) -> str:
+    """The traceback from the user's function on, with the exception's causes.
+
+    Args:
+        error: what was raised.
+        caller: the file that called the function; its frames at the top are left out.
+    """
+    # A module that was edited meanwhile shows the lines that it has now.
+    linecache.checkcache()
+    entry = _users_frames(error, caller)
+    try:
+        return "".join(traceback.format_exception(type(error), error, entry))
+    except Exception:  # a user's __str__ may raise anything
+        return "".join([*traceback.format_tb(entry), f"{type(error).__name__}\n"])
+
+
+def _users_frames(error: BaseException, caller: str) -> TracebackType | None:
+    entry = error.__traceback__
+    while entry is not None and entry.tb_frame.f_code.co_filename == caller:
+        entry = entry.tb_next
+    # An error of ours alone, as one that says what cannot be returned, keeps its frames.
+    return entry or error.__traceback__
+
+
+def error_text(error: BaseException) -> str:
+    """``str(error)``, whatever its class does when it is asked."""
+    try:
+        return str(error)
+    except Exception as broken:  # a user's __str__ may raise anything
+        return f"<its text could not be made: {type(broken).__name__}: {broken}>"
