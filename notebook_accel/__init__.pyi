@@ -15,8 +15,10 @@ from .training.data import DataLoaderDispatcher as DataLoaderDispatcher
 from .training.data import DataLoaderShard as DataLoaderShard
 from .training.data import skip_first_batches as skip_first_batches
 from .training.data.config import DataLoaderConfiguration as DataLoaderConfiguration
+from .training.fsdp_plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from .training.memory import find_executable_batch_size as find_executable_batch_size
 from .training.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+from .training.parallelism import ParallelismConfig as ParallelismConfig
 from .training.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from .training.seeding import set_seed as set_seed
 from .training.seeding import synchronize_rng_states as synchronize_rng_states

@@ -24,9 +24,15 @@ from notebook_accel.training.data.config import (
 from notebook_accel.training.environment import (
     patch_environment,
 )
+from notebook_accel.training.fsdp_plugin import (
+    FullyShardedDataParallelPlugin,
+)
 from notebook_accel.training.memory import (
     find_executable_batch_size,
     release_memory,
+)
+from notebook_accel.training.parallelism import (
+    ParallelismConfig,
 )
 from notebook_accel.training.prepare import (
     extract_model_from_parallel,
@@ -64,10 +70,12 @@ __all__ = [
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "ParallelismConfig",
     "ProfileKwargs",
     "ProjectConfiguration",
     "broadcast",

@@ -20,7 +20,6 @@ from notebook_accel.training import collectives, devices
 from notebook_accel.training.accumulation import Window
 from notebook_accel.training.checkpoint import Checkpoints
 from notebook_accel.training.checkpoint.weights import save_model, save_object
-from notebook_accel.training.configured import ConfiguredView
 from notebook_accel.training.data import skip_first_batches
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.plan import make_plan, refuse_unbuilt, resolve_loaders, resolve_project
@@ -28,9 +27,10 @@ from notebook_accel.training.prepare import Preparation, extract_model_from_para
 from notebook_accel.training.process_group import close_process_group
 from notebook_accel.training.profiling import profile
 from notebook_accel.training.progress import progress
-from notebook_accel.training.settings import ProfileKwargs, check_steps, pick_handler
+from notebook_accel.training.settings import ProfileKwargs, pick_handler
 from notebook_accel.training.state import AcceleratorSettings
 from notebook_accel.training.tracking import run_metrics
+from notebook_accel.training.window import WindowView
 
 if TYPE_CHECKING:
     import os
@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from notebook_accel.training.data.config import DataLoaderConfiguration
+    from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.optimizer import AcceleratedOptimizer
+    from notebook_accel.training.parallelism import ParallelismConfig
     from notebook_accel.training.scheduler import AcceleratedScheduler
     from notebook_accel.training.settings import (
         AutocastKwargs,
@@ -60,7 +62,7 @@ __all__ = ["Accelerator"]
 _Item = TypeVar("_Item")
 
 
-class Accelerator(ConfiguredView):
+class Accelerator(WindowView):
     """Makes the objects of a training loop ready for where it runs, and runs its steps."""
 
     _notebook_accel_stays_home: ClassVar[str] = "make it inside the function"
@@ -74,6 +76,8 @@ class Accelerator(ConfiguredView):
         gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         rng_types: Sequence[Any] | None = None,
         project_dir: Path_ | None = None,
         project_config: ProjectConfiguration | None = None,
@@ -95,6 +99,8 @@ class Accelerator(ConfiguredView):
             dataloader_config: how batches are shared out; ``split_batches``,
                 ``dispatch_batches``, ``even_batches`` and ``use_seedable_sampler`` set fields
                 of it.
+            fsdp_plugin: weights in parts, one a rank, instead of a whole model on each.
+            parallelism_config: how many ranks each kind of parallelism gets.
             rng_types: random numbers that ranks take from rank 0 as a loader begins.
             project_dir: folder of the project, for numbered checkpoints.
             project_config: more about that folder.
@@ -120,18 +126,17 @@ class Accelerator(ConfiguredView):
             num_steps=gradient_accumulation_steps,
             plugin=gradient_accumulation_plugin,
             handlers=kwargs_handlers or (),
+            fsdp=fsdp_plugin,
+            parallelism=parallelism_config,
             loaders=loaders,
             device_placement=device_placement,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             rng_types=rng_types,
         )
-        super().__init__(plan, resolve_project(project_config, project_dir))
-        self._accumulation = plan.accumulation
+        super().__init__(plan, resolve_project(project_config, project_dir), Preparation(plan))
         self._strategy = plan.strategy
         # One rank of each share of the data: what is joined over them counts each sample once.
         self._data_ranks = plan.strategy.data_group.process_group
-        self._scaling = plan.strategy.scaling
-        self._prepared = Preparation(plan)
         self._checkpoints = Checkpoints(self._prepared, self.project_configuration)
         self._triggered = False
         self._accumulation.show()
@@ -217,45 +222,6 @@ class Accelerator(ConfiguredView):
     clear = free_memory
 
     # A step.
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of fp16; None otherwise."""
-        return None if self._scaling is None else self._scaling.scaler
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the next step of a prepared optimizer is a real one."""
-        return self._accumulation.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self._accumulation.sync_gradients = value
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Batches a window."""
-        return self._accumulation.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        check_steps("gradient_accumulation_steps", value)
-        self._accumulation.num_steps = value
-        self._prepared.watch.start(self)
-
-    @property
-    def step(self) -> int:
-        """Batches since the last window that a loader's end closed."""
-        return self._accumulation.step
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._accumulation.step = value
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether a prepared optimizer left out its last step because a gradient overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients of the loss, which is divided by the batches of a window."""

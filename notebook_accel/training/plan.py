@@ -9,7 +9,9 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training import topology
 from notebook_accel.training.accumulation import Accumulation, resolve_plugin
 from notebook_accel.training.data.config import DataLoaderConfiguration
+from notebook_accel.training.fsdp_plugin import resolve_fsdp
 from notebook_accel.training.notices import notice_once
+from notebook_accel.training.parallelism import resolve_parallelism
 from notebook_accel.training.precision import Precision, make_precision, resolve_precision
 from notebook_accel.training.settings import (
     AutocastKwargs,
@@ -37,11 +39,9 @@ _UNBUILT = {
     "deepspeed_plugins": _DEEPSPEED,
     "dynamo_backend": _DYNAMO,
     "dynamo_plugin": _DYNAMO,
-    "fsdp_plugin": "FSDP is not there yet; prepare() trains with DDP, a whole model on each rank",
     "log_with": "trackers are not there yet; what you log is kept in run.metrics",
     "megatron_lm_plugin": "Megatron-LM is not there; prepare() trains with DDP over the ranks",
-    "parallelism_config": "the only parallelism so far is over the data, and needs no argument",
-    "torch_tp_plugin": "tensor parallelism is not there yet; prepare() trains with DDP",
+    "torch_tp_plugin": "pass parallelism_config=ParallelismConfig(tp_size=...) instead",
 }
 _NOTHING = (None, "no", "NO")
 
@@ -68,6 +68,8 @@ def make_plan(
     num_steps: int | None,
     plugin: GradientAccumulationPlugin | None,
     handlers: Iterable[KwargsHandler],
+    fsdp: Any,
+    parallelism: Any,
     loaders: DataLoaderConfiguration,
     device_placement: bool,
     step_scheduler_with_optimizer: bool,
@@ -85,6 +87,8 @@ def make_plan(
             f"gradient_accumulation_steps={num_steps} and a gradient_accumulation_plugin were "
             "given: pass one of them"
         )
+    sharding = resolve_fsdp(fsdp)
+    sizes = resolve_parallelism(parallelism)
     window = resolve_plugin(None if plugin else num_steps, plugin)
     found = topology.establish(cpu=cpu, options=pick_handler(checked, InitProcessGroupKwargs))
     if cpu and found.device.type != "cpu":
@@ -97,7 +101,15 @@ def make_plan(
     )
     return Plan(
         topology=found,
-        strategy=make_strategy(Request(topology=found, precision=precision, handlers=checked)),
+        strategy=make_strategy(
+            Request(
+                topology=found,
+                precision=precision,
+                handlers=checked,
+                fsdp=sharding,
+                parallelism=sizes,
+            )
+        ),
         precision=precision,
         accumulation=Accumulation(window),
         loaders=loaders,

@@ -63,7 +63,9 @@ def test_old_loader_arguments_are_honoured() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"fsdp_plugin": object()}, r"^Accelerator\(fsdp_plugin=\.\.\.\): FSDP is not there yet; "),
+        ({"fsdp_plugin": object()}, "is a object: expected a FullyShardedDataParallelPlugin"),
+        ({"parallelism_config": 2}, "is a int: expected a ParallelismConfig"),
+        ({"megatron_lm_plugin": object()}, r"^Accelerator\(megatron_lm_plugin=\.\.\.\): Megatron"),
         (
             {"log_with": "tensorboard"},
             r"^Accelerator\(log_with='tensorboard'\): trackers .* run\.metrics\. Leave it out\.$",

@@ -1,19 +1,25 @@
 """The one table of strategies: a new kind is a file, and one line here.
 
 What the user asked (plugins, settings, environment) and the number of ranks are a
-:class:`~notebook_accel.training.strategies.base.Request`; the first strategy of the table that it
-asks for is taken.
+:class:`~notebook_accel.training.strategies.base.Request`; the first line of the table whose
+question it answers with yes is taken.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, NamedTuple
 
-from notebook_accel.training.strategies.base import ModelToPrepare, PrepareCall, Request, Strategy
-from notebook_accel.training.strategies.ddp import DataParallel
-from notebook_accel.training.strategies.single import SingleDevice
+from notebook_accel.training.strategies.base import (
+    ModelToPrepare,
+    PrepareCall,
+    Request,
+    Strategy,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.nn import Module
 
 __all__ = [
@@ -26,23 +32,56 @@ __all__ = [
     "unwrap",
 ]
 
+
+def _wants_weights_in_parts(request: Request) -> bool:
+    """Sharding or divided layers or stages; replicas alone are plain data parallelism."""
+    asked = request.parallelism
+    divides = asked is not None and set(asked.active_mesh_dims) - {"dp_replicate"} != set()
+    return request.topology.num_processes > 1 and (divides or request.fsdp is not None)
+
+
+def _has_several_ranks(request: Request) -> bool:
+    return request.topology.num_processes > 1
+
+
+def _is_anything(request: Request) -> bool:  # noqa: ARG001
+    return True
+
+
+class Choice(NamedTuple):
+    """A line of the table."""
+
+    is_asked_for: Callable[[Request], bool]
+    module: str
+    """In this folder. It is imported when it is chosen: torch's sharding alone costs a second and
+    more, which a rank that does not use it is spared."""
+    name: str
+
+
 # In order: what was asked for by name comes before what follows from the number of ranks.
-STRATEGIES: dict[str, type[Strategy]] = {
-    "ddp": DataParallel,
-    "single": SingleDevice,
+STRATEGIES = {
+    "mesh": Choice(_wants_weights_in_parts, "mesh", "MeshParallel"),
+    "ddp": Choice(_has_several_ranks, "ddp", "DataParallel"),
+    "single": Choice(_is_anything, "single", "SingleDevice"),
 }
-_FOREIGN_WRAPPERS = ("torch.nn.parallel.data_parallel.DataParallel",)
+
+# Classes in which strategies, or users, wrap a model, whose ``module`` is the model itself.
+_WRAPPERS = {
+    "torch.nn.parallel.data_parallel.DataParallel",
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+}
 
 
 def make_strategy(request: Request) -> Strategy:
     """The strategy for what the user asked."""
-    return next(kind for kind in STRATEGIES.values() if kind.is_asked_for(request))(request)
+    choice = next(choice for choice in STRATEGIES.values() if choice.is_asked_for(request))
+    module = importlib.import_module(f"{__name__}.{choice.module}")
+    strategy: Strategy = getattr(module, choice.name)(request)
+    return strategy
 
 
 def unwrap(model: Module) -> Module:
     """The model inside all wrappers that strategies put around models."""
-    names = {name for kind in STRATEGIES.values() for name in kind.wrappers}
-    names.update(_FOREIGN_WRAPPERS)
-    while names & {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}:
+    while _WRAPPERS & {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}:
         model = model.module  # type: ignore[assignment]
     return model

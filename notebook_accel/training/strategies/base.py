@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
+    from notebook_accel.training.parallelism import ParallelismConfig
     from notebook_accel.training.precision import Precision
     from notebook_accel.training.settings import DistributedType, KwargsHandler
     from notebook_accel.training.topology import Topology
@@ -42,6 +44,8 @@ class Request:
     topology: Topology
     precision: Precision
     handlers: Sequence[KwargsHandler] = ()
+    fsdp: FullyShardedDataParallelPlugin | None = None
+    parallelism: ParallelismConfig | None = None
 
 
 @dataclass
@@ -68,8 +72,6 @@ class Strategy:
 
     Attributes:
         distributed_type: what ``accelerator.distributed_type`` says; None for the topology's.
-        wrappers: qualified names of the classes in which ``prepare`` wraps a model, whose
-            ``module`` is the model itself.
         saves_shards: whether each rank writes its part of a checkpoint's weights.
         topology: where this rank stands; precision: in which numbers models compute; handlers:
             the ``kwargs_handlers`` of the user.
@@ -79,8 +81,7 @@ class Strategy:
         data_group: which ranks read different samples.
     """
 
-    distributed_type: ClassVar[DistributedType | None] = None
-    wrappers: ClassVar[tuple[str, ...]] = ()
+    distributed_type: DistributedType | None = None
     saves_shards: bool = False
     mesh: DeviceMesh | None = None
 
@@ -92,11 +93,6 @@ class Strategy:
         self.data_group = DataGroup.of_all_ranks(
             self.topology.num_processes, self.topology.process_index
         )
-
-    @classmethod
-    def is_asked_for(cls, request: Request) -> bool:  # noqa: ARG003
-        """Whether this is the strategy for what the user asked."""
-        return True
 
     def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
         """The models and optimizers of one call as they are to be used, in the same order."""

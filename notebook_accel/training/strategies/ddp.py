@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-    from notebook_accel.training.strategies.base import ModelToPrepare, Request
+    from notebook_accel.training.strategies.base import ModelToPrepare
 
 __all__ = ["DataParallel"]
 
@@ -40,12 +40,6 @@ _WITH_STATE = {DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATC
 
 class DataParallel(Strategy):
     """Torch's ``DistributedDataParallel``."""
-
-    wrappers: ClassVar[tuple[str, ...]] = ("torch.nn.parallel.distributed.DistributedDataParallel",)
-
-    @classmethod
-    def is_asked_for(cls, request: Request) -> bool:
-        return request.topology.num_processes > 1
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
         model = super().prepare_model(given)

@@ -1,0 +1,9 @@
+"""Door: ``accelerate.parallelism_config`` under our name."""
+
+from notebook_accel.training.parallelism import (
+    ParallelismConfig,
+)
+
+__all__ = [
+    "ParallelismConfig",
+]

@@ -1,0 +1,276 @@
+"""How a user asks for weights in parts, one a rank: ``FullyShardedDataParallelPlugin``.
+
+Its fields and environment variables are those of Hugging Face Accelerate; a field left at None
+takes its variable, then its default. Torch's own classes (``FullStateDictConfig``,
+``ShardingStrategy``, ...) are taken as they are, and imported only when a plugin is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from notebook_accel.config import parse_flag
+from notebook_accel.errors import ConfigError
+from notebook_accel.training import environment
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+    from torch.nn import Module
+
+__all__ = [
+    "FullyShardedDataParallelPlugin",
+    "resolve_fsdp",
+]
+
+_WRAPS = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+
+
+def _flag(name: str, default: bool = False) -> bool:
+    """A variable of Accelerate's launcher, which has no prefix of its own."""
+    text = os.environ.get(name, "").strip()
+    return parse_flag(name, text) if text else default
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """Weights, gradients and optimizer states in parts, one a rank (torch's ``fully_shard``).
+
+    Version 1 and 2 are accepted, and both train by ``fully_shard`` (FSDP2): what version 1 has
+    beyond it (``use_orig_params``, ``limit_all_gathers``, prefetching) is accepted and without
+    effect.
+
+    Raises:
+        ConfigError: a field has a value that is not known.
+    """
+
+    fsdp_version: int | None = None
+    """1 or 2: decides the defaults of ``state_dict_type``. Variable FSDP_VERSION, else 1."""
+    sharding_strategy: Any = None
+    """A ``ShardingStrategy`` or its name or number: FULL_SHARD, SHARD_GRAD_OP (weights stay whole
+    between forward and backward), NO_SHARD, or HYBRID_SHARD (sharded within a machine, replicated
+    over machines). Variable FSDP_SHARDING_STRATEGY."""
+    reshard_after_forward: Any = None
+    """Whether weights are dropped after forward and gathered again for backward. Variable
+    FSDP_RESHARD_AFTER_FORWARD, else as the sharding strategy says."""
+    backward_prefetch: Any = None
+    """Accepted."""
+    mixed_precision_policy: Any = None
+    """A ``MixedPrecisionPolicy`` (or ``MixedPrecision``, or a dict or the name of a type); None
+    follows the Accelerator's ``mixed_precision``."""
+    auto_wrap_policy: Any = None
+    """Which modules are gathered on their own: "transformer_based_wrap", "size_based_wrap",
+    "no_wrap", or a function ``(module, recurse, nonwrapped_numel) -> bool``. Variable
+    FSDP_AUTO_WRAP_POLICY."""
+    cpu_offload: Any = None
+    """True, ``CPUOffload`` or ``CPUOffloadPolicy``: parts live on the host. Variable
+    FSDP_OFFLOAD_PARAMS."""
+    ignored_modules: Iterable[Module] | str | None = None
+    """Modules whose weights every rank keeps whole, or a regular expression of their names.
+    Variable FSDP_IGNORED_MODULES."""
+    state_dict_type: Any = None
+    """FULL_STATE_DICT or SHARDED_STATE_DICT: how ``save_state`` writes. Variable
+    FSDP_STATE_DICT_TYPE, else full for version 1 (or a full config) and sharded for 2."""
+    state_dict_config: Any = None
+    """Such as ``FullStateDictConfig(offload_to_cpu=True, rank0_only=True)``."""
+    optim_state_dict_config: Any = None
+    """Such as ``FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)``."""
+    limit_all_gathers: bool = True
+    """Accepted."""
+    use_orig_params: bool | None = None
+    """Accepted: parameters always are the user's own."""
+    param_init_fn: Callable[[Module], None] | None = None
+    """Fills the weights of a module that was made on the meta device."""
+    sync_module_states: bool | None = None
+    """Whether all ranks start from rank 0's weights, as under DDP. Variable
+    FSDP_SYNC_MODULE_STATES, else True."""
+    forward_prefetch: bool | None = None
+    """Accepted."""
+    activation_checkpointing: bool | None = None
+    """Whether the wrapped modules compute their forward again in backward, for less memory.
+    Variable FSDP_ACTIVATION_CHECKPOINTING."""
+    activation_checkpointing_offload: bool | None = None
+    """Whether what activation checkpointing keeps goes to the host."""
+    cpu_ram_efficient_loading: bool | None = None
+    """Whether rank 0 alone has read the weights. Variable FSDP_CPU_RAM_EFFICIENT_LOADING."""
+    transformer_cls_names_to_wrap: list[str] | None = None
+    """Names of the classes that "transformer_based_wrap" wraps; None takes the model's own
+    ``_no_split_modules``. Variable FSDP_TRANSFORMER_CLS_TO_WRAP, with commas."""
+    min_num_params: int | None = None
+    """Weights from which on "size_based_wrap" wraps. Variable FSDP_MIN_NUM_PARAMS."""
+
+    def __post_init__(self) -> None:
+        from torch.distributed.fsdp import ShardingStrategy
+
+        if self.fsdp_version is None:
+            self.fsdp_version = int(os.environ.get("FSDP_VERSION", "1"))
+        if self.fsdp_version not in (1, 2):
+            raise ConfigError(f"fsdp_version={self.fsdp_version!r}: expected 1 or 2")
+        given = self.sharding_strategy or os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
+        if isinstance(self.reshard_after_forward, ShardingStrategy):  # as version 1 has it
+            given, self.reshard_after_forward = self.reshard_after_forward, None
+        self.sharding_strategy = _member(ShardingStrategy, given, "sharding_strategy")
+        if self.reshard_after_forward is None:
+            keeps = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+            default = self.sharding_strategy not in keeps
+            self.reshard_after_forward = _flag("FSDP_RESHARD_AFTER_FORWARD", default)
+        elif isinstance(self.reshard_after_forward, str):
+            text = self.reshard_after_forward
+            self.reshard_after_forward = parse_flag("reshard_after_forward", text)
+        self._resolve_wrapping()
+        self._resolve_state_dicts()
+        if self.cpu_offload is None:
+            self.cpu_offload = _flag("FSDP_OFFLOAD_PARAMS")
+        if self.ignored_modules is None:
+            self.ignored_modules = os.environ.get("FSDP_IGNORED_MODULES") or None
+        for name, default in _FLAGS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, _flag(f"FSDP_{name.upper()}", default))
+
+    def _resolve_wrapping(self) -> None:
+        if self.auto_wrap_policy is None:
+            self.auto_wrap_policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "no_wrap")
+        if isinstance(self.auto_wrap_policy, str):
+            self.auto_wrap_policy = self.auto_wrap_policy.lower()
+            if self.auto_wrap_policy not in _WRAPS:
+                raise ConfigError(
+                    f"auto_wrap_policy={self.auto_wrap_policy!r}: expected one of {_WRAPS}, or a "
+                    "function"
+                )
+        if self.transformer_cls_names_to_wrap is None:
+            names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
+            self.transformer_cls_names_to_wrap = [n.strip() for n in names.split(",") if n] or None
+        if self.min_num_params is None:
+            self.min_num_params = int(os.environ.get("FSDP_MIN_NUM_PARAMS", "0"))
+
+    def _resolve_state_dicts(self) -> None:
+        from torch.distributed import fsdp
+
+        given = self.state_dict_type or os.environ.get("FSDP_STATE_DICT_TYPE")
+        if given is None:
+            is_full = self.fsdp_version == 1
+            if self.state_dict_config is not None:
+                is_full = isinstance(self.state_dict_config, fsdp.FullStateDictConfig)
+            given = "FULL_STATE_DICT" if is_full else "SHARDED_STATE_DICT"
+        self.state_dict_type = _member(fsdp.StateDictType, given, "state_dict_type")
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether ``save_state`` lets each rank write its part, rather than rank 0 all."""
+        return str(self.state_dict_type.name) != "FULL_STATE_DICT"
+
+    def wrap_policy(self, model: Module) -> Callable[..., bool] | None:
+        """The function that chooses the modules to be gathered on their own; None for none.
+
+        Raises:
+            ConfigError: "transformer_based_wrap" finds no class of the names in the model.
+        """
+        if callable(self.auto_wrap_policy):
+            return self.auto_wrap_policy  # type: ignore[no-any-return]
+        from torch.distributed.fsdp import wrap
+
+        if self.auto_wrap_policy == "size_based_wrap":
+            return functools.partial(
+                wrap.size_based_auto_wrap_policy, min_num_params=self.min_num_params or 0
+            )
+        if self.auto_wrap_policy == "no_wrap":
+            return None
+        names = self.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None)
+        kinds = {type(part) for part in model.modules() if type(part).__name__ in (names or ())}
+        if not kinds:
+            raise ConfigError(
+                f'auto_wrap_policy="transformer_based_wrap" found none of the classes '
+                f"{list(names or [])} in {type(model).__name__}: name its layers' class in "
+                "transformer_cls_names_to_wrap"
+            )
+        return functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=kinds)
+
+    def precision_policy(self, dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+        """In which types weights are gathered and gradients reduced; ``dtype`` is that of the
+        Accelerator's ``mixed_precision``."""
+        from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+        given = self.mixed_precision_policy
+        if isinstance(given, MixedPrecisionPolicy):
+            return given
+        if isinstance(given, MixedPrecision):
+            return MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype)
+        if isinstance(given, Mapping):
+            return MixedPrecisionPolicy(**{key: _dtype(value) for key, value in given.items()})
+        if given is not None:
+            return MixedPrecisionPolicy(_dtype(given), _dtype(given))
+        # Gradients are summed over the ranks in float32: it costs twice the traffic of the type
+        # itself, and keeps the sums as exact as those of DDP.
+        return MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
+
+    def offload_policy(self, device: torch.device) -> OffloadPolicy:
+        """Where the parts live between steps."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+        if isinstance(self.cpu_offload, OffloadPolicy):
+            return self.cpu_offload
+        if getattr(self.cpu_offload, "offload_params", self.cpu_offload):
+            # Torch pins by default, which fails where there is no accelerator to pin for.
+            return CPUOffloadPolicy(pin_memory=device.type != "cpu")
+        return OffloadPolicy()
+
+    def ignored_parameters(self, model: Module) -> set[torch.nn.Parameter]:
+        """The weights that every rank keeps whole."""
+        given = self.ignored_modules
+        if given is None:
+            return set()
+        if isinstance(given, str):
+            pattern = re.compile(given)
+            given = [part for name, part in model.named_modules() if pattern.fullmatch(name)]
+        return {weight for part in given for weight in part.parameters()}
+
+
+_FLAGS = {
+    "activation_checkpointing": False,
+    "activation_checkpointing_offload": False,
+    "cpu_ram_efficient_loading": False,
+    "forward_prefetch": False,
+    "sync_module_states": True,
+    "use_orig_params": False,
+}
+
+
+def _member(kind: Any, given: Any, field: str) -> Any:
+    """The member of an enum, by itself, its number or its name."""
+    if isinstance(given, kind):
+        return given
+    text = str(given).strip().upper()
+    for member in kind:
+        if text in (member.name, str(member.value)):
+            return member
+    names = ", ".join(member.name for member in kind)
+    raise ConfigError(f"{field}={given!r}: expected one of {names}")
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
+
+
+def _dtype(given: Any) -> Any:
+    return _DTYPES.get(given.removeprefix("torch."), given) if isinstance(given, str) else given
+
+
+def resolve_fsdp(plugin: Any) -> FullyShardedDataParallelPlugin | None:
+    """The plugin: an argument, else one from the environment where ACCELERATE_USE_FSDP is true.
+
+    Raises:
+        ConfigError: the argument is no such plugin.
+    """
+    if plugin is None:
+        return FullyShardedDataParallelPlugin() if environment.read_flag("USE_FSDP") else None
+    if not isinstance(plugin, FullyShardedDataParallelPlugin):
+        raise ConfigError(
+            f"fsdp_plugin is a {type(plugin).__name__}: expected a FullyShardedDataParallelPlugin"
+        )
+    return plugin

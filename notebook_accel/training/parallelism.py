@@ -1,0 +1,158 @@
+"""How many ranks each kind of parallelism gets: ``ParallelismConfig``.
+
+Its fields and environment variables are those of Hugging Face Accelerate, with those of pipelines
+and of the plan for divided layers beside them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training import environment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["ParallelismConfig", "resolve_parallelism"]
+
+_SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
+
+
+@dataclass
+class ParallelismConfig:
+    """How many ranks each kind of parallelism gets; their product is the number of ranks.
+
+    The ranks form a mesh in this order, the innermost last: pipeline, replicas, shards, context,
+    tensor. Ranks with the same place among replicas and shards read the same samples.
+
+    Raises:
+        ConfigError: a size is no whole number of at least 1, or something is not known.
+    """
+
+    dp_replicate_size: int | None = None
+    """Copies of the model (or of its shards) that read different samples. Variable
+    PARALLELISM_CONFIG_DP_REPLICATE_SIZE, and so on for each size."""
+    dp_shard_size: int | None = None
+    """Ranks over which one copy is sharded (FSDP2), each with samples of its own."""
+    tp_size: int | None = None
+    """Ranks that compute each layer together (tensor parallelism)."""
+    cp_size: int | None = None
+    """Ranks that divide each sequence (context parallelism): not there yet beyond 1."""
+    cp_backend: str | None = None
+    """Accepted."""
+    sp_size: int | None = None
+    """Ranks of DeepSpeed's sequence parallelism: not there yet beyond 1."""
+    sp_backend: str | None = None
+    """Accepted."""
+    tp_handler: Any = None
+    """Accepted."""
+    cp_handler: Any = None
+    """Accepted."""
+    sp_handler: Any = None
+    """Accepted."""
+    pp_size: int | None = None
+    """Stages of the pipeline into which the model is split, one a rank (or more, interleaved)."""
+    pp_schedule: str = "1F1B"
+    """In which order the stages work: "1F1B", "GPipe" or "Interleaved1F1B"."""
+    num_microbatches: int | None = None
+    """Parts of a batch that follow each other through the pipeline; None: two a stage."""
+    tp_plan: Mapping[str, Any] | None = None
+    """How layers are divided: module name, or pattern with ``*``, to "colwise", "rowwise", or a
+    ``ParallelStyle`` of torch; None takes the model's own ``tp_plan`` or ``_tp_plan``."""
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if value is None:
+                text = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "").strip() or "1"
+                value = int(text) if text.isdecimal() else text
+                setattr(self, name, value)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"ParallelismConfig({name}={value!r}): expected 1 or more")
+        for name in ("cp_size", "sp_size"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"ParallelismConfig({name}={getattr(self, name)}): sequences cannot be divided "
+                    "over ranks yet; use tp_size or dp_shard_size"
+                )
+        if self.pp_schedule not in _SCHEDULES:
+            raise ConfigError(
+                f"ParallelismConfig(pp_schedule={self.pp_schedule!r}): expected one of {_SCHEDULES}"
+            )
+        if self.num_microbatches is not None and self.num_microbatches < 1:
+            raise ConfigError(
+                f"ParallelismConfig(num_microbatches={self.num_microbatches}): expected 1 or more"
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks of each dimension of the mesh, the innermost last."""
+        return {name: getattr(self, f"{name}_size") for name in _DIMENSIONS}
+
+    @property
+    def total_size(self) -> int:
+        """Ranks that the whole takes."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Shares into which the data is divided."""
+        return int(self.sizes["dp_replicate"] * self.sizes["dp_shard"])
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Ranks that work on one share together."""
+        return int(self.sizes["pp"] * self.sizes["cp"] * self.sizes["tp"])
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """The dimensions of more than one rank."""
+        return [name for name, size in self.sizes.items() if size > 1]
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are several copies."""
+        return self.sizes["dp_replicate"] > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether weights are sharded."""
+        return self.sizes["dp_shard"] > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are divided."""
+        return self.sizes["tp"] > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are divided."""
+        return self.sizes["cp"] > 1
+
+    @property
+    def pp_enabled(self) -> bool:
+        """Whether the model is split into stages."""
+        return self.sizes["pp"] > 1
+
+
+_DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_SIZES = (*(f"{name}_size" for name in _DIMENSIONS), "sp_size")
+
+
+def resolve_parallelism(given: Any) -> ParallelismConfig | None:
+    """The sizes: an argument, else those of the environment where ACCELERATE_USE_PARALLELISM_CONFIG
+    is true.
+
+    Raises:
+        ConfigError: the argument is no such configuration.
+    """
+    if given is None:
+        return ParallelismConfig() if environment.read_flag("USE_PARALLELISM_CONFIG") else None
+    if not isinstance(given, ParallelismConfig):
+        raise ConfigError(
+            f"parallelism_config is a {type(given).__name__}: expected a ParallelismConfig"
+        )
+    return given

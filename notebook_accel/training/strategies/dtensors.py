@@ -1,0 +1,120 @@
+"""Tensors in parts: from whole to parts and back, and optimizers that follow their weights.
+
+A strategy that spreads a model replaces its weights by ``DTensor`` parameters: each rank has its
+part, and the mesh and placements say of what. An optimizer that was made before still holds the
+old weights, and a plain state dict holds whole tensors: what is here brings them together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from notebook_accel.training.nested import recursively_apply
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+__all__ = [
+    "accept_whole_weights",
+    "by_mesh",
+    "like",
+    "make_whole",
+    "remap",
+    "step_one_by_one_where_mixed",
+    "with_parts",
+]
+
+
+def make_whole(values: Any, *, to_cpu: bool = False) -> Any:
+    """``values`` with the whole tensor in place of each that is in parts; all ranks call it."""
+
+    def join(part: Any) -> torch.Tensor:
+        whole: torch.Tensor = part.detach().full_tensor()
+        return whole.cpu() if to_cpu else whole
+
+    return recursively_apply(join, values, test_type=lambda value: isinstance(value, DTensor))
+
+
+def like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """``whole``, which every rank has, in parts like ``target`` (itself where that is plain)."""
+    if not isinstance(target, DTensor) or isinstance(whole, DTensor):
+        return whole
+    local = whole.detach().to(target.device)
+    return distribute_tensor(local, target.device_mesh, target.placements)
+
+
+def accept_whole_weights(model: Module) -> None:
+    """Let plain ``load_state_dict`` of the model and its parts take whole tensors."""
+    for part in model.modules():
+        if any(isinstance(weight, DTensor) for weight in part._parameters.values()):
+            part.register_load_state_dict_pre_hook(_divide_weights)  # type: ignore[no-untyped-call]
+
+
+def _divide_weights(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    # Runs after torch's own hook of fully_shard, which has put the parts back in place of
+    # weights that were gathered; those would look plain here.
+    for name, weight in module._parameters.items():
+        given = state.get(prefix + name)
+        if not isinstance(weight, DTensor) or not isinstance(given, torch.Tensor):
+            continue
+        if given.shape == weight.shape:  # torch names the weight whose shape is another
+            state[prefix + name] = like(given, weight)
+
+
+def remap(optimizer: Optimizer, replaced: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
+    """Let the optimizer step the new weights, with the state that it had for the old ones.
+
+    Args:
+        optimizer: made before its weights were replaced, or after.
+        replaced: the new weight of each old one; None for one that this rank no longer has.
+    """
+    for group in optimizer.param_groups:
+        old = list(group["params"])
+        new = [replaced.get(weight, weight) for weight in old]
+        # In place: an optimizer may hold the list itself (LBFGS does).
+        group["params"][:] = [weight for weight in new if weight is not None]
+        for before, after in zip(old, new, strict=True):
+            if after is before or before not in optimizer.state:
+                continue
+            state = optimizer.state.pop(before)
+            if after is not None:
+                optimizer.state[after] = with_parts(state, after)
+    step_one_by_one_where_mixed(optimizer)
+
+
+def with_parts(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, Any]:
+    """One weight's optimizer state: what has the weight's shape is divided as the weight is."""
+    return {
+        name: like(value, weight)
+        if isinstance(value, torch.Tensor) and value.shape == weight.shape and value.ndim
+        else value
+        for name, value in state.items()
+    }
+
+
+def step_one_by_one_where_mixed(optimizer: Optimizer) -> None:
+    """Turn off torch's fused loops over all weights where the weights lie on several meshes.
+
+    One such loop cannot take tensors of several meshes, or plain ones and ones in parts together:
+    "got mixed torch.Tensor and DTensor". That is so with tensor parallelism, where the layers of
+    the plan have a dimension more than the others.
+    """
+    if len(by_mesh(weight for group in optimizer.param_groups for weight in group["params"])) > 1:
+        for group in optimizer.param_groups:
+            if "foreach" in group and not group["foreach"]:
+                group["foreach"] = False
+
+
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors in lists of those that one operation can take together."""
+    found: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        key = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        found.setdefault(key, []).append(tensor)
+    return list(found.values())

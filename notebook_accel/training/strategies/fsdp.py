@@ -1,0 +1,142 @@
+"""Sharding by torch's ``fully_shard`` (FSDP2): which modules, in which types, and where.
+
+Each rank keeps a part of every weight. The modules that a policy chooses are gathered one at a
+time, right before their forward and backward, so that never more than one of them is whole; what
+is left belongs to the model itself and is gathered as one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from notebook_accel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
+
+    from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
+
+__all__ = ["checkpoint_activations", "choose_modules", "shard", "without_reduction"]
+
+
+def choose_modules(model: Module, plugin: FullyShardedDataParallelPlugin) -> list[Module]:
+    """The modules inside ``model`` that are gathered on their own, inner ones first.
+
+    A module whose weight is tied to one outside is left to the model: ``fully_shard`` would give
+    it new weights and leave the other name with the old one, without a word.
+    """
+    policy = plugin.wrap_policy(model)
+    if policy is None:
+        return []
+    chosen: list[Module] = []
+    _choose(model, policy, chosen)
+    uses = _count_uses(model)
+    return [
+        part
+        for part in chosen
+        if part is not model
+        # Containers have no forward of their own, before which they could be gathered.
+        and not isinstance(part, (torch.nn.ModuleList, torch.nn.ModuleDict))
+        and all(uses[weight] == count for weight, count in _count_uses(part).items())
+    ]
+
+
+def _choose(module: Module, policy: Callable[..., bool], chosen: list[Module]) -> int:
+    """Ask the policy, leaves first; gives the number of weights that were chosen in ``module``."""
+    size = sum(weight.numel() for weight in module.parameters())
+    if not policy(module=module, recurse=True, nonwrapped_numel=size):
+        return 0
+    covered = sum(_choose(child, policy, chosen) for child in module.children())
+    if policy(module=module, recurse=False, nonwrapped_numel=size - covered):
+        chosen.append(module)
+        return size
+    return covered
+
+
+def _count_uses(module: Module) -> Counter[int]:
+    """How many names each weight has in ``module``, by its id."""
+    return Counter(id(weight) for _, weight in module.named_parameters(remove_duplicate=False))
+
+
+def checkpoint_activations(
+    model: Module, chosen: Sequence[Module], plugin: FullyShardedDataParallelPlugin
+) -> list[Module]:
+    """Let the chosen modules compute their forward again in backward.
+
+    Returns:
+        the wrappers that now stand in their place, which keep the names of all weights.
+
+    Raises:
+        ConfigError: there is nothing between the model and its weights to wrap.
+    """
+    if not chosen:
+        raise ConfigError(
+            "activation_checkpointing=True wraps the modules that auto_wrap_policy chooses, and it "
+            "chose none: set auto_wrap_policy and what it looks for"
+        )
+    wrap = offload_wrapper if plugin.activation_checkpointing_offload else checkpoint_wrapper
+    wrappers = {id(part): wrap(part) for part in chosen}
+    for parent in list(model.modules()):
+        if any(parent is wrapper for wrapper in wrappers.values()):
+            continue
+        for name, child in list(parent.named_children()):
+            if id(child) in wrappers:
+                setattr(parent, name, wrappers[id(child)])
+    return list(wrappers.values())
+
+
+def shard(
+    model: Module,
+    chosen: Sequence[Module],
+    mesh: DeviceMesh,
+    *,
+    plugin: FullyShardedDataParallelPlugin,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    """Shard the chosen modules and then the model, in place.
+
+    Args:
+        model: whole on every rank, or in parts over another dimension of the mesh already.
+        chosen: the modules that are gathered on their own, inner ones first.
+        mesh: one dimension (shards), or two (replicas, shards).
+        plugin: how.
+        dtype: the type that the model computes in; None for that of its weights.
+        device: where the ranks compute.
+    """
+    inside = plugin.precision_policy(dtype)
+    ignored = plugin.ignored_parameters(model)
+    options = {
+        "mesh": mesh,
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "offload_policy": plugin.offload_policy(device),
+        "ignored_params": ignored or None,
+    }
+    for part in chosen:
+        # With an output type on an inner module the next one gets what its weights are not:
+        # "mat1 and mat2 must have the same dtype".
+        fully_shard(part, mp_policy=replace(inside, output_dtype=None), **options)
+    fully_shard(model, mp_policy=inside, **options)
+
+
+@contextmanager
+def without_reduction(model: FSDPModule) -> Iterator[None]:
+    """A block in which backward adds up whole gradients and exchanges none."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)

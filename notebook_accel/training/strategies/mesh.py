@@ -1,0 +1,216 @@
+"""Parallelism over a device mesh: shards, replicas and divided layers, composed.
+
+The ranks form a mesh, the innermost dimension last (neighbours share a machine, and divided
+layers talk most)::
+
+    ParallelismConfig(dp_shard_size=2, tp_size=2)      dp_shard
+                                                    0: [ rank 0, rank 1 ]   tp ->
+                                                    1: [ rank 2, rank 3 ]
+
+Ranks of one column have different samples and shards; ranks of one row the same samples, and
+parts of the same layers. How a model is spread over it is in ``recipe``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakIdKeyDictionary
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.data_group import DataGroup
+from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
+from notebook_accel.training.parallelism import ParallelismConfig
+from notebook_accel.training.settings import DistributedType
+from notebook_accel.training.strategies import dtensors, fsdp, recipe
+from notebook_accel.training.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from contextlib import AbstractContextManager
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from notebook_accel.training.strategies.base import ModelToPrepare, PrepareCall, Request
+    from notebook_accel.training.topology import Topology
+
+__all__ = ["MeshParallel"]
+
+
+class MeshParallel(Strategy):
+    """Weights in parts: torch's ``fully_shard`` and tensor parallelism over one mesh.
+
+    Attributes:
+        parallelism: how many ranks each kind of parallelism has.
+        plugin: how weights are sharded.
+    """
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self.plugin = request.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2)
+        self.parallelism = _resolve(request, self.plugin)
+        self.saves_shards = self.plugin.saves_shards
+        if request.fsdp is not None or self.parallelism.dp_shard_enabled:
+            self.distributed_type = DistributedType.FSDP
+        self.mesh = _make_mesh(self.parallelism, self.topology)
+        self.data_group = _make_data_group(self.parallelism, self.topology)
+        # The new weight of each one that was replaced: an optimizer may be prepared later.
+        # Weak by identity: the old weight goes as soon as no optimizer holds it.
+        self._replaced = WeakIdKeyDictionary()
+
+    def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
+        models, optimizers = super().prepare(call)
+        for optimizer in optimizers:
+            dtensors.remap(optimizer, self._replaced)
+        return models, optimizers
+
+    def prepare_model(self, given: ModelToPrepare) -> Module:
+        if not given.training:
+            return super().prepare_model(given)
+        assert self.mesh is not None
+        model = given.model
+        # By module, not by name: wrappers of modules inside change the names.
+        before = [
+            (part, name, weight)
+            for part in model.modules()
+            for name, weight in part._parameters.items()
+            if weight is not None
+        ]
+        if not any(weight.is_meta for _, _, weight in before):
+            model = super().prepare_model(given)
+        recipe.spread(
+            model,
+            self.mesh,
+            parallelism=self.parallelism,
+            plugin=self.plugin,
+            dtype=self.precision.dtype,
+            device=self.topology.device,
+        )
+        for part, name, weight in before:
+            new = part._parameters[name]
+            if new is not weight:
+                self._replaced[weight] = new
+        return model
+
+    def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
+        if enabled or not isinstance(model, FSDPModule):
+            return super().gradient_sync(model, enabled)
+        return fsdp.without_reduction(model)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        weights = [weight for weight in parameters if weight.grad is not None]
+        groups = dtensors.by_mesh(weights)
+        # The norm of norms is the norm of all, for every p; one group can be taken together.
+        norms = [
+            dtensors.make_whole(
+                torch.nn.utils.get_total_norm([weight.grad for weight in group], norm_type)  # type: ignore[misc]
+            )
+            for group in groups
+        ]
+        if not norms:
+            return torch.zeros((), device=self.topology.device)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        for group in groups:
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+        return total
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        for group in dtensors.by_mesh(parameters):
+            super().clip_grad_value(group, clip_value)
+
+    def state_dict(self, model: Module, *, full: bool) -> dict[str, Any]:
+        state = model.state_dict()
+        if not full:
+            return state
+        config = self.plugin.state_dict_config
+        keeps = not getattr(config, "rank0_only", False) or self.topology.process_index == 0
+        to_cpu = getattr(config, "offload_to_cpu", False)
+        whole: dict[str, Any] = {}
+        for name, value in state.items():
+            # One after the other: only where they are kept do they ever lie side by side.
+            joined = dtensors.make_whole(value, to_cpu=to_cpu)
+            if keeps:
+                whole[name] = joined
+        return whole
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return dtensors.make_whole(optimizer.state_dict(), to_cpu=True)  # type: ignore[no-any-return]
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        own = {
+            index: dtensors.with_parts(values, weights[index])
+            for index, values in state["state"].items()
+        }
+        optimizer.load_state_dict({**state, "state": own})
+        dtensors.step_one_by_one_where_mixed(optimizer)
+
+    def make_whole(self, values: Any) -> Any:
+        return dtensors.make_whole(values)
+
+
+def _resolve(request: Request, plugin: FullyShardedDataParallelPlugin) -> ParallelismConfig:
+    """The sizes of the mesh, with what the plugin's sharding strategy leaves to them.
+
+    Raises:
+        ConfigError: they do not make the number of ranks.
+    """
+    here, asked = request.topology, request.parallelism
+    if asked is None or (request.fsdp is not None and asked.data_parallel_size == 1):
+        asked = asked or ParallelismConfig(dp_replicate_size=1, dp_shard_size=1)
+        left = here.num_processes // asked.non_data_parallel_size
+        shards = left
+        name = plugin.sharding_strategy.name
+        if name == "NO_SHARD":
+            shards = 1
+        elif "HYBRID" in name and left % here.local_num_processes == 0:
+            shards = here.local_num_processes
+        asked = replace(asked, dp_shard_size=shards, dp_replicate_size=left // shards)
+    if asked.total_size != here.num_processes:
+        sizes = " x ".join(f"{name} {size}" for name, size in asked.sizes.items())
+        raise ConfigError(
+            f"ParallelismConfig takes {asked.total_size} ranks ({sizes}) and there are "
+            f"{here.num_processes}: expected sizes whose product is the number of ranks; launch "
+            f"{asked.total_size}, or set dp_shard_size"
+        )
+    return asked
+
+
+def _make_mesh(parallelism: ParallelismConfig, here: Topology) -> DeviceMesh:
+    dimensions = list(parallelism.active_mesh_dims)
+    if parallelism.dp_replicate_enabled and "dp_shard" not in dimensions:
+        # fully_shard replicates over the first of two dimensions: the second may have one rank.
+        dimensions.insert(dimensions.index("dp_replicate") + 1, "dp_shard")
+    sizes = [parallelism.sizes[name] for name in dimensions]
+    return init_device_mesh(here.device.type, tuple(sizes), mesh_dim_names=tuple(dimensions))
+
+
+def _make_data_group(parallelism: ParallelismConfig, here: Topology) -> DataGroup:
+    sizes = parallelism.sizes
+    ranks = torch.arange(here.num_processes).reshape(
+        sizes["pp"], parallelism.data_parallel_size, sizes["cp"] * sizes["tp"]
+    )
+    if parallelism.non_data_parallel_size == 1:
+        return DataGroup.of_all_ranks(here.num_processes, here.process_index)
+    # One rank of each share, for each place in the pipeline and among divided layers.
+    columns = ranks.movedim(1, -1).reshape(-1, parallelism.data_parallel_size).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(columns)  # type: ignore[no-untyped-call]
+    index_of_rank = [0] * here.num_processes
+    for column in columns:
+        for index, rank in enumerate(column):
+            index_of_rank[rank] = index
+    return DataGroup(
+        size=parallelism.data_parallel_size,
+        index=index_of_rank[here.process_index],
+        index_of_rank=tuple(index_of_rank),
+        process_group=group,
+    )

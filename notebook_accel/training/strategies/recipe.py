@@ -1,0 +1,85 @@
+"""The recipe: how one model is spread over the mesh, step by step, in the order that must be kept.
+
+The order is torchtitan's. Each step works on what the one before has left:
+
+1. all ranks start from the same weights;
+2. pipeline: this rank's stages are cut out, the rest is dropped;
+3. tensor: the layers of the plan are divided over the ranks that compute them together;
+4. activation checkpointing: around whole blocks, so that it sees divided layers, not the reverse;
+5. data: what is left is sharded over the ranks that read different samples, outermost.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from notebook_accel.training import collectives
+from notebook_accel.training.strategies import dtensors, fsdp, tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
+
+    from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
+    from notebook_accel.training.parallelism import ParallelismConfig
+
+__all__ = ["spread"]
+
+
+def spread(
+    model: Module,
+    mesh: DeviceMesh,
+    *,
+    parallelism: ParallelismConfig,
+    plugin: FullyShardedDataParallelPlugin,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    """Spread a model over the mesh, in place.
+
+    Args:
+        model: the user's, whole on every rank.
+        mesh: the ranks; it has the dimensions of ``parallelism`` that are in use.
+        parallelism: how many ranks each kind of parallelism has, and its settings.
+        plugin: how weights are sharded.
+        dtype: the type that the model computes in; None for that of its weights.
+        device: where this rank computes.
+    """
+    dimensions = mesh.mesh_dim_names or ()
+    if plugin.sync_module_states:
+        start_alike(model, device, plugin)
+    if "tp" in dimensions:
+        tensor.divide_layers(model, mesh["tp"], parallelism.tp_plan)
+    chosen = fsdp.choose_modules(model, plugin)
+    if plugin.activation_checkpointing:
+        chosen = fsdp.checkpoint_activations(model, chosen, plugin)
+    data = tuple(name for name in ("dp_replicate", "dp_shard") if name in dimensions)
+    if data:
+        # One dimension shards; of two, the first replicates what the second shards.
+        fsdp.shard(model, chosen, mesh[data], plugin=plugin, dtype=dtype, device=device)
+    dtensors.accept_whole_weights(model)
+
+
+def start_alike(
+    model: Module, device: torch.device, plugin: FullyShardedDataParallelPlugin
+) -> None:
+    """Give every rank rank 0's weights and buffers, as DDP does.
+
+    A rank whose weights are on the meta device (rank 0 alone has read them) gets memory for them.
+    """
+    empty = [part for part in model.modules() if _is_empty(part)]
+    for part in empty:
+        part.to_empty(device=device, recurse=False)
+        fill = plugin.param_init_fn or getattr(type(part), "reset_parameters", None)
+        if fill is not None:
+            fill(part)
+    with torch.no_grad():
+        for values in (*model.parameters(), *model.buffers()):
+            collectives.broadcast(values.data)
+
+
+def _is_empty(module: Module) -> bool:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(values.is_meta for values in own)

@@ -1,0 +1,125 @@
+"""Tensor parallelism: ranks that compute each layer together, by torch's ``parallelize_module``.
+
+A plan names layers and how each is divided. The words are those of Transformers ("colwise",
+"rowwise", ...); a ``ParallelStyle`` of torch is taken as it is.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from notebook_accel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
+
+__all__ = ["divide_layers"]
+
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    # The output is gathered, so that what comes after (a loss) sees all of it.
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    # The input is whole on every rank, each of which takes its columns of it.
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "sequence_parallel": SequenceParallel,
+}
+
+
+def divide_layers(model: Module, mesh: DeviceMesh, plan: Mapping[str, Any] | None) -> None:
+    """Divide the layers that the plan names over the ranks of ``mesh``, in place.
+
+    Args:
+        model: whole and alike on every rank.
+        mesh: one dimension.
+        plan: module name or pattern to style; None takes the model's own.
+
+    Raises:
+        ConfigError: there is no plan, it names nothing, or a style is not known.
+    """
+    if plan is None:
+        plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if not plan:
+        raise ConfigError(
+            f"tp_size={mesh.size()} divides layers by a plan, and {type(model).__name__} has none: "
+            'give ParallelismConfig(tp_plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"})'
+        )
+    styles: dict[str, ParallelStyle] = {}
+    for name, part in model.named_modules():
+        style = next((style for key, style in plan.items() if fnmatch.fnmatchcase(name, key)), None)
+        if style is not None and name:
+            _check_divisible(name, part, style, mesh.size())
+            styles[name] = _as_style(name, style)
+    if not styles:
+        raise ConfigError(
+            f"the tp_plan names {', '.join(map(repr, plan))}, and {type(model).__name__} has no "
+            f"module of such a name; it has {', '.join(name for name, _ in model.named_children())}"
+        )
+    ties = _names_of_each_weight(model)
+    parallelize_module(model, mesh, styles)
+    _tie_again(model, ties)
+
+
+def _as_style(name: str, given: Any) -> ParallelStyle:
+    if isinstance(given, ParallelStyle):
+        return given
+    if given not in _STYLES:
+        raise ConfigError(
+            f"the tp_plan says {given!r} for {name!r}: expected one of {', '.join(_STYLES)}, or a "
+            "ParallelStyle of torch"
+        )
+    return _STYLES[given]()
+
+
+def _check_divisible(name: str, part: Module, style: Any, size: int) -> None:
+    """Refuse a layer that ranks would get uneven parts of: what follows would be wrong shapes."""
+    weight = getattr(part, "weight", None)
+    if weight is None or not isinstance(style, str):
+        return
+    # An embedding's weight is (rows, features), a linear layer's (out, in).
+    is_linear = hasattr(part, "in_features")
+    dimension = (0 if is_linear else 1) if style.startswith("colwise") else (1 if is_linear else 0)
+    if weight.ndim > dimension and weight.shape[dimension] % size:
+        raise ConfigError(
+            f"the tp_plan divides {name!r} of shape {tuple(weight.shape)} over {size} ranks: "
+            f"expected its dimension {dimension} to be a multiple of {size}"
+        )
+
+
+def _names_of_each_weight(model: Module) -> list[list[str]]:
+    """The names of weights that have several."""
+    names: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def _tie_again(model: Module, ties: list[list[str]]) -> None:
+    """Give the names of one weight the same new weight again."""
+    for names in ties:
+        owners = [(model.get_submodule(name.rpartition(".")[0]), name) for name in names]
+        weights = [getattr(owner, name.rpartition(".")[2]) for owner, name in owners]
+        layouts = {weight.placements if isinstance(weight, DTensor) else None for weight in weights}
+        if len(layouts) > 1:
+            raise ConfigError(
+                f"{' and '.join(map(repr, names))} are one weight, and the tp_plan divides them in "
+                "different ways: divide both alike (an embedding rowwise, its head colwise), or "
+                "neither"
+            )
+        for owner, name in owners[1:]:
+            setattr(owner, name.rpartition(".")[2], weights[0])

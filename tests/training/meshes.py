@@ -1,0 +1,209 @@
+"""A small transformer-like model, meshes to train it on, and the single process that it must equal.
+
+The twin is plain torch: one process, no wrapper, batches of all shares together, from the same
+weights and the same samples.
+
+Tolerance. Everything is float32, and sharded, divided and whole training add up the same products
+in another order: each sum of n terms may differ by about n * 2**-24 of its size. Sums here have at
+most a few hundred terms of order 1, so losses and weights may part by some 1e-6 a step; a step
+that used a wrong gradient (a share missing, one counted twice) is off by 1e-3 and more.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+__all__ = [
+    "FLOAT_ERROR",
+    "MESHES",
+    "Block",
+    "Tiny",
+    "accelerator_for",
+    "data",
+    "loss_of",
+    "make",
+    "train",
+    "twin",
+    "weights_of",
+]
+
+FLOAT_ERROR = 1e-6
+WORDS, WIDTH, LENGTH = 12, 8, 4
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
+
+
+class Tiny(nn.Module):
+    """Embedding and head are one weight."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.register_buffer("scale", torch.tensor(0.5))
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden) * self.scale
+
+
+def plugin(**fields: Any) -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(fsdp_version=2, **fields)
+
+
+blocks = functools.partial(
+    plugin, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+)
+sizes = functools.partial(ParallelismConfig, tp_plan=PLAN)
+# name: ranks, shares of the data, what the user asks for (made on the rank)
+MESHES: dict[str, tuple[int, int, Any]] = {
+    "fsdp": (2, 2, lambda: {"fsdp_plugin": plugin()}),
+    "fsdp, blocks": (2, 2, lambda: {"fsdp_plugin": blocks()}),
+    "fsdp, blocks by size": (
+        2,
+        2,
+        lambda: {
+            "fsdp_plugin": plugin(auto_wrap_policy="size_based_wrap", min_num_params=100),
+        },
+    ),
+    "fsdp, kept whole, on the host": (
+        2,
+        2,
+        lambda: {"fsdp_plugin": blocks(reshard_after_forward=False, cpu_offload=True)},
+    ),
+    "fsdp, forward twice": (
+        2,
+        2,
+        lambda: {"fsdp_plugin": blocks(activation_checkpointing=True)},
+    ),
+    "tensor": (2, 1, lambda: {"parallelism_config": sizes(tp_size=2)}),
+    "fsdp x tensor": (
+        4,
+        2,
+        lambda: {
+            "fsdp_plugin": blocks(),
+            "parallelism_config": sizes(dp_shard_size=2, tp_size=2),
+        },
+    ),
+    "replicas x tensor": (
+        4,
+        2,
+        lambda: {"parallelism_config": sizes(dp_replicate_size=2, tp_size=2)},
+    ),
+    "replicas x fsdp": (
+        4,
+        4,
+        lambda: {
+            "fsdp_plugin": blocks(),
+            "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
+        },
+    ),
+}
+
+
+def accelerator_for(mesh: str | None, **settings: Any) -> Accelerator:
+    asked = MESHES[mesh][2]() if mesh else {}
+    return Accelerator(cpu=True, **asked, **settings)
+
+
+def data(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(WORDS, (samples, LENGTH + 1), generator=generator)
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def make(case: dict[str, Any]) -> tuple[Tiny, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Tiny()
+    if case.get("optimizer") == "sgd":
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def train(mesh: str | None, case: dict[str, Any]) -> dict[str, Any]:
+    """The loop as a user writes it; the optimizer is made before ``prepare``."""
+    accelerator = accelerator_for(
+        mesh,
+        gradient_accumulation_steps=case.get("accumulate", 1),
+        mixed_precision=case.get("precision"),
+    )
+    model, optimizer = make(case)
+    loader = DataLoader(data(case.get("samples", 16)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seen: dict[str, Any] = {"losses": [], "norms": [], "samples": []}
+    for _ in range(2):
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                if case.get("whole"):
+                    loss = accelerator.forward_backward(model, inputs, targets, loss_of)
+                else:
+                    loss = loss_of(model(inputs), targets)
+                    accelerator.backward(loss)
+                if accelerator.sync_gradients and "clip" in case:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), case["clip"])
+                    seen["norms"].append(float(norm))
+                if accelerator.sync_gradients and "clip_value" in case:
+                    accelerator.clip_grad_value_(model.parameters(), case["clip_value"])
+                optimizer.step()
+                optimizer.zero_grad()
+            seen["losses"].append(float(accelerator.reduce(loss.detach(), "mean")))
+            seen["samples"] += accelerator.gather_for_metrics(inputs).tolist()
+    return {**seen, "weights": weights_of(accelerator, model)}
+
+
+def weights_of(accelerator: Accelerator, model: Any) -> dict[str, Any]:
+    state = accelerator.get_state_dict(model)
+    return {name: value.tolist() for name, value in state.items()}
+
+
+def twin(shares: int, case: dict[str, Any]) -> dict[str, Any]:
+    """Plain torch on the batches of all shares together."""
+    model, optimizer = make(case)
+    inputs, targets = data(case.get("samples", 16)).tensors
+    size, window = 2 * shares, case.get("accumulate", 1)
+    end = len(inputs) if shares == 1 else -(-len(inputs) // size) * size  # filled up
+    filled = [index % len(inputs) for index in range(end)]
+    batches = torch.tensor(filled).split(size)
+    seen: dict[str, Any] = {"losses": [], "norms": []}
+    for _ in range(2):
+        for number, batch in enumerate(batches, start=1):
+            loss = loss_of(model(inputs[batch]), targets[batch])
+            (loss / window).backward()
+            seen["losses"].append(float(loss.detach()))
+            if number % window and number < len(batches):
+                continue
+            if "clip" in case:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), case["clip"])
+                seen["norms"].append(float(norm))
+            if "clip_value" in case:
+                nn.utils.clip_grad_value_(model.parameters(), case["clip_value"])
+            optimizer.step()
+            optimizer.zero_grad()
+    state = model.state_dict()
+    return {**seen, "weights": {name: value.tolist() for name, value in state.items()}}
