@@ -19,7 +19,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training import collectives, devices
 from notebook_accel.training.accumulation import Window
 from notebook_accel.training.checkpoint import Checkpoints
-from notebook_accel.training.checkpoint.weights import save_model, save_object
+from notebook_accel.training.checkpoint.weights import save_object
 from notebook_accel.training.data import skip_first_batches
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.plan import make_plan, refuse_unbuilt, resolve_loaders, resolve_project
@@ -398,30 +398,46 @@ class Accelerator(WindowView):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights, in several files where they are large; all ranks call it."""
-        state = self.get_state_dict(model)
-        if self._writes:
-            save_model(state, Path(save_directory), max_shard_size, safe=safe_serialization)
-        self.wait_for_everyone()
+        """Write a model's weights, in several files where they are large.
+
+        All ranks call it; rank 0 alone may where each rank has the whole model.
+        """
+        self._checkpoints.save_model(
+            lambda: self.get_state_dict(model),
+            Path(save_directory),
+            max_shard_size,
+            safe=safe_serialization,
+            writes=self._writes,
+        )
 
     @property
     def _writes(self) -> bool:
         each_machine = self.project_configuration.save_on_each_node
         return self.is_local_main_process if each_machine else self.is_main_process
 
-    def save_state(self, output_dir: Path_ | None = None, safe_serialization: bool = True) -> str:
-        """Write a checkpoint of everything prepared and registered; all ranks call it.
+    def save_state(
+        self,
+        output_dir: Path_ | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Write a checkpoint of everything prepared and registered.
+
+        All ranks call it. Rank 0 alone may where each rank has the whole model; the checkpoint
+        then has no random state of the others.
 
         Args:
             output_dir: the folder, replaced in one step if it exists; None takes the next
                 number in ``project_dir/checkpoints``.
             safe_serialization: weights as safetensors.
+            **save_model_func_kwargs: accepted, for engines that save models themselves.
 
         Returns:
             the folder.
 
         Raises:
-            ConfigError: no folder was given and checkpoints are not numbered.
+            ConfigError: no folder was given and checkpoints are not numbered, or a state holds
+                what could not be read again without trusting the file.
         """
         return self._checkpoints.save(output_dir, safe=safe_serialization)
 
@@ -431,13 +447,16 @@ class Accelerator(WindowView):
         load_kwargs: dict[str, Any] | None = None,
         *,
         strict: bool = True,
+        **load_model_func_kwargs: Any,
     ) -> None:
         """Read a checkpoint into everything prepared and registered; all ranks call it.
 
         Args:
             input_dir: the folder; None takes the newest number in ``project_dir/checkpoints``.
-            load_kwargs: arguments of ``torch.load`` for all but weights.
+            load_kwargs: arguments of ``torch.load`` for all but weights;
+                ``{"weights_only": False}`` trusts the files.
             strict: whether names of weights must match.
+            **load_model_func_kwargs: accepted, for engines that load models themselves.
 
         Raises:
             FileNotFoundError: there is no such checkpoint, or it lacks something.

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
+import dataclasses
+import datetime as dt
+import decimal
+import enum
 import json
 import os
 import random
+import uuid
 import warnings
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from notebook_accel import Accelerator, ConfigError, ProjectConfiguration
+from notebook_accel import Accelerator, ConfigError, NotebookAccelError, ProjectConfiguration
 from notebook_accel.training import checkpoint
 from notebook_accel.training.checkpoint import atomic, weights
 from tests.training.harness import run_ranks
@@ -249,13 +257,127 @@ def test_files_run_no_code_when_they_are_read(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     accelerator, _, _, _, counter = setup()
-    counter.count = Evil()
     accelerator.save_state("state")
-    with pytest.raises(Exception, match="weights_only"):
+    counter.count = Evil()
+    with pytest.raises(ConfigError, match=r"the state of Counter holds \w+\.mkdir.*plain values"):
+        accelerator.save_state("state")
+    torch.save({"count": Evil()}, "state/custom_checkpoint_0.pkl")
+    with pytest.raises(
+        NotebookAccelError, match=r'custom_checkpoint_0\.pkl.*"weights_only": False'
+    ):
         accelerator.load_state("state")
     assert not Path("evil").exists()
     accelerator.load_state("state", load_kwargs={"weights_only": False})
     assert Path("evil").exists()
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@dataclasses.dataclass
+class Best:
+    epoch: int
+    history: list[float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    epoch: int
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+
+COMMON: dict[str, Any] = {
+    "datetime": dt.datetime.now(dt.timezone.utc),
+    "time": dt.timedelta(seconds=1),
+    "path": Path("a/b"),
+    "defaultdict": collections.defaultdict(list, {"a": [1]}),
+    "counting": collections.defaultdict(int, {"a": 1}),
+    "deque": collections.deque([1.0, 2.0], maxlen=5),
+    "enum": Colour.RED,
+    "dataclass": Best(1, [0.5]),
+    "frozen": Frozen(2),
+    "namedtuple": Pair(1, 2),
+    "namespace": SimpleNamespace(lr=0.1, weights=torch.ones(2)),
+    "arguments": argparse.Namespace(lr=0.1),
+    "float32": np.float32(1.5),
+    "int64": np.int64(3),
+    "bool": np.bool_(True),
+    "date": np.datetime64("2020-01-01"),
+    "array": np.arange(3.0),
+    "texts": np.array(["a"]),
+    "uuid": uuid.UUID(int=7),
+    "decimal": decimal.Decimal("1.5"),
+    "set": {1, 2},
+    "half": torch.ones(2, dtype=torch.bfloat16),
+    "dtype": torch.float16,
+}
+
+
+def test_states_of_common_types_come_back(tmp_path: Path) -> None:
+    accelerator, _, _, _, counter = setup()
+    counter.count = COMMON
+    accelerator.save_state(tmp_path / "state")
+    resumed = setup()
+    resumed[0].load_state(tmp_path / "state")
+    loaded: Any = resumed[4].count
+    assert {k: type(v) for k, v in loaded.items()} == {k: type(v) for k, v in COMMON.items()}
+    assert {k: repr(v) for k, v in loaded.items()} == {k: repr(v) for k, v in COMMON.items()}
+
+
+class Trusted:
+    value = 3
+
+
+def test_what_would_not_be_read_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    accelerator, _, _, _, counter = setup()
+    accelerator.save_state(tmp_path / "state")
+    for value, told in [
+        (nn.Linear(1, 1), r"custom_checkpoint_0\.pkl: .* holds torch\.nn\.modules\.linear\.Linear"),
+        (lambda: 1, "custom_checkpoint_0.*Counter cannot be saved"),
+        (Trusted(), r"Trusted.*add_safe_globals"),
+    ]:
+        counter.count = value
+        with pytest.raises(ConfigError, match=told):
+            accelerator.save_state(tmp_path / "state")
+    counter.count = 5
+    accelerator.load_state(tmp_path / "state")
+    assert counter.count == 0, "the one that could be saved is still there"
+    counter.count = Trusted()
+    with torch.serialization.safe_globals([Trusted]):
+        accelerator.save_state(tmp_path / "state")
+        accelerator.load_state(tmp_path / "state")
+    assert counter.count.value == 3
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+@pytest.mark.parametrize("damage", ["empty", "cut", "noise"])
+def test_a_broken_file_is_named(name: str, damage: str, tmp_path: Path) -> None:
+    parts = setup()
+    parts[0].save_state(tmp_path / "state")
+    path = tmp_path / "state" / name
+    whole = path.read_bytes()
+    damaged = {"empty": b"", "cut": whole[: len(whole) // 2], "noise": bytes(range(256))}
+    path.write_bytes(damaged[damage])
+    state = "empty" if damage == "empty" else "broken"
+    with pytest.raises(NotebookAccelError, match=rf"{name} is {state}.*earlier checkpoint"):
+        parts[0].load_state(tmp_path / "state")
+
+
+def test_a_position_that_numpy_would_crash_on_is_refused(tmp_path: Path) -> None:
+    parts = setup()
+    parts[0].save_state(tmp_path / "state")
+    path = tmp_path / "state" / "random_states_0.pkl"
+    states = torch.load(path)
+    kind, keys, _, *rest = states["numpy_random_seed"]
+    for position in (10**9, 625, -1):
+        torch.save({**states, "numpy_random_seed": (kind, keys, position, *rest)}, path)
+        with pytest.raises(NotebookAccelError, match=r"random_states_0\.pkl is broken.*0 to 624"):
+            parts[0].load_state(tmp_path / "state")
 
 
 def test_save_writes_whole_files(tmp_path: Path) -> None:

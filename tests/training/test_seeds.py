@@ -236,7 +236,7 @@ def all_loops(folder: str) -> Any:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_loops_of_the_articles_run(ranks: int, tmp_path: Path) -> None:
     found = run_ranks(all_loops, ranks, str(tmp_path))
-    files = ["custom_checkpoint_0.pkl", "model.safetensors", "optimizer.bin"]
+    files = ["custom_checkpoint_0.pkl", "loader.bin", "model.safetensors", "optimizer.bin"]
     files += [f"random_states_{rank}.pkl" for rank in range(ranks)]
     for one in found:
         assert one["full"] == {"steps": 12 // ranks, "rate": 0.0, "fell": True, "evaluated": 7}

@@ -16,7 +16,6 @@ import types
 from collections import ChainMap
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import cloudpickle
@@ -51,12 +50,6 @@ def itself(value: Any) -> Any:
 def notebook_object(index: int) -> Any:
     """The object that the notebook sent as number ``index``."""
     return _objects.get()[index]
-
-
-def import_named(name: str) -> types.ModuleType:
-    """The module of that name, imported if need be."""
-    import_module(name)
-    return sys.modules[name]
 
 
 def rebuild_storage(buffer: Any) -> Any:
@@ -205,11 +198,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
         self._settle_module(module.__name__)
-        is_plain = type(module) is types.ModuleType
-        if is_plain or sys.modules.get(module.__name__) is not module:
-            return NotImplemented
-        # torch.backends.cudnn and its like: cloudpickle knows modules by their exact type alone.
-        return import_named, (module.__name__,)
+        return NotImplemented
 
     def _settle_module(self, name: str | None) -> None:
         """Let cloudpickle send a module by value where another process could not import it."""
@@ -403,18 +392,9 @@ def load(data: Any, *, buffers: Sequence[Any] = (), objects: Sequence[Any] = ())
         data: the pickle.
         buffers: its out-of-band buffers.
         objects: what references to the notebook's own objects mean.
-
-    Raises:
-        RuntimeError: a class in it raised SystemExit, which must end nobody who only reads.
-        Exception: whatever else its classes raise.
     """
     with _resolving(objects):
-        try:
-            return pickle.loads(data, buffers=buffers)
-        except SystemExit as error:
-            raise RuntimeError(
-                f"a value cannot be made again in this process: its class raised {error!r}"
-            ) from error
+        return pickle.loads(data, buffers=buffers)
 
 
 @contextmanager

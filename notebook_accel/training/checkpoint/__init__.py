@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from notebook_accel.errors import ConfigError
-from notebook_accel.training.checkpoint.atomic import publish_folder, staging_folder, sweep
+from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.training.checkpoint.atomic import (
+    publish_folder,
+    replacing_file,
+    staging_folder,
+    sweep,
+)
+from notebook_accel.training.checkpoint.meeting import Meetings, Plan, describe, meetings
 from notebook_accel.training.checkpoint.random_states import get_random_states, set_random_states
+from notebook_accel.training.checkpoint.state_files import explain, read_state, write_state
 from notebook_accel.training.checkpoint.weights import (
     load_weights,
     numbered,
+    save_model,
     save_weights,
     with_ties,
 )
-from notebook_accel.training.collectives import broadcast_object_list
+from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.models import uncompiled
 from notebook_accel.training.notices import notice_once
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.nn import Module
 
@@ -37,10 +45,12 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoints"]
 
 _OURS = re.compile(
-    r"(model|pytorch_model|optimizer|scheduler)(_\d+)?\.(safetensors|bin)|scaler\.pt"
+    r"(model|pytorch_model|optimizer|scheduler|loader)(_\d+)?\.(safetensors|bin)|scaler\.pt"
     r"|(random_states|custom_checkpoint)_\d+\.pkl"
 )
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
+# How long a rank of another machine waits for its folder to appear: a shared disk may be slow.
+_FOLDER_SECONDS = 30.0
 
 
 class Checkpoints:
@@ -86,23 +96,115 @@ class Checkpoints:
         return _add_hook(self.load_hooks, hook)
 
     def save(self, output_dir: str | os.PathLike[str] | None, *, safe: bool) -> str:
-        """Write a checkpoint; all ranks call it, and it is whole when it returns."""
-        final, staged = self._agree_on_folders(output_dir)
-        weights = self._collect_weights()
-        writes_folder = self._make_folder(staged)
-        try:
-            self._run_save_hooks(weights, staged)
-            self._write(staged, weights, safe=safe)
-            self._plan.strategy.barrier()
-        except BaseException:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise
-        if writes_folder:
-            publish_folder(staged, final, is_ours=_is_ours)
+        """Write a checkpoint and give its folder; it is whole when this returns.
+
+        All ranks call it, or rank 0 alone, which then writes what is its own; a rank that does
+        not call it has no random state in the checkpoint.
+        """
+        if output_dir is None:
+            self._numbered_folder()  # raises on every rank alike where there is none
+        asked = "" if output_dir is None else str(_resolved(output_dir))
+        if self._meetings.is_lead:
+            return str(self._lead_save(asked, safe=safe))
+        final = self._follow_save(asked, safe=safe)
         if output_dir is None:
             self._number_next(final)
-        self._plan.strategy.barrier()
         return str(final)
+
+    @property
+    def _meetings(self) -> Meetings:
+        return meetings(self._plan.topology)
+
+    def _lead_save(self, asked: str, *, safe: bool) -> Path:
+        """Rank 0's way: it makes the folder, and puts it in its place once all have written."""
+        plan = self._meetings.lead(
+            asked,
+            lambda: self._make_folder(asked),
+            call="save_state()",
+            needs_all=self._plan.strategy.saves_together,
+        )
+        staged, final = Path(plan.staged), Path(plan.final)
+        try:
+            self._write(staged, safe=safe)
+            self._meetings.wait_for_members(plan)
+            publish_folder(staged, final, is_ours=_is_ours)
+            if not asked:
+                self._number_next(final)
+        except BaseException as error:
+            # In this order: a rank that finds the folder gone finds the reason too.
+            self._meetings.finish(plan, describe(error))
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        self._meetings.finish(plan)
+        return final
+
+    def _follow_save(self, asked: str, *, safe: bool) -> Path:
+        """The other ranks' way: they add their files to rank 0's folder."""
+        plan = self._meetings.follow(asked, call="save_state()")
+        staged, final = Path(plan.staged), Path(plan.final)
+        if self._plan.topology.process_index not in plan.members:
+            # Rank 0 had no patience left: the checkpoint is complete but for what is added here.
+            self._meetings.wait_until_done(plan)
+            self._run_save_hooks(self._collect_weights(), final)
+            if final.is_dir():
+                self._write_random_states(final)
+            return final
+        makes_own = False
+        try:
+            makes_own = self._make_on_other_disk(plan)
+            self._write(staged, safe=safe)
+        except BaseException as error:
+            # Rank 0 removes the folder when it fails: what fails here then is no cause.
+            self._meetings.raise_failure(plan)
+            self._meetings.report_written(plan, describe(error))
+            if makes_own:
+                shutil.rmtree(staged, ignore_errors=True)
+            raise
+        self._meetings.report_written(plan)
+        if makes_own:
+            self._meetings.wait_for_members(plan)
+            publish_folder(staged, final, is_ours=_is_ours)
+        self._meetings.wait_until_done(plan)
+        return final
+
+    def save_model(
+        self,
+        collect: Callable[[], dict[str, Any]],
+        folder: Path,
+        max_shard_size: int | str,
+        *,
+        safe: bool,
+        writes: bool,
+    ) -> None:
+        """Write one model's weights; all ranks call it, or rank 0 alone where it has them whole.
+
+        Args:
+            collect: gives the weights.
+            folder: where they go.
+            max_shard_size: of one file, in bytes or as text.
+            safe: as safetensors.
+            writes: whether this rank does.
+        """
+        asked, call = str(_resolved(folder)), "save_model()"
+        needs_all = self._plan.strategy.saves_together
+        if not self._meetings.is_lead:
+            plan = self._meetings.follow(asked, call=call)
+            if writes or needs_all:
+                save_if = save_model if writes else lambda *_, **__: None
+                save_if(collect(), folder, max_shard_size, safe=safe)
+            self._meetings.wait_until_done(plan)
+            return
+        # Nothing of the other ranks is in these files: where they are not needed to collect the
+        # weights, rank 0 does not wait for them.
+        plan = self._meetings.lead(
+            asked, lambda: (asked, asked), call=call, needs_all=needs_all, waits=False
+        )
+        try:
+            save_model(collect(), folder, max_shard_size, safe=safe)
+        except BaseException as error:
+            self._meetings.finish(plan, describe(error))
+            raise
+        self._meetings.finish(plan)
 
     def load(
         self,
@@ -123,7 +225,7 @@ class Checkpoints:
         for hook in tuple(self.load_hooks.values()):
             hook(models, str(folder))
         self._load_models(folder, models, strict=strict)
-        options = {"map_location": "cpu", "weights_only": True, **(load_kwargs or {})}
+        options = load_kwargs or {}
         for name, item in self._stateful():
             item.load_state_dict(_read(folder / name, options))
         self._load_scaler(folder, options)
@@ -132,19 +234,9 @@ class Checkpoints:
         if found and input_dir is None:
             self._project.iteration = int(found[1]) + 1
 
-    def _agree_on_folders(self, output_dir: Any) -> tuple[Path, Path]:
-        """Where the checkpoint is to be and where it is written, as rank 0 says."""
-        said: list[Any] = [None, None]
-        if self._plan.topology.process_index == 0:
-            final = self._target(output_dir)
-            sweep(final)
-            said = [str(final), str(staging_folder(final))]
-        final_text, staged_text = broadcast_object_list(said)
-        return Path(final_text), Path(staged_text)
-
     def _target(self, output_dir: str | os.PathLike[str] | None) -> Path:
         if output_dir is not None:
-            return Path(output_dir).expanduser().resolve()
+            return _resolved(output_dir)
         numbers = [number for number, _ in self._numbered()]
         number = max([self._project.iteration, *(taken + 1 for taken in numbers)])
         return self._numbered_folder().resolve() / f"checkpoint_{number}"
@@ -181,18 +273,25 @@ class Checkpoints:
             for _, folder in self._numbered()[:-limit]:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _make_folder(self, staged: Path) -> bool:
-        """Make the folder on every disk; whether this rank made it."""
-        place = self._plan.topology
-        if place.process_index == 0:
+    def _make_folder(self, asked: str) -> tuple[str, str]:
+        """Make the folder in which rank 0 writes; gives where the checkpoint will be, and this."""
+        final = self._target(asked or None)
+        sweep(final)
+        staged = staging_folder(final)
+        staged.mkdir(parents=True)
+        return str(final), str(staged)
+
+    def _make_on_other_disk(self, plan: Plan) -> bool:
+        """Make the folder where this machine does not see rank 0's; whether this rank did."""
+        staged = Path(plan.staged)
+        if plan.staged and self._plan.topology.local_process_index == 0 and not staged.exists():
             staged.mkdir(parents=True)
-        self._plan.strategy.barrier()
-        # A machine that does not see rank 0's folder has a disk of its own.
-        makes_own = place.local_process_index == 0 and not staged.exists()
-        if makes_own:
-            staged.mkdir(parents=True)
-        self._plan.strategy.barrier()
-        return place.process_index == 0 or makes_own
+            return True
+        deadline = time.monotonic() + _FOLDER_SECONDS
+        while not (plan.staged and staged.exists()) and time.monotonic() < deadline:
+            self._meetings.raise_failure(plan)
+            time.sleep(0.01)
+        return False
 
     def _collect_weights(self) -> list[dict[str, Any]]:
         state_dict = self._plan.strategy.state_dict
@@ -203,19 +302,32 @@ class Checkpoints:
         for hook in tuple(self.save_hooks.values()):
             hook(models, weights, str(staged))
 
-    def _write(self, folder: Path, weights: list[dict[str, Any]], *, safe: bool) -> None:
-        place = self._plan.topology
-        each_machine = self._project.save_on_each_node and place.local_process_index == 0
-        if place.process_index == 0 or each_machine:
+    def _write(self, folder: Path, *, safe: bool) -> None:
+        """Write this rank's part of a checkpoint."""
+        weights = self._collect_weights()
+        self._run_save_hooks(weights, folder)
+        here, strategy = self._plan.topology, self._plan.strategy
+        each_machine = self._project.save_on_each_node and here.local_process_index == 0
+        if here.process_index == 0 or each_machine:
             for index, state in enumerate(weights):
                 save_weights(state, folder, index, safe=safe)
             for name, item in self._stateful():
-                torch.save(item.state_dict(), folder / name)
-            if self._plan.strategy.scaling is not None:
-                torch.save(self._plan.strategy.scaling.scaler.state_dict(), folder / "scaler.pt")
-        states = get_random_states(place.device)
+                write_state(item.state_dict(), folder / name, type(item).__name__)
+            for name, loader in self._stateful_loaders():
+                torch.save(loader.state_dict(), folder / name)
+            if strategy.scaling is not None:
+                torch.save(strategy.scaling.scaler.state_dict(), folder / "scaler.pt")
+        self._write_random_states(folder)
+
+    def _write_random_states(self, folder: Path) -> None:
+        here = self._plan.topology
+        states = get_random_states(here.device)
         states["step"] = self._plan.accumulation.step
-        torch.save(states, folder / f"random_states_{place.process_index}.pkl")
+        states["loaders"] = [
+            loader.state_dict()["generators"] for _, loader in self._stateful_loaders()
+        ]
+        with replacing_file(folder / f"random_states_{here.process_index}.pkl") as path:
+            torch.save(states, path)
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
         """The files of everything that has a ``state_dict``, models aside."""
@@ -225,6 +337,12 @@ class Checkpoints:
             yield numbered("scheduler", index, ".bin"), scheduler
         for index, item in enumerate(self.custom):
             yield f"custom_checkpoint_{index}.pkl", item
+
+    def _stateful_loaders(self) -> Iterator[tuple[str, PreparedLoader]]:
+        """The files of the prepared loaders, which say how far each one is."""
+        for index, loader in enumerate(self._prepared.loaders):
+            if isinstance(loader, PreparedLoader):
+                yield numbered("loader", index, ".bin"), loader
 
     def _load_models(self, folder: Path, models: list[Module], *, strict: bool) -> None:
         for index, model in enumerate(map(uncompiled, models)):
@@ -245,18 +363,38 @@ class Checkpoints:
             notice_once("no scaler", f"{folder} has no loss scale: it begins anew")
 
     def _load_random_states(self, folder: Path) -> None:
-        place = self._plan.topology
-        path = folder / f"random_states_{place.process_index}.pkl"
+        here = self._plan.topology
+        path = folder / f"random_states_{here.process_index}.pkl"
         if not path.exists():
             notice_once(
                 "no random states",
-                f"{folder} has no random states for rank {place.process_index}: it was written "
-                "by fewer ranks; they stay as they are",
+                f"{folder} has no random states for rank {here.process_index}: fewer ranks took "
+                "part when it was written; they stay as they are",
             )
+            self._load_loaders(folder, [])
             return
-        states = _read(path, {"map_location": "cpu", "weights_only": True})
-        self._plan.accumulation.step = states.get("step", 0)
-        set_random_states(states, place.device)
+        states = read_state(path)
+        try:
+            set_random_states(states, here.device)
+            self._plan.accumulation.step = states.get("step", 0)
+        except Exception as error:
+            raise NotebookAccelError(explain(path, error)) from error
+        self._load_loaders(folder, states.get("loaders", []))
+
+    def _load_loaders(self, folder: Path, generators: Sequence[Mapping[str, Any]]) -> None:
+        """Let each loader go on where it was.
+
+        The position is rank 0's for all: ranks that disagree about it would wait for each other.
+        The random numbers are each rank's own, where it saved some.
+        """
+        for index, (name, loader) in enumerate(self._stateful_loaders()):
+            # A checkpoint of Accelerate has none, and one may have been made before this loader.
+            if not (folder / name).exists() or loader.is_iterated:
+                continue
+            state = read_state(folder / name)
+            if index < len(generators):
+                state = {**state, "generators": generators[index]}
+            loader.load_state_dict(state)
 
 
 def _add_hook(
@@ -284,13 +422,8 @@ def _describe(folder: Path) -> str:
 def _read(path: Path, options: dict[str, Any]) -> Any:
     if not path.exists():
         raise FileNotFoundError(f"{path.name} is not in {_describe(path.parent)}")
-    with torch.serialization.safe_globals(_numpy_types()):
-        return torch.load(path, **options)
+    return read_state(path, options)
 
 
-def _numpy_types() -> list[Any]:
-    """What arrays and numbers of numpy need to be read without trusting the file."""
-    core = cast("Any", getattr(np, "_core", None) or np.core)
-    kinds = {type(np.dtype(kind)) for kind in ("f4", "f8", "i4", "i8", "u4", "u8", "?")}
-    names = [core.multiarray._reconstruct, core.multiarray.scalar, np.ndarray, np.dtype]
-    return [*names, *kinds]
+def _resolved(folder: str | os.PathLike[str]) -> Path:
+    return Path(folder).expanduser().resolve()

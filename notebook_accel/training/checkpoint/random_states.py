@@ -12,9 +12,11 @@ from notebook_accel.training import devices
 
 __all__ = ["get_random_states", "set_random_states"]
 
+_NUMPY_WORDS = 624  # of the state of its Mersenne twister
+
 
 def get_random_states(device: torch.device) -> dict[str, Any]:
-    """Those of Python, numpy, torch and the rank's device, in plain values and tensors."""
+    """Give those of Python, numpy, torch and the rank's device, in plain values and tensors."""
     kind, keys, *rest = np.random.get_state()
     states = {
         "random_state": random.getstate(),
@@ -26,9 +28,16 @@ def get_random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Put back what :func:`get_random_states` gave."""
-    random.setstate(_as_tuple(states["random_state"]))
+    """Put back what :func:`get_random_states` gave.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not such a state.
+    """
     kind, keys, *rest = states["numpy_random_seed"]
+    if not 0 <= rest[0] <= _NUMPY_WORDS:
+        # numpy reads beyond its memory there, and the process dies.
+        raise ValueError(f"numpy's position is {rest[0]}: expected 0 to {_NUMPY_WORDS}")
+    random.setstate(_as_tuple(states["random_state"]))
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(states["torch_manual_seed"])
     own = states.get(_device_key(device))

@@ -9,11 +9,12 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from notebook_accel.errors import ConfigError
+from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.training.checkpoint.atomic import publish_folder, replacing_file, staging_folder
+from notebook_accel.training.checkpoint.state_files import explain, read_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -52,14 +53,21 @@ def save_weights(state: Mapping[str, Any], folder: Path, index: int, *, safe: bo
 
 
 def load_weights(folder: Path, index: int) -> dict[str, Any] | None:
-    """What :func:`save_weights` wrote, on the CPU; None where there is no such file."""
+    """Give what :func:`save_weights` wrote, on the CPU; None where there is no such file.
+
+    Raises:
+        NotebookAccelError: the file is empty or broken.
+    """
     safe = folder / numbered("model", index, ".safetensors")
     if safe.exists():
-        return _read_safely(safe)
+        try:
+            return _read_safely(safe)
+        except SafetensorError as error:
+            raise NotebookAccelError(explain(safe, error)) from error
     plain = folder / numbered("pytorch_model", index, ".bin")
     if not plain.exists():
         return None
-    state: dict[str, Any] = torch.load(plain, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = read_state(plain)
     return state
 
 

@@ -244,19 +244,48 @@ class PreparedLoader(DataLoader[Any]):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
+    @property
+    def is_iterated(self) -> bool:
+        """Whether a loop over this loader is under way."""
+        position = self._progress.position
+        return position is not None and position.loader is not None and not position.is_over
+
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the random states at its start, and the number of batches given in it."""
+        """Give the epoch, the random states at its start, and the number of batches given in it.
+
+        While the loop has the last batch, that is the start of the next epoch.
+        """
         progress, position = self._progress, self._progress.position
-        if position is None or position.is_over:
+        if position is None or position.is_over or position.end_of_dataloader:
             epoch, given, states = progress.iteration, 0, self._generator_states()
         else:
             epoch, given, states = position.epoch, position.given, progress.generators
-        return {"iteration": epoch, "given": given, "generators": states}
+        return {
+            "iteration": epoch,
+            "given": given,
+            "generators": states,
+            "seeds": [sampler.initial_seed for sampler in self._seedable_samplers()],
+            "total_batch_size": self.total_batch_size,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken: the next pass is the rest of that epoch."""
-        self.set_epoch(state_dict["iteration"])
-        self._progress.restored = state_dict
+        """Go on where ``state_dict`` was taken: the next pass is the rest of that epoch.
+
+        Where a step had another number of samples then (of more ranks, say), the rest begins with
+        the batch that holds the first sample not yet seen.
+        """
+        given, before = int(state_dict["given"]), state_dict.get("total_batch_size")
+        now = self.total_batch_size
+        if before and now and before != now:
+            given = given * int(before) // now
+        samplers = self._seedable_samplers()
+        for sampler, seed in zip(samplers, state_dict.get("seeds", []), strict=False):
+            sampler.restore_seed(int(seed))
+        self.set_epoch(int(state_dict["iteration"]))
+        self._progress.restored = {**state_dict, "given": given}
+
+    def _seedable_samplers(self) -> list[SeedableRandomSampler]:
+        return [one for one in samplers_of(self) if isinstance(one, SeedableRandomSampler)]
 
     def _generators(self) -> dict[str, torch.Generator]:
         named = {"workers": self.generator, "order": self.synchronized_generator}
@@ -306,9 +335,8 @@ class PreparedLoader(DataLoader[Any]):
                 continue
             if self.synchronized_generator is not None:
                 synchronize_rng_state(rng_type, self.synchronized_generator)
-            for sampler in samplers_of(self):
-                if isinstance(sampler, SeedableRandomSampler):
-                    sampler.agree_on_seed()
+            for sampler in self._seedable_samplers():
+                sampler.agree_on_seed()
 
     def _get_iterator(self) -> Any:
         # Torch draws the base seed of the workers from the loader's generator, alike on all

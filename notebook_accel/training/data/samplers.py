@@ -314,6 +314,11 @@ class SeedableRandomSampler(RandomSampler):
             (self.initial_seed,) = broadcast_object_list([self.initial_seed])
             self._is_agreed = True
 
+    def restore_seed(self, seed: int) -> None:
+        """Take the seed of a checkpoint, which all ranks read."""
+        self.initial_seed = seed
+        self._is_agreed = True
+
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch's order comes next."""
         self.epoch = epoch

@@ -94,6 +94,11 @@ class Strategy:
             self.topology.num_processes, self.topology.process_index
         )
 
+    @property
+    def saves_together(self) -> bool:
+        """Whether all ranks have to take part in saving a model, because it is spread over them."""
+        return self.saves_shards or self.mesh is not None
+
     def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
         """The models and optimizers of one call as they are to be used, in the same order."""
         for each in call.models:

@@ -1,0 +1,333 @@
+"""Which ranks take part in a save, found out without a collective.
+
+A script may save on all ranks, or on the main process alone (``if accelerator.is_main_process:``).
+Rank 0 cannot know which before the others come, and a collective that they never join would wait
+for ever. So the ranks leave notes in the store of the process group::
+
+    rank r:  here/r ----------------> waits for a plan ---> writes, wrote/r ---> waits for done/n
+    rank 0:  waits a little for here/* ---> plan ---> writes, waits for wrote/n/* ---> done/n
+
+Where the plan does not name a rank, because it came later than rank 0 had patience for, that rank
+adds its own file to the checkpoint once that is finished. How long rank 0 waits for the first
+other rank depends on what happened before at the same line of the script: a line under
+``is_main_process`` costs that wait once.
+
+Weights that are spread over the ranks cannot be saved by some of them. There everybody waits for
+everybody, and after a while an error names the ranks that are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launch.rank import current
+from notebook_accel.training.notices import notice_once
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from notebook_accel.training.topology import Topology
+
+__all__ = ["Meetings", "Patience", "Plan", "describe", "meetings"]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How many seconds ranks wait for each other."""
+
+    first: float = 2.0
+    """Of rank 0 for the first other rank, at a line that has not saved before."""
+    known: float = 10.0
+    """The same, at a line to which the others came the last time."""
+    rest: float = 30.0
+    """Of rank 0 for the other ranks, once one of them has come."""
+    notice: float = 10.0
+    """Until a line says who is missing, where all ranks are needed."""
+    missing: float = 300.0
+    """Until that is an error."""
+    rank_0: float = 1800.0
+    """Of the others for rank 0, which may do more than they do before it saves."""
+    written: float = 3600.0
+    """For the files of another rank, however slow its disk may be."""
+    other_folder: float = 5.0
+    """Of a rank that was not named until it takes a plan for another folder for its own."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What rank 0 says of one save."""
+
+    number: int
+    """Which save of rank 0 it is, from 1 on."""
+    asked: str
+    """The folder as the script gave it to rank 0, or nothing."""
+    position: int
+    """Collectives that rank 0 had been part of: equal on all ranks at one point of a script."""
+    final: str
+    """Where the checkpoint will be."""
+    staged: str
+    """Where it is written."""
+    members: tuple[int, ...]
+    """The other ranks that rank 0 waits for."""
+
+
+@dataclass
+class Meetings:
+    """The saves of one rank, as it agrees on them with the others.
+
+    Attributes:
+        topology: where this rank stands.
+        group: the process group in whose store the notes are; None without one.
+        patience: how long ranks wait.
+    """
+
+    topology: Topology
+    group: dist.ProcessGroup | None = None
+    patience: Patience = field(default_factory=Patience)
+    _num_calls: int = 0
+    _num_handled: int = 0
+    _met: dict[int, str] = field(default_factory=dict)
+    _came_before: dict[tuple[str, int], bool] = field(default_factory=dict)
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is rank 0, which decides."""
+        return self.topology.process_index == 0
+
+    @property
+    def others(self) -> range:
+        """All ranks but rank 0."""
+        return range(1, self.topology.num_processes)
+
+    def lead(
+        self,
+        asked: str,
+        choose: Callable[[], tuple[str, str]],
+        *,
+        call: str,
+        needs_all: bool = False,
+        waits: bool = True,
+    ) -> Plan:
+        """Wait for the other ranks, decide where to write, and tell them; rank 0 calls it.
+
+        Args:
+            asked: the folder that the script named, or nothing.
+            choose: gives the final and the staging folder.
+            call: what the script called, for messages.
+            needs_all: whether the save cannot go on without all ranks.
+            waits: False goes on alone, whoever may come.
+
+        Raises:
+            NotebookAccelError: all ranks are needed, and some did not come.
+        """
+        members: list[int] = []
+        if needs_all:
+            members = self._wait_for_all(call)
+        elif waits:
+            members = self._wait_for_some(asked)
+        for rank in members:
+            self._met[rank] = self._read(f"here/{rank}") or ""
+        self._num_handled += 1
+        number, position = self._num_handled, _position()
+        try:
+            final, staged = choose()
+        except BaseException as error:
+            plan = Plan(number, asked, position, asked, "", tuple(members))
+            self._announce(plan)
+            self.finish(plan, describe(error))
+            raise
+        plan = Plan(number, asked, position, final, staged, tuple(members))
+        self._announce(plan)
+        return plan
+
+    def _announce(self, plan: Plan) -> None:
+        if self.others:
+            self._store.set(f"plan/{plan.number}", json.dumps(vars(plan)))
+
+    def follow(self, asked: str, *, call: str) -> Plan:
+        """Tell rank 0 that this rank is here, and give what rank 0 says; the others call it.
+
+        Raises:
+            NotebookAccelError: rank 0 did not come.
+        """
+        own = self.topology.process_index
+        self._num_calls += 1
+        self._store.set(f"here/{own}", f"{self._num_calls} {asked}")
+        try:
+            return self._wait_for_plan(asked, call)
+        finally:
+            self._store.set(f"here/{own}", "")
+
+    def _wait_for_plan(self, asked: str, call: str) -> Plan:
+        own, position = self.topology.process_index, _position()
+        for waited in self._until(self.patience.rank_0):
+            for plan in self._new_plans():
+                num_alike = (plan.asked == asked) + (plan.position == position)
+                is_missed = num_alike == 2 or (num_alike and waited > self.patience.other_folder)
+                if own in plan.members or is_missed:
+                    self._num_handled = plan.number
+                    return plan
+        raise NotebookAccelError(
+            f"{call} on rank {own}: rank 0 did not come to it within {self.patience.rank_0:.0f} s. "
+            "Rank 0 writes the checkpoint: call it on all ranks, or on the main process alone"
+        )
+
+    def _new_plans(self) -> Iterator[Plan]:
+        number = self._num_handled
+        while text := self._read(f"plan/{(number := number + 1)}"):
+            fields = json.loads(text)
+            yield Plan(**{**fields, "members": tuple(fields["members"])})
+
+    def report_written(self, plan: Plan, error: str = "") -> None:
+        """Tell rank 0 that this rank has written its part, or why it could not."""
+        self._store.set(f"wrote/{plan.number}/{self.topology.process_index}", error)
+
+    def wait_for_members(self, plan: Plan) -> None:
+        """Wait until every member has written its part.
+
+        Raises:
+            NotebookAccelError: one of them could not.
+        """
+        for rank in plan.members:
+            error = self._wait_for(f"wrote/{plan.number}/{rank}", f"rank {rank}")
+            if error:
+                raise NotebookAccelError(f"rank {rank} could not write its part: {error}")
+
+    def finish(self, plan: Plan, error: str = "") -> None:
+        """Tell the others that the checkpoint is there, or why not; rank 0 calls it."""
+        if self.others:
+            self._store.set(f"done/{plan.number}", error)
+
+    def wait_until_done(self, plan: Plan) -> None:
+        """Wait until rank 0 has finished.
+
+        Raises:
+            NotebookAccelError: it could not.
+        """
+        self._wait_for(f"done/{plan.number}", "rank 0")
+        self.raise_failure(plan)
+
+    def raise_failure(self, plan: Plan) -> None:
+        """Raise what rank 0 failed with, if it has.
+
+        Raises:
+            NotebookAccelError: it has.
+        """
+        error = self._read(f"done/{plan.number}")
+        if error:
+            raise NotebookAccelError(f"rank 0 could not write {plan.final}: {error}")
+
+    def _wait_for_some(self, asked: str) -> list[int]:
+        """The ranks that take part, where rank 0 could also save alone."""
+        if not self.others:
+            return []
+        line = _calling_line()
+        came_before = self._came_before.get(line)
+        first = self.patience.known if came_before else self.patience.first
+        limit = 0.0 if came_before is False else first
+        here: list[int] = []
+        for waited in self._until(self.patience.rest):
+            here = [rank for rank in self.others if self._is_here(rank, asked)]
+            if len(here) == len(self.others) or (not here and waited >= limit):
+                break
+        self._came_before[line] = bool(here)
+        return here
+
+    def _wait_for_all(self, call: str) -> list[int]:
+        missing = list(self.others)
+        for waited in self._until(self.patience.missing):
+            missing = [rank for rank in self.others if not self._is_here(rank, None)]
+            if not missing:
+                return list(self.others)
+            if waited > self.patience.notice:
+                notice_once("waits to save", f"{call} on rank 0 waits for {_ranks(missing)}")
+        raise NotebookAccelError(
+            f"{call}: {_ranks(missing)} did not come to it within {self.patience.missing:.0f} s. "
+            "The weights are spread over the ranks, so all of them call it: take it out of "
+            "`if accelerator.is_main_process:`"
+        )
+
+    def _is_here(self, rank: int, asked: str | None) -> bool:
+        """Whether a rank has come anew, to save into the same folder where one is given."""
+        said = self._read(f"here/{rank}")
+        if not said or said == self._met.get(rank):
+            return False
+        return asked is None or said.partition(" ")[2] == asked
+
+    def _wait_for(self, key: str, who: str) -> str:
+        for _ in self._until(self.patience.written):
+            said = self._read(key)
+            if said is not None:
+                return said
+        raise NotebookAccelError(
+            f"{who} did not finish its part of a save within {self.patience.written:.0f} s"
+        )
+
+    def _until(self, limit: float) -> Iterator[float]:
+        """Seconds waited so far, again and again until the limit is reached; at least once."""
+        # In slices, so that an interrupt is heard; the store's own wait would not hear it.
+        began, pause = time.monotonic(), 0.0005
+        waited = 0.0
+        while True:
+            yield waited
+            if waited >= limit:
+                return
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
+            waited = time.monotonic() - began
+
+    def _read(self, key: str) -> str | None:
+        store = self._store
+        return store.get(key).decode() if store.check([key]) else None
+
+    @property
+    def _store(self) -> Any:
+        default = distributed_c10d._get_default_store()
+        return distributed_c10d.PrefixStore("notebook_accel/saves", default)
+
+
+def meetings(topology: Topology) -> Meetings:
+    """Those of this rank: all of its Accelerators count their saves together, as the notes do."""
+    shared = current().shared
+    found: Meetings | None = shared.get(Meetings)
+    group = distributed_c10d._get_default_group() if dist.is_initialized() else None
+    if found is None or found.group is not group:
+        # A group that was made anew has a store without notes.
+        found = shared[Meetings] = Meetings(topology, group)
+    return found
+
+
+def _position() -> int:
+    """Collectives so far, where the backend counts them: equal on ranks at the same point."""
+    if not dist.is_initialized():
+        return 0
+    try:
+        group: Any = distributed_c10d._get_default_group()
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # a backend that does not count
+        return 0
+
+
+def _calling_line() -> tuple[str, int]:
+    """The line of the script that saves: the innermost one outside of this package."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back and str(frame.f_globals.get("__name__")).startswith("notebook_accel."):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def describe(error: BaseException) -> str:
+    """An error on one line, for the other ranks."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,194 @@
+"""Files of states (of optimizers, schedulers, custom objects): read without trusting them.
+
+A pickle may name any function and have it called. What is read here may name only what is known
+to do no harm: what torch itself allows, the common types of Python and numpy, and enums and plain
+dataclasses of modules that the program has imported already. A file that names anything else is
+refused as it is written, where the remedy is still at hand, and not weeks later.
+"""
+
+from __future__ import annotations
+
+import _compat_pickle
+import argparse
+import collections
+import datetime as dt
+import decimal
+import enum
+import fractions
+import pathlib
+import pickle
+import sys
+import types
+import uuid
+from functools import cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import _weights_only_unpickler
+
+from notebook_accel.errors import ConfigError, NotebookAccelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["explain", "read_state", "write_state"]
+
+_COMMON_TYPES = (
+    *(bool, int, float, complex, str, bytes, bytearray),
+    *(list, tuple, dict, set, frozenset, range, slice, object),
+    *(collections.defaultdict, collections.deque, collections.Counter, collections.OrderedDict),
+    *(dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone),
+    *(decimal.Decimal, fractions.Fraction, uuid.UUID, uuid.SafeUUID),
+    *(types.SimpleNamespace, argparse.Namespace),
+    *(pathlib.Path, pathlib.PosixPath, pathlib.WindowsPath),
+    *(pathlib.PurePath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
+)
+
+
+def write_state(state: Any, path: Path, owner: str) -> None:
+    """Write a state to a file that :func:`read_state` reads.
+
+    Args:
+        state: what ``state_dict()`` gave.
+        path: of the file.
+        owner: whose state it is, for messages.
+
+    Raises:
+        ConfigError: it holds what cannot be pickled, or would not be read without trusting the
+            file.
+    """
+    try:
+        torch.save(state, path)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise ConfigError(
+            f"{path.name}: the state of {owner} cannot be saved: {error}. Give plain values in its "
+            "state_dict()"
+        ) from error
+    named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    refused = sorted(name for name in named if _find(*name.rpartition(".")[::2]) is None)
+    if refused:
+        raise ConfigError(
+            f"{path.name}: the state of {owner} holds {', '.join(refused)}, which load_state would "
+            "not read, since a file that names it could run any code. Give plain values in its "
+            "state_dict() (dataclasses.asdict, str, tolist, ...), or call "
+            "torch.serialization.add_safe_globals([...]) with what you trust, both when saving "
+            "and when loading"
+        )
+
+
+def read_state(path: Path, options: dict[str, Any] | None = None) -> Any:
+    """Give what a file holds, on the CPU unless the options say otherwise.
+
+    Args:
+        path: of the file.
+        options: further arguments of ``torch.load``; with ``weights_only=False`` the file is
+            trusted.
+
+    Raises:
+        NotebookAccelError: the file is empty or broken, or names what is not known to be safe.
+    """
+    options = {"map_location": "cpu", **(options or {})}
+    if options.pop("weights_only", True):
+        options["pickle_module"] = _SafePickle
+    try:
+        return torch.load(path, weights_only=False, **options)
+    except _UnknownNameError as error:
+        raise NotebookAccelError(
+            f"{path} names {error}, which is not read, since a file that names it could run any "
+            'code. If you trust the file: load_state(..., load_kwargs={"weights_only": False})'
+        ) from error
+    except Exception as error:
+        raise NotebookAccelError(explain(path, error)) from error
+
+
+def explain(path: Path, error: Exception) -> str:
+    """Say of a file that could not be read what is wrong with it."""
+    size = path.stat().st_size if path.exists() else 0
+    state = f"broken ({size:,} bytes)" if size else "empty"
+    return (
+        f"{path} is {state}: {type(error).__name__}: {error}. Load an earlier checkpoint; this one "
+        "was damaged after it was written, or copied in part"
+    )
+
+
+class _UnknownNameError(pickle.UnpicklingError):
+    """A pickle names something that it may not."""
+
+
+class _SafeUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = _find(module, name)
+        if found is None:
+            raise _UnknownNameError(f"{module}.{name}")
+        return found
+
+
+# What torch.load takes as its pickle module.
+_SafePickle = SimpleNamespace(
+    __name__="safe pickle",
+    Unpickler=_SafeUnpickler,
+    load=lambda file, **options: _SafeUnpickler(file, **options).load(),
+    UnpicklingError=pickle.UnpicklingError,
+)
+
+
+def _find(module: str, name: str) -> Any:
+    """What a pickle means by a name, if it is known to be safe, else None."""
+    # Pickles of protocol 2, which torch writes, have Python 2's names.
+    module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
+    module = _compat_pickle.IMPORT_MAPPING.get(module, module)
+    known = _known().get(f"{module}.{name}") or _of_user().get(f"{module}.{name}")
+    if known is not None:
+        return known
+    found: Any = sys.modules.get(module)  # nothing is imported because a file names it
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and _is_plain(found) else None
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether making one runs none of its code: an enum's member, or fields and nothing else."""
+    if issubclass(kind, enum.Enum):
+        return True
+    if issubclass(kind, tuple):
+        return hasattr(kind, "_fields") and kind.__bases__ == (tuple,)
+    # A class that inherits from a dataclass may have an __init__ of its own.
+    settings = vars(kind).get("__dataclass_params__")
+    if settings is None or not settings.init or kind.__new__ is not object.__new__:
+        return False
+    ways = ("__post_init__", "__setstate__", "__reduce__", "__reduce_ex__")
+    own = {name for name in ways if getattr(kind, name, None) is not getattr(object, name, None)}
+    if own == {"__setstate__"}:  # frozen ones with slots get theirs from dataclasses
+        set_state: Any = kind.__setstate__  # type: ignore[attr-defined]
+        return bool(set_state.__module__ == "dataclasses")
+    return not own
+
+
+def _of_user() -> dict[str, Any]:
+    """What the user told torch to trust."""
+    named = (
+        item if isinstance(item, tuple) else (item, f"{item.__module__}.{item.__qualname__}")
+        for item in torch.serialization.get_safe_globals()
+    )
+    return {name: value for value, name in named}
+
+
+@cache
+def _known() -> dict[str, Any]:
+    """Names that a pickle may have, as it spells them, and what they mean."""
+    known: dict[str, Any] = dict(_weights_only_unpickler._get_allowed_globals())
+    kinds = {type(np.dtype(code)) for code in np.typecodes["All"]}
+    numbers = {np.dtype(code).type for code in np.typecodes["All"]}
+    for kind in (*_COMMON_TYPES, np.ndarray, np.dtype, *kinds, *numbers):
+        known[f"{kind.__module__}.{kind.__qualname__}"] = kind
+    core = cast("Any", getattr(np, "_core", None) or np.core)
+    # numpy 2 moved its core; files of either version name their own.
+    for place in ("numpy._core", "numpy.core"):
+        known[f"{place}.multiarray._reconstruct"] = core.multiarray._reconstruct
+        known[f"{place}.multiarray.scalar"] = core.multiarray.scalar
+        known[f"{place}.numeric._frombuffer"] = core.numeric._frombuffer
+    known["pathlib._local.PosixPath"] = pathlib.PosixPath  # Python 3.13
+    known["pathlib._local.WindowsPath"] = pathlib.WindowsPath
+    return known

@@ -1,0 +1,214 @@
+"""Saving on all ranks, on some, or on the main process alone: nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from notebook_accel import Accelerator, NotebookAccelError
+from notebook_accel.training.checkpoint import meeting
+from notebook_accel.training.collectives import wait
+from notebook_accel.training.strategies.ddp import DataParallel
+from tests.training.harness import run_ranks
+
+QUICK = meeting.Patience(first=0.3, known=5, rest=5, notice=0.1, missing=0.5, rank_0=5)
+
+
+def setup(patience: meeting.Patience = QUICK) -> Any:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator._checkpoints._meetings.patience = patience
+    return accelerator, model, optimizer
+
+
+def train(accelerator: Any, model: Any, optimizer: Any) -> None:
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def saves_on_the_main_process(folder: Path) -> dict[str, Any]:
+    parts = setup()
+    accelerator, model, _ = parts
+    seconds = []
+    for epoch in range(3):
+        train(*parts)
+        began = time.monotonic()
+        if accelerator.is_main_process:
+            accelerator.save_state(folder / f"best_{epoch}")
+            accelerator.save_model(model, folder / "model")
+        seconds.append(time.monotonic() - began)
+        accelerator.save_state(folder / "last")
+    accelerator.load_state(folder / "last")
+    wait()
+    found = {name: files(folder / name) for name in files(folder)}
+    accelerator.load_state(folder / "best_2")
+    return {"files": found, "later": seconds[1:]}
+
+
+def saves_late(folder: Path) -> dict[str, Any]:
+    """Rank 1 comes to the save when rank 0 has gone on without it."""
+    accelerator, *_ = setup()
+    if accelerator.is_main_process:
+        path = accelerator.save_state(folder / "state")
+        alone = files(folder / "state")
+        wait()
+    else:
+        # It has no collective in between: the position stays that of rank 0.
+        while not (folder / "state").exists():
+            time.sleep(0.01)
+        path, alone = accelerator.save_state(folder / "state"), []
+        wait()
+    wait()
+    return {"path": path, "alone": alone, "both": files(folder / "state")}
+
+
+def saves_to_two_folders(folder: Path) -> dict[str, Any]:
+    """Each rank made up a name of its own, from the time say: rank 0's counts."""
+    accelerator, *_ = setup(meeting.Patience(first=0.2, other_folder=0.5))
+    path = accelerator.save_state(folder / f"at_{accelerator.process_index}")
+    wait()
+    return {
+        "path": Path(path).name,
+        "files": {name: files(folder / name) for name in files(folder)},
+    }
+
+
+def saves_models_in_a_row(folder: Path) -> list[str]:
+    accelerator, model, _ = setup()
+    if not accelerator.is_main_process:
+        time.sleep(0.5)  # rank 0 is through with both by then
+    accelerator.save_model(model, folder / "encoder")
+    accelerator.save_model(model, folder / "decoder")
+    return files(folder)
+
+
+def fails_on(rank: int, folder: Path) -> str:
+    accelerator, *_ = setup()
+
+    def hook(models: Any, weights: Any, output_dir: str) -> None:
+        if accelerator.process_index == rank:
+            raise OSError("disk full")
+
+    accelerator.register_save_state_pre_hook(hook)
+    try:
+        accelerator.save_state(folder / "state")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        wait()
+
+
+def saves_what_is_spread(folder: Path) -> str:
+    """Rank 0 alone, where each rank has only a part of the model."""
+    DataParallel.saves_together = property(lambda self: True)  # type: ignore[assignment,method-assign]
+    accelerator, model, _ = setup()
+    told = ""
+    for save in (
+        lambda: accelerator.save_state(folder / "state"),
+        lambda: accelerator.save_model(model, folder / "model"),
+    ):
+        if accelerator.is_main_process:
+            try:
+                save()
+            except NotebookAccelError as error:
+                told += str(error)
+        wait()
+    accelerator.save_state(folder / "all")
+    return told + str(files(folder))
+
+
+def comes_without_rank_0(folder: Path) -> str:
+    accelerator, *_ = setup(meeting.Patience(rank_0=0.2))
+    told = ""
+    if not accelerator.is_main_process:
+        try:
+            accelerator.save_state(folder / "state")
+        except NotebookAccelError as error:
+            told = str(error)
+    wait()
+    return told
+
+
+def all_cases(folder: str) -> dict[str, Any]:
+    root = Path(folder)
+    cases: dict[str, Any] = {
+        "main": saves_on_the_main_process,
+        "late": saves_late,
+        "two": saves_to_two_folders,
+        "row": saves_models_in_a_row,
+        "rank 0 fails": lambda folder: fails_on(0, folder),
+        "rank 1 fails": lambda folder: fails_on(1, folder),
+        "not rank 0": comes_without_rank_0,
+        "spread": saves_what_is_spread,
+    }
+    results = {}
+    for name, case in cases.items():
+        (root / name).mkdir(exist_ok=True)
+        wait()
+        results[name] = case(root / name)
+        wait()
+    return results
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(all_cases, 2, str(tmp_path_factory.mktemp("saves")))
+
+
+OWN = ["model.safetensors", "optimizer.bin", "random_states_0.pkl"]
+ALL = [*OWN, "random_states_1.pkl"]
+
+
+def test_the_main_process_saves_alone(both: list[dict[str, Any]]) -> None:
+    for got in both:
+        assert got["main"]["files"] == {
+            **{f"best_{epoch}": OWN for epoch in range(3)},
+            "last": ALL,
+            "model": ["model.safetensors"],
+        }
+    assert max(both[0]["main"]["later"]) < QUICK.first, "it waits for the others once a line"
+
+
+def test_a_rank_that_comes_late_adds_what_is_its_own(both: list[dict[str, Any]]) -> None:
+    assert both[0]["late"]["alone"] == OWN
+    assert [got["late"]["both"] for got in both] == [ALL, ALL]
+    assert both[0]["late"]["path"] == both[1]["late"]["path"]
+
+
+def test_the_folder_is_rank_0s(both: list[dict[str, Any]]) -> None:
+    for got in both:
+        assert got["two"] == {"path": "at_0", "files": {"at_0": ALL}}
+
+
+def test_models_that_are_saved_in_a_row_are_not_confused(both: list[dict[str, Any]]) -> None:
+    assert [got["row"] for got in both] == [["decoder", "encoder"]] * 2
+
+
+def test_a_rank_that_cannot_write_is_named_to_the_others(both: list[dict[str, Any]]) -> None:
+    assert both[0]["rank 0 fails"] == "OSError: disk full"
+    assert "rank 0 could not write" in both[1]["rank 0 fails"]
+    assert "OSError: disk full" in both[1]["rank 0 fails"]
+    assert both[1]["rank 1 fails"] == "OSError: disk full"
+    assert "rank 1 could not write its part: OSError: disk full" in both[0]["rank 1 fails"]
+
+
+def test_where_all_are_needed_the_missing_are_named(both: list[dict[str, Any]]) -> None:
+    told = both[0]["spread"]
+    for call in ("save_state()", "save_model()"):
+        assert f"{call}: rank 1 did not come to it within" in told
+    assert "is_main_process" in told
+    assert told.endswith("['all']")
+    assert "rank 0 did not come to it within 0 s" in both[1]["not rank 0"]
