@@ -19,6 +19,7 @@ import torch
 from notebook_accel.config import parse_flag
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import environment
+from notebook_accel.training.notices import notice_once
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -166,11 +167,7 @@ class FullyShardedDataParallelPlugin:
         return str(self.state_dict_type.name) != "FULL_STATE_DICT"
 
     def wrap_policy(self, model: Module) -> Callable[..., bool] | None:
-        """The function that chooses the modules to be gathered on their own; None for none.
-
-        Raises:
-            ConfigError: "transformer_based_wrap" finds no class of the names in the model.
-        """
+        """The function that chooses the modules to be gathered on their own; None for none."""
         if callable(self.auto_wrap_policy):
             return self.auto_wrap_policy  # type: ignore[no-any-return]
         from torch.distributed.fsdp import wrap
@@ -184,11 +181,14 @@ class FullyShardedDataParallelPlugin:
         names = self.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None)
         kinds = {type(part) for part in model.modules() if type(part).__name__ in (names or ())}
         if not kinds:
-            raise ConfigError(
+            # No error: of two models that are prepared, one may have no such layers.
+            notice_once(
+                f"wrap {type(model).__name__}",
                 f'auto_wrap_policy="transformer_based_wrap" found none of the classes '
-                f"{list(names or [])} in {type(model).__name__}: name its layers' class in "
-                "transformer_cls_names_to_wrap"
+                f"{list(names or [])} in {type(model).__name__}, which is gathered as a whole: "
+                "name its layers' class in transformer_cls_names_to_wrap",
             )
+            return None
         return functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=kinds)
 
     def precision_policy(self, dtype: torch.dtype | None) -> MixedPrecisionPolicy:

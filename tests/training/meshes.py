@@ -23,9 +23,11 @@ from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, Parallel
 __all__ = [
     "FLOAT_ERROR",
     "MESHES",
+    "WORDS",
     "Block",
     "Tiny",
     "accelerator_for",
+    "blocks",
     "data",
     "loss_of",
     "make",

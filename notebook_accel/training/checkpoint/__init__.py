@@ -20,24 +20,16 @@ from notebook_accel.training.checkpoint.atomic import (
     sweep,
 )
 from notebook_accel.training.checkpoint.meeting import Meetings, Plan, describe, meetings
+from notebook_accel.training.checkpoint.parts import Parts
 from notebook_accel.training.checkpoint.random_states import get_random_states, set_random_states
 from notebook_accel.training.checkpoint.state_files import explain, read_state, write_state
-from notebook_accel.training.checkpoint.weights import (
-    load_weights,
-    numbered,
-    save_model,
-    save_weights,
-    with_ties,
-)
+from notebook_accel.training.checkpoint.weights import numbered, save_model
 from notebook_accel.training.data.loaders import PreparedLoader
-from notebook_accel.training.models import uncompiled
 from notebook_accel.training.notices import notice_once
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch.nn import Module
 
     from notebook_accel.training.prepare import Preparation
     from notebook_accel.training.settings import ProjectConfiguration
@@ -46,7 +38,7 @@ __all__ = ["Checkpoints"]
 
 _OURS = re.compile(
     r"(model|pytorch_model|optimizer|scheduler|loader)(_\d+)?\.(safetensors|bin)|scaler\.pt"
-    r"|(random_states|custom_checkpoint)_\d+\.pkl"
+    r"|(random_states|custom_checkpoint)_\d+\.pkl|pytorch_model_fsdp_\d+|optimizer_\d+"
 )
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 # How long a rank of another machine waits for its folder to appear: a shared disk may be slow.
@@ -145,7 +137,7 @@ class Checkpoints:
         if self._plan.topology.process_index not in plan.members:
             # Rank 0 had no patience left: the checkpoint is complete but for what is added here.
             self._meetings.wait_until_done(plan)
-            self._run_save_hooks(self._collect_weights(), final)
+            self._run_save_hooks(self._parts.collect_weights(), final)
             if final.is_dir():
                 self._write_random_states(final)
             return final
@@ -224,8 +216,11 @@ class Checkpoints:
         models = [known.inner for known in self._prepared.models]
         for hook in tuple(self.load_hooks.values()):
             hook(models, str(folder))
-        self._load_models(folder, models, strict=strict)
         options = load_kwargs or {}
+        try:
+            self._parts.read(folder, options, strict=strict)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error} is not in {_describe(folder)}") from None
         for name, item in self._stateful():
             item.load_state_dict(_read(folder / name, options))
         self._load_scaler(folder, options)
@@ -293,9 +288,13 @@ class Checkpoints:
             time.sleep(0.01)
         return False
 
-    def _collect_weights(self) -> list[dict[str, Any]]:
-        state_dict = self._plan.strategy.state_dict
-        return [state_dict(uncompiled(known.inner), full=True) for known in self._prepared.models]
+    @property
+    def _parts(self) -> Parts:
+        return Parts(
+            self._plan.strategy,
+            [known.inner for known in self._prepared.models],
+            [known.optimizer for known in self._prepared.optimizers],
+        )
 
     def _run_save_hooks(self, weights: list[dict[str, Any]], staged: Path) -> None:
         models = [known.inner for known in self._prepared.models]
@@ -304,13 +303,14 @@ class Checkpoints:
 
     def _write(self, folder: Path, *, safe: bool) -> None:
         """Write this rank's part of a checkpoint."""
-        weights = self._collect_weights()
+        parts = self._parts
+        weights = parts.collect_weights()
         self._run_save_hooks(weights, folder)
         here, strategy = self._plan.topology, self._plan.strategy
         each_machine = self._project.save_on_each_node and here.local_process_index == 0
-        if here.process_index == 0 or each_machine:
-            for index, state in enumerate(weights):
-                save_weights(state, folder, index, safe=safe)
+        writes = here.process_index == 0 or each_machine
+        parts.write(weights, folder, safe=safe, writes=writes)
+        if writes:
             for name, item in self._stateful():
                 write_state(item.state_dict(), folder / name, type(item).__name__)
             for name, loader in self._stateful_loaders():
@@ -330,9 +330,7 @@ class Checkpoints:
             torch.save(states, path)
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
-        """The files of everything that has a ``state_dict``, models aside."""
-        for index, optimizer in enumerate(self._prepared.optimizers):
-            yield numbered("optimizer", index, ".bin"), optimizer
+        """The files of everything that has a ``state_dict``, models and optimizers aside."""
         for index, scheduler in enumerate(self._prepared.schedulers):
             yield numbered("scheduler", index, ".bin"), scheduler
         for index, item in enumerate(self.custom):
@@ -343,15 +341,6 @@ class Checkpoints:
         for index, loader in enumerate(self._prepared.loaders):
             if isinstance(loader, PreparedLoader):
                 yield numbered("loader", index, ".bin"), loader
-
-    def _load_models(self, folder: Path, models: list[Module], *, strict: bool) -> None:
-        for index, model in enumerate(map(uncompiled, models)):
-            state = load_weights(folder, index)
-            if state is None:
-                raise FileNotFoundError(
-                    f"{numbered('model', index, '.safetensors')} is not in {_describe(folder)}"
-                )
-            self._plan.strategy.load_state_dict(model, with_ties(state, model), strict=strict)
 
     def _load_scaler(self, folder: Path, options: dict[str, Any]) -> None:
         scaling = self._plan.strategy.scaling

@@ -79,10 +79,23 @@ def write_safely(state: Mapping[str, torch.Tensor], path: Path) -> None:
 
 def with_ties(state: dict[str, Any], model: Module) -> dict[str, Any]:
     """``state`` with the names that ``model`` ties to others, where they were left out."""
-    own = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
-    _, ties = _untie(own)
-    names = {name: kept for name, kept in ties.items() if name not in state and kept in state}
-    return {**state, **{name: state[kept] for name, kept in names.items()}}
+    several: dict[Any, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if torch.is_tensor(value) and value.numel():
+            several.setdefault(_memory_of(value), []).append(name)
+    filled = dict(state)
+    for names in several.values():
+        kept = next((name for name in names if name in state), None)
+        if kept is not None:
+            filled.update({name: state[kept] for name in names if name not in state})
+    return filled
+
+
+def _memory_of(value: torch.Tensor) -> Any:
+    """What tied weights have in common: the same memory, seen the same way."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return id(value)  # one in parts has no memory of its own
+    return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
 
 
 def save_object(obj: Any, target: Any, *, safe: bool) -> None:

@@ -128,18 +128,22 @@ class MeshParallel(Strategy):
             super().clip_grad_value(group, clip_value)
 
     def state_dict(self, model: Module, *, full: bool) -> dict[str, Any]:
-        state = model.state_dict()
         if not full:
-            return state
+            return model.state_dict()
         config = self.plugin.state_dict_config
         keeps = not getattr(config, "rank0_only", False) or self.topology.process_index == 0
         to_cpu = getattr(config, "offload_to_cpu", False)
+        joined: dict[int, Any] = {}  # by identity: tied names share their whole weight, too
         whole: dict[str, Any] = {}
-        for name, value in state.items():
-            # One after the other: only where they are kept do they ever lie side by side.
-            joined = dtensors.make_whole(value, to_cpu=to_cpu)
+        for name, value in model.state_dict(keep_vars=True).items():
+            if id(value) not in joined:
+                # One after the other, so that whole weights lie side by side only where they are
+                # kept; and all ranks join the same ones, whether they keep them or not.
+                made = dtensors.make_whole(value, to_cpu=to_cpu)
+                made = made.detach() if torch.is_tensor(made) else made
+                joined[id(value)] = made if keeps else None
             if keeps:
-                whole[name] = joined
+                whole[name] = joined[id(value)]
         return whole
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -1,0 +1,122 @@
+"""Models and optimizers in a checkpoint: whole files of rank 0, or parts that every rank writes.
+
+The strategy says how they are written. How they are read is said by what the folder holds: either
+kind loads under every strategy, one process included.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.training.checkpoint.state_files import read_state, write_state
+from notebook_accel.training.checkpoint.weights import (
+    load_weights,
+    numbered,
+    save_weights,
+    with_ties,
+)
+from notebook_accel.training.models import uncompiled
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from notebook_accel.training.strategies import Strategy
+
+__all__ = ["Parts"]
+
+
+class Parts:
+    """What was prepared, as a checkpoint takes it.
+
+    Attributes:
+        strategy: spreads them over the ranks.
+        models: without wrapper.
+        optimizers: the user's own, without wrapper.
+    """
+
+    def __init__(
+        self, strategy: Strategy, models: Sequence[Module], optimizers: Sequence[Optimizer]
+    ) -> None:
+        self.strategy = strategy
+        self.models = [uncompiled(model) for model in models]
+        self.optimizers = list(optimizers)
+
+    def collect_weights(self) -> list[dict[str, Any]]:
+        """The weights of each model as they are written: whole, or this rank's parts."""
+        full = not self.strategy.saves_shards
+        return [self.strategy.state_dict(model, full=full) for model in self.models]
+
+    def write(
+        self, weights: Sequence[dict[str, Any]], folder: Path, *, safe: bool, writes: bool
+    ) -> None:
+        """Write the weights and the optimizers' states.
+
+        Args:
+            weights: from :meth:`collect_weights`; hooks may have taken some out.
+            folder: of the checkpoint.
+            safe: whole weights as safetensors.
+            writes: whether this rank writes what is whole.
+        """
+        if self.strategy.saves_shards:
+            # Imported here: torch's distributed checkpoints take 0.3 s, for sharded training alone.
+            from notebook_accel.training.checkpoint import sharded
+
+            for index, state in enumerate(weights):
+                sharded.write_model(state, folder, index)
+            names = sharded.names_of(self.models)
+            for index, optimizer in enumerate(self.optimizers):
+                sharded.write_optimizer(optimizer, names, folder, index)
+            return
+        if writes:
+            for index, state in enumerate(weights):
+                save_weights(state, folder, index, safe=safe)
+        for index, optimizer in enumerate(self.optimizers):
+            # Every rank takes part in joining what is in parts; one at a time for the memory.
+            state = self.strategy.optimizer_state(optimizer)
+            if writes:
+                path = folder / numbered("optimizer", index, ".bin")
+                write_state(state, path, type(optimizer).__name__)
+
+    def read(self, folder: Path, options: dict[str, Any], *, strict: bool) -> None:
+        """Read them all.
+
+        Args:
+            folder: of the checkpoint.
+            options: arguments of ``torch.load`` for optimizers' files.
+            strict: whether names of weights must match.
+
+        Raises:
+            FileNotFoundError: a model or an optimizer is not in the folder.
+        """
+        for index, model in enumerate(self.models):
+            self._read_model(model, folder, index, strict=strict)
+        for index, optimizer in enumerate(self.optimizers):
+            self._read_optimizer(optimizer, folder, index, options)
+
+    def _read_model(self, model: Module, folder: Path, index: int, *, strict: bool) -> None:
+        if (folder / f"pytorch_model_fsdp_{index}").is_dir():
+            from notebook_accel.training.checkpoint import sharded
+
+            sharded.read_model(model, folder, index, strict=strict)
+            return
+        state = load_weights(folder, index)
+        if state is None:
+            raise FileNotFoundError(numbered("model", index, ".safetensors"))
+        self.strategy.load_state_dict(model, with_ties(state, model), strict=strict)
+
+    def _read_optimizer(
+        self, optimizer: Optimizer, folder: Path, index: int, options: dict[str, Any]
+    ) -> None:
+        if (folder / f"optimizer_{index}").is_dir():
+            from notebook_accel.training.checkpoint import sharded
+
+            sharded.read_optimizer(optimizer, sharded.names_of(self.models), folder, index)
+            return
+        path = folder / numbered("optimizer", index, ".bin")
+        if not path.exists():
+            raise FileNotFoundError(path.name)
+        self.strategy.load_optimizer_state(optimizer, read_state(path, options))

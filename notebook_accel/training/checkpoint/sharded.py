@@ -1,0 +1,198 @@
+"""Sharded state: every rank writes its parts, by torch.distributed.checkpoint (DCP).
+
+A folder a model and one an optimizer::
+
+    pytorch_model_fsdp_0/   .metadata, __0_0.distcp, __1_0.distcp, ...   tensors by name
+    optimizer_0/            .metadata, __0_0.distcp, ...                 "state.<weight>.<entry>"
+                            groups.bin                                   what is no tensor
+
+Tensors are found by the names of the weights, so the ranks that read may be others in number and
+mesh than those that wrote, one process among them. What DCP would pickle (learning rates and other
+plain values) is kept beside it, where it is read without trusting the file.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from notebook_accel.training.collectives import gather_object, this_rank
+from notebook_accel.training.process_group import has_process_group
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+__all__ = [
+    "has_model",
+    "has_optimizer",
+    "names_of",
+    "read_model",
+    "read_optimizer",
+    "write_model",
+    "write_optimizer",
+]
+
+
+def _model_folder(folder: Path, index: int) -> Path:
+    return folder / f"pytorch_model_fsdp_{index}"
+
+
+def _optimizer_folder(folder: Path, index: int) -> Path:
+    return folder / f"optimizer_{index}"
+
+
+def has_model(folder: Path, index: int) -> bool:
+    """Whether the checkpoint has this model in parts."""
+    return (_model_folder(folder, index) / ".metadata").exists()
+
+
+def has_optimizer(folder: Path, index: int) -> bool:
+    """Whether the checkpoint has this optimizer in parts."""
+    return (_optimizer_folder(folder, index) / ".metadata").exists()
+
+
+def write_model(state: Mapping[str, Any], folder: Path, index: int) -> None:
+    """Write this rank's parts of a model's weights; all ranks call it."""
+    _write(
+        {name: value for name, value in state.items() if torch.is_tensor(value)},
+        _model_folder(folder, index),
+    )
+
+
+def read_model(model: Module, folder: Path, index: int, *, strict: bool) -> None:
+    """Read a model's weights into the parts, or the whole, that this rank has; all ranks call it.
+
+    Raises:
+        RuntimeError: ``strict``, and the checkpoint lacks a weight of the model.
+    """
+    path = _model_folder(folder, index)
+    known = _tensors_in(path)
+    state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
+    missing = sorted(state.keys() - known.keys())
+    if strict and missing:
+        raise RuntimeError(f"{path} lacks weights of {type(model).__name__}: {', '.join(missing)}")
+    # The tensors of a state dict are the model's own: DCP fills them where they are.
+    _read({name: value for name, value in state.items() if name in known}, path)
+
+
+def names_of(models: Sequence[Module]) -> dict[torch.Tensor, str]:
+    """A name for each weight, alike on every rank: the model's own, numbered from the second on."""
+    return {
+        weight: f"{index}.{name}" if index else name
+        for index, model in enumerate(models)
+        for name, weight in model.named_parameters()
+    }
+
+
+def write_optimizer(
+    optimizer: Optimizer, names: Mapping[torch.Tensor, str], folder: Path, index: int
+) -> None:
+    """Write this rank's parts of an optimizer's state; all ranks call it."""
+    path = _optimizer_folder(folder, index)
+    tensors: dict[str, torch.Tensor] = {}
+    plain: dict[str, Any] = {}
+    for weight, name in _named(optimizer, names):
+        for entry, value in optimizer.state.get(weight, {}).items():
+            kept: dict[str, Any] = tensors if torch.is_tensor(value) else plain
+            kept[f"state.{name}.{entry}"] = value
+    _write(tensors, path)
+    # A stage of a pipeline has other weights than the next.
+    everywhere = dict(item for each in gather_object([plain]) for item in each.items())
+    if this_rank() == 0:
+        settings = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.state_dict()["param_groups"]
+        ]
+        torch.save({"groups": settings, "plain": everywhere}, path / "groups.bin")
+
+
+def read_optimizer(
+    optimizer: Optimizer, names: Mapping[torch.Tensor, str], folder: Path, index: int
+) -> None:
+    """Read an optimizer's state into the parts, or the whole, that this rank has."""
+    path = _optimizer_folder(folder, index)
+    beside = torch.load(path / "groups.bin", map_location="cpu", weights_only=True)
+    known = _tensors_in(path)
+    entries: dict[str, list[str]] = {}
+    for key in (*known, *beside["plain"]):
+        name, _, entry = key.removeprefix("state.").rpartition(".")
+        entries.setdefault(name, []).append(entry)
+    tensors: dict[str, torch.Tensor] = {}
+    state: dict[torch.Tensor, dict[str, Any]] = {}
+    for weight, name in _named(optimizer, names):
+        own = state[weight] = {}
+        for entry in entries.get(name, []):
+            key = f"state.{name}.{entry}"
+            if key in known:
+                tensors[key] = own[entry] = _room_for(known[key], weight)
+            else:
+                own[entry] = beside["plain"][key]
+    _read(tensors, path)
+    optimizer.state.clear()
+    optimizer.state.update({weight: own for weight, own in state.items() if own})
+    for group, settings in zip(optimizer.param_groups, beside["groups"], strict=True):
+        # How steps are computed here depends on this mesh, not on that of the checkpoint.
+        group.update({key: value for key, value in settings.items() if key not in _HOW})
+
+
+_HOW = {"foreach", "fused", "capturable"}
+
+
+def _named(
+    optimizer: Optimizer, names: Mapping[torch.Tensor, str]
+) -> Iterator[tuple[torch.Tensor, str]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for place, weight in enumerate(group["params"]):
+            # A weight of no prepared model has its position for a name.
+            yield weight, names.get(weight, f"group{number}.{place}")
+
+
+def _room_for(stored: TensorStorageMetadata, weight: torch.Tensor) -> torch.Tensor:
+    """An empty tensor for an entry: in parts like its weight where it has the weight's shape."""
+    dtype = stored.properties.dtype
+    if stored.size == weight.shape:
+        return torch.zeros_like(weight.detach(), dtype=dtype)
+    # Counts of steps stay on the host, where optimizers make them.
+    return torch.zeros(stored.size, dtype=dtype)
+
+
+def _tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {key: one for key, one in stored.items() if isinstance(one, TensorStorageMetadata)}
+
+
+def _write(state: dict[str, Any], path: Path) -> None:
+    with _without_hint():
+        save(
+            state,
+            storage_writer=FileSystemWriter(path),
+            no_dist=not has_process_group(),
+        )
+
+
+def _read(state: dict[str, Any], path: Path) -> None:
+    with _without_hint():
+        load(
+            state,
+            storage_reader=FileSystemReader(path),
+            no_dist=not has_process_group(),
+        )
+
+
+@contextmanager
+def _without_hint() -> Iterator[None]:
+    """Leave out the warning that a single process reads and writes on its own: it is meant."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield

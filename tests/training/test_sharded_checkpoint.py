@@ -1,0 +1,181 @@
+"""Checkpoints of models in parts load under any other strategy, and training goes on the same.
+
+Each run trains three steps, saves, and trains three more; whoever loads must get the losses of
+those three, in float32 up to the order of sums (see ``meshes``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
+from tests.training.harness import run_ranks
+from tests.training.meshes import (
+    FLOAT_ERROR,
+    MESHES,
+    WORDS,
+    Tiny,
+    accelerator_for,
+    blocks,
+    data,
+    loss_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STEPS = 3
+RANKS = {**{name: ranks for name, (ranks, _, _) in MESHES.items()}, "one": 1, "ddp": 2, "full": 2}
+
+
+def make_accelerator(mesh: str) -> Accelerator:
+    if mesh == "full":
+        from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
+
+        # As the articles write it.
+        return Accelerator(
+            cpu=True,
+            split_batches=True,
+            fsdp_plugin=FullyShardedDataParallelPlugin(
+                state_dict_config=FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+                optim_state_dict_config=FullOptimStateDictConfig(
+                    offload_to_cpu=True, rank0_only=True
+                ),
+            ),
+        )
+    return accelerator_for(mesh if mesh in MESHES else None, split_batches=True)
+
+
+def train(mesh: str, folder: str, saves: bool) -> list[float]:
+    accelerator = make_accelerator(mesh)
+    torch.manual_seed(3 if saves else 4)  # a loaded model starts from other weights
+    model: Any = Tiny()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2 if saves else 1.0)
+    loader: Any = DataLoader(data(8), batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    def steps() -> list[float]:
+        losses = []
+        for _ in range(STEPS):
+            for inputs, targets in loader:
+                loss = accelerator.forward_backward(model, inputs, targets, loss_of)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(accelerator.reduce(loss, "mean")))
+        return losses
+
+    if saves:
+        steps()
+        accelerator.save_state(folder)
+    else:
+        accelerator.load_state(folder)
+    return steps()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, list[float]]]:
+    """Checkpoints by the strategy that wrote them, each written once."""
+    known: dict[str, tuple[str, list[float]]] = {}
+
+    def save(mesh: str) -> tuple[str, list[float]]:
+        if mesh not in known:
+            folder = str(tmp_path_factory.mktemp("saved") / "checkpoint")
+            losses = run_ranks(train, RANKS[mesh], mesh, folder, True)
+            assert all(one == pytest.approx(losses[0]) for one in losses)
+            known[mesh] = folder, losses[0]
+        return known[mesh]
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ("fsdp, blocks", "one"),
+        ("one", "fsdp, blocks"),
+        ("fsdp, blocks", "fsdp x tensor"),
+        ("fsdp x tensor", "one"),
+        ("fsdp x tensor", "ddp"),
+        ("ddp", "fsdp x tensor"),
+        ("tensor", "fsdp"),
+        ("full", "one"),
+        ("full", "full"),
+        ("fsdp, blocks", "full"),
+    ],
+)
+def test_whoever_loads_goes_on_as_the_writer_did(writer: str, reader: str, saved: Any) -> None:
+    folder, expected = saved(writer)
+    for losses in run_ranks(train, RANKS[reader], reader, folder, False):
+        assert losses == pytest.approx(expected, abs=10 * FLOAT_ERROR * STEPS)
+
+
+def test_full_state_dicts_are_the_plain_files(saved: Any) -> None:
+    folder = Path(saved("full")[0])
+    assert {"model.safetensors", "optimizer.bin"} <= {entry.name for entry in folder.iterdir()}
+
+
+def test_sharded_ones_hold_every_rank_s_parts(saved: Any) -> None:
+    folder = Path(saved("fsdp, blocks")[0])
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        assert len(list((folder / name).glob("*.distcp"))) == 2
+
+
+def save_weights(folder: str) -> dict[str, Any]:
+    """What the documentation shows: unwrap, state_dict, save; and plain weights back."""
+    accelerator = accelerator_for("fsdp x tensor")
+    torch.manual_seed(3)
+    plain = Tiny().state_dict()
+    model = accelerator.prepare(Tiny())
+    accelerator.unwrap_model(model).load_state_dict(plain)
+    accelerator.save(accelerator.unwrap_model(model).state_dict(), f"{folder}/weights.pt")
+    accelerator.save_model(model, f"{folder}/model")
+    accelerator.wait_for_everyone()
+    with pytest.raises(RuntimeError, match="size mismatch for head"):
+        model.load_state_dict({**plain, "head.weight": torch.zeros(1)})
+    loaded = torch.load(f"{folder}/weights.pt", weights_only=True)
+    return {name: torch.equal(value, plain[name]) for name, value in loaded.items()}
+
+
+def test_whole_weights_are_saved_and_loaded_by_hand(tmp_path: Path) -> None:
+    for result in run_ranks(save_weights, 4, str(tmp_path)):
+        assert set(result) == set(Tiny().state_dict())
+        assert all(result.values())
+    from safetensors.torch import load_model
+
+    model = Tiny()
+    load_model(model, tmp_path / "model" / "model.safetensors")
+    torch.manual_seed(3)
+    assert torch.equal(model.embed.weight, Tiny().embed.weight)
+
+
+def two_models() -> dict[str, Any]:
+    """Two models and their optimizers in one ``prepare``, one optimizer later than its model."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=blocks())
+    torch.manual_seed(5)
+    one, other = Tiny(), nn.Linear(WORDS, 1)
+    first = torch.optim.SGD([*one.parameters()], lr=0.1)
+    second = torch.optim.Adam(other.parameters(), lr=0.1)
+    late = other.weight
+    one, other, first = accelerator.prepare(one, other, first)
+    assert late is not other.weight
+    second = accelerator.prepare(second)
+    tokens, targets = data(4).tensors
+    loss = other(one(tokens)).square().mean() + loss_of(one(tokens), targets)
+    accelerator.backward(loss)
+    first.step()
+    before = accelerator.get_state_dict(other)
+    second.step()
+    after = accelerator.get_state_dict(other)
+    return {"moved": not torch.equal(before["weight"], after["weight"]), "loss": float(loss)}
+
+
+def test_two_models_and_an_optimizer_that_is_prepared_later() -> None:
+    results = run_ranks(two_models, 2)
+    assert all(result["moved"] for result in results)
+    assert results[0] == results[1]
