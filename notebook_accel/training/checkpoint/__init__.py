@@ -218,7 +218,7 @@ class Checkpoints:
             hook(models, str(folder))
         options = load_kwargs or {}
         try:
-            self._parts.read(folder, options, strict=strict)
+            self._parts.read(models, folder, options, strict=strict)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{error} is not in {_describe(folder)}") from None
         for name, item in self._stateful():

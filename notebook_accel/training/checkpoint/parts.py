@@ -81,10 +81,13 @@ class Parts:
                 path = folder / numbered("optimizer", index, ".bin")
                 write_state(state, path, type(optimizer).__name__)
 
-    def read(self, folder: Path, options: dict[str, Any], *, strict: bool) -> None:
-        """Read them all.
+    def read(
+        self, models: Sequence[Module], folder: Path, options: dict[str, Any], *, strict: bool
+    ) -> None:
+        """Read the weights and the optimizers' states.
 
         Args:
+            models: those whose weights are read; hooks may have taken some out.
             folder: of the checkpoint.
             options: arguments of ``torch.load`` for optimizers' files.
             strict: whether names of weights must match.
@@ -92,7 +95,7 @@ class Parts:
         Raises:
             FileNotFoundError: a model or an optimizer is not in the folder.
         """
-        for index, model in enumerate(self.models):
+        for index, model in enumerate(map(uncompiled, models)):
             self._read_model(model, folder, index, strict=strict)
         for index, optimizer in enumerate(self.optimizers):
             self._read_optimizer(optimizer, folder, index, options)
