@@ -17,6 +17,7 @@ from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.stores import MetricStore, RunFolder
 from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.engines.base import Job, Opening, PreparedCall, Start
+from notebook_accel.launch.payload import notebook_state
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.transport.packet import pack
 from notebook_accel.launch.view import GuardedView, View
@@ -203,6 +204,7 @@ def _launch_message(job: Start, placement: Placement, *, run: str, log_dir: Path
         log_dir=str(log_dir),
         num_threads=num_threads,
         imports=job.imports,
+        notebook=notebook_state.capture().to_bytes(),
     )
 
 

@@ -243,6 +243,7 @@ class Launch(Message, frozen=True, kw_only=True):
         log_dir: folder of the files with the ranks' output.
         num_threads: what each rank gives to ``torch.set_num_threads``.
         imports: modules that each rank imports first.
+        notebook: what cells have set up beside variables (payload/notebook_state.py).
     """
 
     world_size: int
@@ -253,6 +254,7 @@ class Launch(Message, frozen=True, kw_only=True):
     log_dir: str
     num_threads: int
     imports: tuple[str, ...] = ()
+    notebook: bytes = b""
 
 
 class Call(Message, frozen=True, kw_only=True):

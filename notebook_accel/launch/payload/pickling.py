@@ -16,6 +16,7 @@ import types
 from collections import ChainMap
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import cloudpickle
@@ -50,6 +51,12 @@ def itself(value: Any) -> Any:
 def notebook_object(index: int) -> Any:
     """The object that the notebook sent as number ``index``."""
     return _objects.get()[index]
+
+
+def import_named(name: str) -> types.ModuleType:
+    """The module of that name, imported if need be."""
+    import_module(name)
+    return sys.modules[name]
 
 
 def rebuild_storage(buffer: Any) -> Any:
@@ -198,7 +205,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
         self._settle_module(module.__name__)
-        return NotImplemented
+        is_plain = type(module) is types.ModuleType
+        if is_plain or sys.modules.get(module.__name__) is not module:
+            return NotImplemented
+        # torch.backends.cudnn and its like: cloudpickle knows modules by their exact type alone.
+        return import_named, (module.__name__,)
 
     def _settle_module(self, name: str | None) -> None:
         """Let cloudpickle send a module by value where another process could not import it."""

@@ -18,7 +18,6 @@ import builtins
 import contextlib
 import faulthandler
 import os
-import random
 import signal
 import sys
 import time
@@ -27,9 +26,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import rank, wire
+from notebook_accel.launch.payload.notebook_state import from_bytes
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.transport.channel import ProtocolError
-from notebook_accel.launch.worker import bars, groups, output, torch_fixes
+from notebook_accel.launch.worker import bars, groups, notebook_state, output, torch_fixes
 from notebook_accel.launch.worker.call import run_call
 from notebook_accel.launch.worker.interrupts import Interrupts, Sender
 
@@ -212,7 +212,6 @@ class _Worker:
 
 def _enter_environment(inherited: Inherited) -> None:
     """The directory, path and variables of the notebook, and what every rank has of its own."""
-    import numpy as np
     import torch
 
     launch = inherited.launch
@@ -234,9 +233,8 @@ def _enter_environment(inherited: Inherited) -> None:
     torch.set_num_threads(launch.num_threads)
     if torch.distributed.is_available():
         torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
-    random.seed()
-    np.random.seed(int.from_bytes(os.urandom(4), "little"))
-    torch.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True) >> 1)
+    if launch.notebook:
+        notebook_state.apply(from_bytes(launch.notebook))
 
 
 def _give_notebook_names() -> None:

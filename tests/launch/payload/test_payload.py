@@ -53,6 +53,18 @@ def test_functions_of_every_make_travel(notebook: Notebook) -> None:
     assert notebook.launch("train", 2, y=3) == [6, 120, True, 17, 8, "b", 2.0]
 
 
+def test_modules_that_are_classes_of_their_own_travel(notebook: Notebook) -> None:
+    """Many scripts set torch.backends.cudnn.benchmark: a module, but of a class of torch's."""
+    notebook.cell("""
+        import torch
+
+        def train():
+            torch.backends.cudnn.benchmark = True
+            return torch.backends.cudnn.benchmark, type(torch.backends.cudnn).__name__
+    """)
+    assert notebook.launch("train") == (True, "CudnnModule")
+
+
 def test_classes_of_every_make_travel(notebook: Notebook) -> None:
     notebook.cell("""
         import abc, enum

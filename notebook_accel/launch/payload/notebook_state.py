@@ -1,0 +1,272 @@
+"""What cells have set up in the notebook's process beside their variables.
+
+    notebook: capture() -> NotebookState --bytes--> rank: apply() (worker/notebook_state.py)
+
+A fork of the notebook would have all of it. Ranks are no forks of it, and are given: the states of
+the random number generators, torch's settings, logging, warning filters, and how much libraries of
+Hugging Face say. Each rank gets the same, so that an unseeded ``random_split`` is one split.
+
+What is not carried: torch's default device (a rank has its own), gradient mode, print options,
+handlers and formatters of logging that are classes of their own, filters of handlers, and warning
+filters whose category a module defines that the rank has not imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import random
+import re
+import secrets
+import sys
+import warnings
+from typing import Any
+
+import msgspec
+
+__all__ = ["HandlerState", "LoggerState", "NotebookState", "WarningFilter", "capture", "from_bytes"]
+
+# The libraries that say as much as a variable tells them when they are imported.
+_VERBOSITY = {
+    "transformers": "TRANSFORMERS_VERBOSITY",
+    "diffusers": "DIFFUSERS_VERBOSITY",
+    "datasets": "DATASETS_VERBOSITY",
+    "huggingface_hub": "HF_HUB_VERBOSITY",
+}
+# Names of streams as Python, ipykernel and test runners have them.
+_STREAMS = {"<stdout>": "stdout", "stdout": "stdout", "<stderr>": "stderr", "stderr": "stderr"}
+_FORMATS = {
+    logging.PercentStyle: "%",
+    logging.StrFormatStyle: "{",
+    logging.StringTemplateStyle: "$",
+}
+
+
+class HandlerState(msgspec.Struct, frozen=True, kw_only=True):
+    """A plain handler of logging: to ``stream`` ("stdout" or "stderr"), or to the file ``path``."""
+
+    stream: str = ""
+    path: str = ""
+    encoding: str | None = None
+    level: int = 0
+    format: str | None = None
+    date_format: str | None = None
+    style: str = "%"
+
+
+class LoggerState(msgspec.Struct, frozen=True, kw_only=True):
+    """A logger that somebody has set up; the root logger's name is ""."""
+
+    name: str
+    level: int
+    propagate: bool
+    disabled: bool
+    handlers: tuple[HandlerState, ...]
+
+
+class WarningFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of ``warnings.filters``; patterns as text, the category as "module:name"."""
+
+    action: str
+    message: str
+    category: str
+    module: str
+    line: int
+
+
+class NotebookState(msgspec.Struct, frozen=True, kw_only=True):
+    """All that ranks are given.
+
+    Attributes:
+        python: ``random.getstate()``.
+        numpy: kind, keys, position, whether a Gaussian is cached, and which, of numpy's global
+            generator.
+        torch_seed: ``torch.initial_seed()``, from which the generators of devices start.
+        torch_state: of torch's generator on the CPU; None where the notebook has no torch.
+        default_dtype: its name, such as "float64"; None where the notebook has no torch.
+        torch_flags: deterministic algorithms and the like, by the names in
+            :func:`_torch_flags`.
+        loggers: the root logger first.
+        disabled_level: of ``logging.disable``.
+        warning_filters: the first one counts first.
+        environment: variables that a rank gets where it has none of the name.
+    """
+
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy: tuple[str, bytes, int, int, float]
+    torch_seed: int
+    torch_state: bytes | None = None
+    default_dtype: str | None = None
+    torch_flags: dict[str, bool | str] = {}
+    loggers: tuple[LoggerState, ...] = ()
+    disabled_level: int = 0
+    warning_filters: tuple[WarningFilter, ...] = ()
+    environment: dict[str, str] = {}
+
+    def to_bytes(self) -> bytes:
+        """What :func:`from_bytes` reads."""
+        return msgspec.msgpack.encode(self)
+
+
+def from_bytes(data: bytes) -> NotebookState:
+    """The state in ``data``.
+
+    Raises:
+        msgspec.DecodeError: the bytes are none.
+    """
+    return msgspec.msgpack.decode(data, type=NotebookState)
+
+
+def capture() -> NotebookState:
+    """The state of this process. It imports nothing, and draws from no generator.
+
+    A library that was never imported here has no state: its generator starts from a new seed,
+    the same one in each rank.
+    """
+    torch: Any = sys.modules.get("torch")
+    # A module that is being imported by another thread has not all of its names yet.
+    torch = torch if hasattr(torch, "get_rng_state") and hasattr(torch, "backends") else None
+    return NotebookState(
+        python=random.getstate(),
+        numpy=_numpy_state(),
+        torch_seed=torch.initial_seed() if torch else secrets.randbits(63),
+        torch_state=torch.get_rng_state().numpy().tobytes() if torch else None,
+        default_dtype=str(torch.get_default_dtype()).removeprefix("torch.") if torch else None,
+        torch_flags=_torch_flags(torch) if torch else {},
+        loggers=_loggers(),
+        disabled_level=logging.root.manager.disable,
+        warning_filters=_warning_filters(),
+        environment=_verbosity(),
+    )
+
+
+def _numpy_state() -> tuple[str, bytes, int, int, float]:
+    generator: Any = getattr(sys.modules.get("numpy"), "random", None)
+    if generator is None or not hasattr(generator, "get_state"):
+        return "", secrets.token_bytes(4), 0, 0, 0.0
+    kind, keys, position, has_gauss, gauss = generator.get_state()
+    return str(kind), keys.tobytes(), int(position), int(has_gauss), float(gauss)
+
+
+def _torch_flags(torch: Any) -> dict[str, bool | str]:
+    return {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "fill_uninitialized_memory": torch.utils.deterministic.fill_uninitialized_memory,
+        "anomaly": torch.is_anomaly_enabled(),
+        "anomaly_check_nan": torch.is_anomaly_check_nan_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+# ---- logging -------------------------------------------------------------------------------
+
+
+def _loggers() -> tuple[LoggerState, ...]:
+    named = logging.root.manager.loggerDict.values()
+    return tuple(
+        _logger(logger)
+        for logger in (logging.root, *named)
+        if isinstance(logger, logging.Logger) and _is_set_up(logger)
+    )
+
+
+def _is_set_up(logger: logging.Logger) -> bool:
+    handlers = () if _is_of_library(logger) else logger.handlers
+    return bool(logger.level or handlers or logger.disabled or not logger.propagate)
+
+
+def _is_of_library(logger: logging.Logger) -> bool:
+    # A library that is imported in a rank adds its own handlers there: lines would come twice.
+    return logger is not logging.root and logger.name.partition(".")[0] in sys.modules
+
+
+def _logger(logger: logging.Logger) -> LoggerState:
+    handlers = [] if _is_of_library(logger) else [_handler(handler) for handler in logger.handlers]
+    return LoggerState(
+        name="" if logger is logging.root else logger.name,
+        level=logger.level,
+        propagate=logger.propagate,
+        disabled=logger.disabled,
+        handlers=tuple(handler for handler in handlers if handler is not None),
+    )
+
+
+def _handler(handler: logging.Handler) -> HandlerState | None:
+    """A handler of a plain kind, None for all others."""
+    formatter = handler.formatter or logging.Formatter()
+    if type(formatter) is not logging.Formatter or type(formatter._style) not in _FORMATS:
+        return None
+    stream = path = ""
+    encoding = None
+    if type(handler) is logging.StreamHandler:
+        stream = _stream_name(handler.stream)
+    elif type(handler) is logging.FileHandler:
+        path, encoding = handler.baseFilename, handler.encoding
+        _append_from_now_on(handler)
+    if not stream and not path:
+        return None
+    return HandlerState(
+        stream=stream,
+        path=path,
+        encoding=encoding,
+        level=handler.level,
+        format=formatter._fmt,
+        date_format=formatter.datefmt,
+        style=_FORMATS[type(formatter._style)],
+    )
+
+
+def _append_from_now_on(handler: logging.FileHandler) -> None:
+    """Have each line written at the file's end, also after lines that ranks wrote.
+
+    A file that was opened with mode "w" is written where its last line ended.
+    """
+    stream: Any = handler.stream
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # not opened yet, or closed
+        number = stream.fileno()
+        fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_APPEND)
+
+
+def _stream_name(stream: Any) -> str:
+    for name in ("stdout", "stderr"):
+        if stream is getattr(sys, name) or stream is getattr(sys, f"__{name}__"):
+            return name
+    return _STREAMS.get(str(getattr(stream, "name", "")), "")
+
+
+def _verbosity() -> dict[str, str]:
+    found = {}
+    for library, variable in _VERBOSITY.items():
+        level = logging.getLevelName(logging.getLogger(library).level).lower()
+        if library in sys.modules and level in ("debug", "info", "warning", "error", "critical"):
+            found[variable] = level
+    return found
+
+
+# ---- warnings ------------------------------------------------------------------------------
+
+
+def _warning_filters() -> tuple[WarningFilter, ...]:
+    entries: Any = warnings.filters
+    return tuple(
+        WarningFilter(
+            action=action,
+            message=_pattern(message),
+            category=f"{category.__module__}:{category.__qualname__}",
+            module=_pattern(module),
+            line=line,
+        )
+        for action, message, category, module, line in entries
+    )
+
+
+def _pattern(pattern: Any) -> str:
+    """The text of a pattern; Python's own filters have a plain text in its place."""
+    if isinstance(pattern, re.Pattern):
+        return str(pattern.pattern)
+    return "" if pattern is None else rf"{re.escape(pattern)}\Z"

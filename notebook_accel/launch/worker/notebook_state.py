@@ -1,0 +1,114 @@
+"""Gives a rank what cells have set up in the notebook (payload/notebook_state.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import sys
+import warnings
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.payload.notebook_state import (
+        HandlerState,
+        LoggerState,
+        NotebookState,
+    )
+
+__all__ = ["apply"]
+
+
+def apply(state: NotebookState) -> None:
+    """Make this process's generators and settings those of the notebook."""
+    for name, text in state.environment.items():
+        os.environ.setdefault(name, text)
+    _apply_warning_filters(state)
+    logging.disable(state.disabled_level)
+    for logger in state.loggers:
+        _apply_logger(logger)
+    _apply_torch_settings(state)
+    _apply_generators(state)
+
+
+def _apply_generators(state: NotebookState) -> None:
+    import numpy as np
+    import torch
+
+    random.setstate(state.python)
+    kind, keys, position, has_gauss, gauss = state.numpy
+    if kind:
+        numbers = np.frombuffer(keys, dtype=np.uint32)
+        np.random.set_state((kind, numbers, position, has_gauss, gauss))
+    else:
+        np.random.seed(int.from_bytes(keys, "little"))
+    # First the seed, which devices start from once they are used, then how far the CPU came.
+    torch.manual_seed(state.torch_seed)
+    if state.torch_state is not None:
+        torch.set_rng_state(torch.frombuffer(bytearray(state.torch_state), dtype=torch.uint8))
+
+
+def _apply_torch_settings(state: NotebookState) -> None:
+    import torch
+
+    if state.default_dtype is None:
+        return
+    torch.set_default_dtype(getattr(torch, state.default_dtype))
+    flags: dict[str, Any] = state.torch_flags
+    deterministic = (flags["deterministic"], flags["deterministic_warn_only"])
+    now = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    if deterministic != now:
+        # It imports torch._inductor, which takes seconds.
+        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+    torch.backends.cudnn.deterministic = flags["cudnn_deterministic"]
+    torch.backends.cudnn.benchmark = flags["cudnn_benchmark"]
+    memory: Any = torch.utils.deterministic
+    memory.fill_uninitialized_memory = flags["fill_uninitialized_memory"]
+    torch.autograd.set_detect_anomaly(flags["anomaly"], flags["anomaly_check_nan"])
+    torch.set_float32_matmul_precision(flags["matmul_precision"])
+
+
+def _apply_logger(state: LoggerState) -> None:
+    logger = logging.getLogger(state.name or None)
+    if logger.level != state.level:
+        logger.setLevel(state.level)  # it walks through all loggers
+    logger.propagate = state.propagate
+    logger.disabled = state.disabled
+    # What the template has imported has its own handlers already.
+    if not logger.handlers:
+        for handler in state.handlers:
+            with contextlib.suppress(OSError):  # a file that this process may not write
+                logger.addHandler(_make_handler(handler))
+
+
+def _make_handler(state: HandlerState) -> logging.Handler:
+    handler: logging.Handler
+    if state.path:
+        # Never mode "w": all ranks and the notebook write to this file.
+        handler = logging.FileHandler(state.path, mode="a", encoding=state.encoding, delay=True)
+    else:
+        handler = logging.StreamHandler(getattr(sys, state.stream))
+    handler.setLevel(state.level)
+    style: Any = state.style
+    handler.setFormatter(logging.Formatter(state.format, state.date_format, style=style))
+    return handler
+
+
+def _apply_warning_filters(state: NotebookState) -> None:
+    # Each one is put before all others: the last is added first.
+    for entry in reversed(state.warning_filters):
+        module, _, name = entry.category.partition(":")
+        with contextlib.suppress(AttributeError, KeyError, AssertionError, TypeError):
+            action: Any = entry.action
+            warnings.filterwarnings(
+                action,
+                message=entry.message,
+                category=attrgetter(name)(sys.modules[module]),
+                module=entry.module,
+                lineno=entry.line,
+            )

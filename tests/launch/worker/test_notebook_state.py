@@ -1,0 +1,173 @@
+"""What cells set up in the notebook holds in its ranks, as in a fork of the notebook."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+# A notebook: sets things up, and asks its two ranks and then itself what they see.
+NOTEBOOK = """
+import json, os, sys
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.view import View
+{setup}
+found = {{}}
+for function in ({names},):
+    config = LaunchConfig(num_processes=2, devices="cpu")
+    first, second = (launch(function, config=config, view=View()) for _ in range(2))
+    found[function.__name__] = dict(
+        ranks=[*first, *second], here=function(), logs=[first.logs(0), first.logs(1)]
+    )
+print(json.dumps(found))
+"""
+
+SETUP = """
+import logging, random, sys, tempfile, warnings
+import numpy, torch
+
+random.seed(3), numpy.random.seed(4), torch.manual_seed(5)
+random.gauss(0, 1), numpy.random.randn(3), torch.randn(7)
+torch.set_default_dtype(torch.float64)
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.autograd.set_detect_anomaly(True, check_nan=False)
+torch.set_float32_matmul_precision("high")
+torch.backends.cudnn.deterministic = True
+torch.backends.cudnn.benchmark = True
+
+class Mine(logging.Handler):
+    def emit(self, record): pass
+class Mood(UserWarning): pass
+
+logging.basicConfig(
+    level=logging.INFO, stream=sys.stdout, format="{levelname} of {name}: {message}", style="{"
+)
+logging.getLogger().addHandler(Mine())
+logging.getLogger("mine").setLevel(logging.DEBUG)
+logging.getLogger("quiet").disabled = True
+path = tempfile.mktemp()
+to_file = logging.FileHandler(path, mode="w")
+logging.getLogger("filed").addHandler(to_file)
+logging.getLogger("filed").propagate = False
+logging.getLogger("filed").warning("notebook")
+sys.modules["transformers"] = logging
+logging.getLogger("transformers").setLevel(logging.INFO)
+warnings.filterwarnings("error", message="now an err.r", category=UserWarning)
+warnings.filterwarnings("ignore", message="not a word", module="__main__")
+warnings.simplefilter("ignore", Mood)
+
+def draws():
+    torch.utils.data.random_split(range(100), [50, 50])
+    seed = torch.initial_seed()
+    return [random.random(), random.gauss(0, 1), numpy.random.randn(), torch.rand(1).item(), seed]
+
+def settings():
+    return dict(
+        dtype=str(torch.zeros(1).dtype),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        anomaly=[torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()],
+        precision=torch.get_float32_matmul_precision(),
+        cudnn=[torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark],
+        level=logging.getLogger().getEffectiveLevel(),
+    )
+
+def logs():
+    logging.getLogger("mine").debug("seen")
+    logging.getLogger("other").info("seen too")
+    logging.getLogger("other").debug("not seen")
+    logging.getLogger("quiet").error("not seen")
+    return [type(handler).__name__ for handler in logging.getLogger().handlers]
+
+def files():
+    logging.getLogger("filed").warning("rank " + os.environ.get("RANK", "none"))
+    return open(path).read().split(chr(10))
+
+def warned():
+    warnings.warn("not a word")
+    try:
+        warnings.warn("now an error")
+    except UserWarning:
+        return "raised"
+
+def verbosity():
+    return os.environ.get("TRANSFORMERS_VERBOSITY")
+"""
+
+
+def run_notebook(setup: str, names: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK.format(setup=setup, names=names)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    return run_notebook(SETUP, "draws, settings, logs, files, warned, verbosity")
+
+
+def test_ranks_start_from_the_notebooks_generators(seen: dict[str, Any]) -> None:
+    """Both of them, in both launches: a launch draws nothing in the notebook."""
+    assert seen["draws"]["ranks"] == [seen["draws"]["here"]] * 4
+    assert seen["draws"]["here"][-1] == 5
+
+
+def test_settings_of_torch_reach_the_ranks(seen: dict[str, Any]) -> None:
+    assert seen["settings"]["ranks"] == [seen["settings"]["here"]] * 4
+    assert seen["settings"]["here"]["dtype"] == "torch.float64"
+    assert seen["settings"]["here"]["deterministic"] is True
+
+
+def test_levels_and_plain_handlers_of_logging_reach_the_ranks(seen: dict[str, Any]) -> None:
+    for text in seen["logs"]["logs"]:
+        assert text.splitlines() == ["DEBUG of mine: seen", "INFO of other: seen too"]
+    # A handler that is a class of its own stays in the notebook.
+    assert seen["logs"]["ranks"] == [["StreamHandler"]] * 4
+    assert seen["logs"]["here"] == ["StreamHandler", "Mine"]
+
+
+def test_a_log_file_is_added_to_and_never_cut(seen: dict[str, Any]) -> None:
+    lines = seen["files"]["here"]
+    assert (lines[0], lines[-2:]) == ("notebook", ["rank none", ""])
+    assert sorted(lines[1:-2]) == ["rank 0", "rank 0", "rank 1", "rank 1"]
+
+
+def test_warning_filters_reach_the_ranks(seen: dict[str, Any]) -> None:
+    assert seen["warned"]["ranks"] == ["raised"] * 4
+    assert seen["warned"]["logs"] == ["", ""]
+
+
+def test_how_much_libraries_say_reaches_the_ranks(seen: dict[str, Any]) -> None:
+    assert seen["verbosity"]["ranks"] == ["info"] * 4
+
+
+def test_a_library_that_the_notebook_has_not_imported_is_seeded_alike_in_all_ranks() -> None:
+    setup = """
+assert not {"torch", "numpy"} & set(sys.modules)
+
+def draws():
+    import numpy, torch
+    return [numpy.random.rand(), torch.rand(1).item(), torch.initial_seed()]
+"""
+    found = run_notebook(setup, "draws")["draws"]["ranks"]
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert all(a != b for a, b in zip(found[0], found[2], strict=True)), "as forks would draw"
+
+
+def test_a_state_comes_back_from_its_bytes() -> None:
+    from notebook_accel.launch.payload.notebook_state import capture, from_bytes
+
+    state = capture()
+    assert from_bytes(state.to_bytes()) == state
