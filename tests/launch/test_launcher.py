@@ -241,6 +241,71 @@ def test_a_rank_that_returned_may_end_as_it_likes() -> None:
     assert on_cpu(train).results == [1, 1]
 
 
+def test_an_exception_of_20_megabytes_is_cut_in_the_cell_and_whole_on_disk() -> None:
+    def train() -> None:
+        raise ValueError("begin " + "x" * 20_000_000 + " end")
+
+    with pytest.raises(WorkerError) as caught:
+        on_cpu(train, n=1)
+    text = str(caught.value)
+    assert len(text) < 400_000
+    assert "begin xxx" in text
+    assert "xxx end" in text
+    assert "characters left out" in text
+    assert len(caught.value.traceback) < 200_000
+    assert caught.value.run is not None
+    assert len(caught.value.run.logs(0)) > 20_000_000
+
+
+@pytest.mark.parametrize(("given", "code"), [(256, 1), (512, 1), (-1, 255), (3, 3)])
+def test_no_failure_looks_like_a_success(given: int, code: int) -> None:
+    with pytest.raises(WorkerError, match=f"exit code {code}") as caught:
+        on_cpu(lambda: sys.exit(given), n=1)
+    assert caught.value.exitcode == code
+
+
+class Exits:
+    """Ends whoever pickles it, makes it again, or asks for its text."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def __reduce__(self) -> Any:
+        if self.when == "pickled":
+            raise SystemExit(0)
+        return exits_in, (self.when, os.getpid())
+
+
+def exits_in(when: str, pid: int) -> Any:
+    if when == "made again" and pid != os.getpid():
+        raise SystemExit(0)
+    return None
+
+
+class ExitsAsText(ValueError):
+    def __str__(self) -> str:
+        raise SystemExit(0)
+
+
+def test_a_value_that_exits_ends_nobody() -> None:
+    with pytest.raises(LaunchError, match=r"SystemExit|cannot travel"):
+        on_cpu(lambda _: 1, Exits("pickled"))
+    with pytest.raises(WorkerError, match="raised SystemExit"):
+        on_cpu(lambda _: 1, Exits("made again"))
+    with pytest.raises(WorkerError, match="cannot travel to the notebook"):
+        on_cpu(lambda: Exits("pickled"))
+    run = on_cpu(lambda: Exits("made again"), n=1)
+    assert run.results == [None]
+    with pytest.raises(RuntimeError, match="raised SystemExit"):
+        run[0]
+
+    def fails() -> None:
+        raise ExitsAsText("no")
+
+    with pytest.raises(WorkerError, match="ExitsAsText: <its text could not be made: SystemExit>"):
+        on_cpu(fails, n=1)
+
+
 # ---- stop ----------------------------------------------------------------------------------
 
 

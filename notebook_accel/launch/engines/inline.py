@@ -18,7 +18,7 @@ from notebook_accel.launch.control.verdict import Failure
 from notebook_accel.launch.engines.base import Engine, Placement
 from notebook_accel.launch.payload import Registry
 from notebook_accel.launch.run import Conductor
-from notebook_accel.launch.worker.tracebacks import error_text, format_error
+from notebook_accel.launch.worker.tracebacks import error_text, format_error, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,8 +99,8 @@ class _Inline(Conductor):
             self._kept.put(0, None)
             self._become("succeeded", returned=True)
             return
-        text = format_error(error, caller=__file__)
-        message = f"rank 0 failed: {type(error).__name__}: {error_text(error)}\n\n{text}"
+        text = shorten(format_error(error, caller=__file__))
+        message = f"rank 0 failed: {type(error).__name__}: {shorten(error_text(error))}\n\n{text}"
         self._failure = Failure(
             message=message,
             rank=0,

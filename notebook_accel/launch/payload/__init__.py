@@ -133,7 +133,7 @@ def pack_call(
         try:
             # The list is pickled last, when all that it names is known and in the memo.
             pickler.dump((function, args, kwargs, pickler.sent))
-        except Exception as error:  # whatever a user's object raises when it is pickled
+        except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
             raise cannot_travel(function, args, kwargs, error) from cause(error)
     labelled = tuple(_labelled(function, args, kwargs, pickler))
     return PackedCall(
@@ -270,7 +270,7 @@ def pack_result(value: object, call: Call | None = None) -> Packed:
     with ResultPickler(file, buffers.append, sent=sent) as pickler:
         try:
             pickler.dump(value)
-        except Exception as error:  # whatever a user's object raises when it is pickled
+        except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
             raise cannot_return(value, sent, error) from cause(error)
     return _seal_pickle(file, buffers)
 
@@ -295,7 +295,7 @@ def pack_exception(error: BaseException, call: Call | None = None) -> bytes | No
     try:
         with ResultPickler(file, sent=call.sent if call else ()) as pickler:
             pickler.dump(error)
-    except Exception:  # an exception may hold anything
+    except (Exception, SystemExit):  # an exception may hold anything
         return None
     return file.getvalue()
 
@@ -306,6 +306,6 @@ def unpack_exception(data: bytes | None, registry: Registry) -> BaseException | 
         return None
     try:
         error = load(data, objects=registry.objects)
-    except Exception:  # a class that is not importable here, a constructor that refuses
+    except (Exception, SystemExit):  # a class that is not importable here, or that refuses
         return None
     return error if isinstance(error, BaseException) else None

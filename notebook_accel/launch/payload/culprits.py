@@ -38,7 +38,7 @@ class Culprit:
     path: str
     value: Any
     user: str
-    error: Exception
+    error: BaseException
 
     @property
     def title(self) -> str:
@@ -72,7 +72,7 @@ class _Search:
     aside that only refer back to it; a part that refers back to a value further up is not.
     """
 
-    def __init__(self, attempt: Callable[[Any], Exception | None]) -> None:
+    def __init__(self, attempt: Callable[[Any], BaseException | None]) -> None:
         self._attempt = attempt
         self._leads_to: dict[int, set[int]] = {}
 
@@ -94,7 +94,7 @@ class _Search:
             leads_to |= found
         return leads_to
 
-    def _inside(self, part: Part, error: Exception, depth: int) -> Culprit | set[int]:
+    def _inside(self, part: Part, error: BaseException, depth: int) -> Culprit | set[int]:
         key = id(part.value)
         known = self._leads_to.get(key)
         if known is not None:
@@ -195,7 +195,7 @@ def cannot_travel(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    error: Exception,
+    error: BaseException,
 ) -> LaunchError:
     """The error for a call that could not be pickled, which raised ``error``."""
     name = _name_of(function)
@@ -213,7 +213,7 @@ def cannot_travel(
     return LaunchError(f"{culprit.title}, {used}cannot travel; {what}")
 
 
-def cannot_return(value: object, sent: Sequence[Any], error: Exception) -> TypeError:
+def cannot_return(value: object, sent: Sequence[Any], error: BaseException) -> TypeError:
     """The error for a result that could not be pickled, which raised ``error``."""
     search = _Search(_attempt(functools.partial(ResultPickler, sent=sent)))
     culprit = search.first([Part("result", value, "")])
@@ -222,7 +222,7 @@ def cannot_return(value: object, sent: Sequence[Any], error: Exception) -> TypeE
     return TypeError(f"{culprit.title}, returned, cannot travel to the notebook; {what}")
 
 
-def cause(error: Exception) -> Exception | None:
+def cause(error: BaseException) -> BaseException | None:
     """The error itself where code of the user's raised it, whose traceback then helps."""
     entry = error.__traceback__
     while entry is not None and entry.tb_next is not None:
@@ -234,14 +234,14 @@ def cause(error: Exception) -> Exception | None:
 
 def _attempt(
     make: Callable[[Any, Callable[[Any], Any]], Any],
-) -> Callable[[Any], Exception | None]:
+) -> Callable[[Any], BaseException | None]:
     """A function that pickles a value into nothing and gives what that raised."""
 
-    def attempt(value: Any) -> Exception | None:
+    def attempt(value: Any) -> BaseException | None:
         with make(Discard(), lambda _buffer: None) as pickler:
             try:
                 pickler.dump(value)
-            except Exception as error:  # whatever a user's object raises when it is pickled
+            except (Exception, SystemExit) as error:  # whatever a user's object does
                 return error
         return None
 

@@ -403,9 +403,18 @@ def load(data: Any, *, buffers: Sequence[Any] = (), objects: Sequence[Any] = ())
         data: the pickle.
         buffers: its out-of-band buffers.
         objects: what references to the notebook's own objects mean.
+
+    Raises:
+        RuntimeError: a class in it raised SystemExit, which must end nobody who only reads.
+        Exception: whatever else its classes raise.
     """
     with _resolving(objects):
-        return pickle.loads(data, buffers=buffers)
+        try:
+            return pickle.loads(data, buffers=buffers)
+        except SystemExit as error:
+            raise RuntimeError(
+                f"a value cannot be made again in this process: its class raised {error!r}"
+            ) from error
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from notebook_accel.errors import RunStopped
 from notebook_accel.launch import payload, wire
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.transport.packet import pack, unpack
-from notebook_accel.launch.worker.tracebacks import error_text, format_error
+from notebook_accel.launch.worker.tracebacks import error_text, format_error, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,12 +26,19 @@ __all__ = ["Outcome", "run_call"]
 # What torch says in a rank when it has lost another rank.
 _LOST_PEER = re.compile(
     r"connection (closed|reset) by peer|connection refused|broken pipe|was likely closed"
-    r"|remote process exited|store.*(closed|timed? ?out)|failed to (recv|send)"
-    r"|socket (timeout|closed)"
-    r"|nccl communicator was aborted|ncclremoteerror|connectfullmesh failed|read error.*gloo"
-    r"|timed out waiting.*(send|recv)",
-    re.IGNORECASE | re.DOTALL,
+    r"|remote process exited|failed to (recv|send)|socket (timeout|closed)"
+    r"|nccl communicator was aborted|ncclremoteerror|connectfullmesh failed",
+    re.IGNORECASE,
 )
+# The same in two parts, with anything in between. As one pattern, "store.*closed", it took 44 s
+# for 132 KB full of "store".
+_LOST_PEER_PARTS = (
+    (re.compile(r"store", re.IGNORECASE), re.compile(r"closed|timed? ?out", re.IGNORECASE)),
+    (re.compile(r"read error", re.IGNORECASE), re.compile(r"gloo", re.IGNORECASE)),
+    (re.compile(r"timed out waiting", re.IGNORECASE), re.compile(r"send|recv", re.IGNORECASE)),
+)
+# A larger pickle of an exception stays in the rank: its text is enough.
+_MAX_PICKLED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,16 +143,17 @@ def _raised(error: BaseException, context: LaunchedContext, call: payload.Call |
     if kind in ("exception", "lost peer"):
         _write_error(text)
     _flush_output()
+    pickled = payload.pack_exception(error, call) if call is not None else None
     message = wire.Raised(
         run=context.run,
         call=context.call,
         rank=context.rank,
         kind=kind,
         type_name=type(error).__name__,
-        text=error_text(error),
-        traceback=text,
+        text=shorten(error_text(error)),
+        traceback=shorten(text),
         exitcode=exitcode,
-        pickled=payload.pack_exception(error, call) if call is not None else None,
+        pickled=pickled if pickled is not None and len(pickled) <= _MAX_PICKLED_BYTES else None,
         made_group=context.made_group,
     )
     return Outcome(message=message, exitcode=exitcode)
@@ -161,7 +169,8 @@ def _classify(error: BaseException) -> tuple[str, int]:
         if not isinstance(error.code, int):
             _write_error(f"{error.code}\n")
             return "exit", 1
-        return "exit", error.code & 0xFF
+        # The system keeps eight bits: 256 would be a success.
+        return "exit", (error.code & 0xFF) or 1
     return ("lost peer" if _lost_peer(error) else "exception"), 1
 
 
@@ -169,7 +178,15 @@ def _lost_peer(error: BaseException) -> bool:
     """Whether the exception only says that another rank is gone."""
     is_torch = type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
     is_plain = type(error) is RuntimeError
-    return (is_torch or is_plain) and bool(_LOST_PEER.search(error_text(error)))
+    return (is_torch or is_plain) and _says_lost_peer(error_text(error))
+
+
+def _says_lost_peer(text: str) -> bool:
+    text = shorten(text)
+    if _LOST_PEER.search(text):
+        return True
+    begins = [(first.search(text), then) for first, then in _LOST_PEER_PARTS]
+    return any(begin and then.search(text, begin.end()) for begin, then in begins)
 
 
 def _write_error(text: str) -> None:

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["error_text", "format_error"]
+__all__ = ["error_text", "format_error", "shorten"]
+
+# What a notebook shows of one error: an exception may quote a whole data set.
+_MAX_CHARACTERS = 50_000
 
 
 def format_error(error: BaseException, *, caller: str) -> str:
@@ -24,7 +27,7 @@ def format_error(error: BaseException, *, caller: str) -> str:
     entry = _users_frames(error, caller)
     try:
         return "".join(traceback.format_exception(type(error), error, entry))
-    except Exception:  # a user's __str__ may raise anything
+    except (Exception, SystemExit):  # a user's __str__ may raise anything
         return "".join([*traceback.format_tb(entry), f"{type(error).__name__}\n"])
 
 
@@ -40,5 +43,14 @@ def error_text(error: BaseException) -> str:
     """``str(error)``, whatever its class does when it is asked."""
     try:
         return str(error)
-    except Exception as broken:  # a user's __str__ may raise anything
-        return f"<its text could not be made: {type(broken).__name__}: {broken}>"
+    except (Exception, SystemExit) as broken:  # a user's __str__ may raise anything
+        return f"<its text could not be made: {type(broken).__name__}>"
+
+
+def shorten(text: str) -> str:
+    """The begin and the end of a long text, with a line that says how much is left out."""
+    left_out = len(text) - _MAX_CHARACTERS
+    if left_out <= 0:
+        return text
+    half = _MAX_CHARACTERS // 2
+    return f"{text[:half]}\n… {left_out:,} characters left out …\n{text[-half:]}"

@@ -1,0 +1,52 @@
+"""What the words of an exception say about its cause."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from notebook_accel.launch.worker.call import _says_lost_peer
+from notebook_accel.launch.worker.tracebacks import shorten
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]",
+        "Connection reset by peer",
+        "Broken pipe",
+        "The client socket has failed: the TCPStore on rank 0\nwas closed",
+        "store->get('key') timed out after 300000ms",
+        "Read error [127.0.0.1]:33: gloo pair",
+        "Timed out waiting 1800000ms for recv operation to complete",
+        "failed to recv, got 0 bytes",
+        "NCCL communicator was aborted on rank 1",
+    ],
+)
+def test_what_torch_says_of_a_peer_that_is_gone(text: str) -> None:
+    assert _says_lost_peer(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "closed the store", "shapes do not match", "the store is open", "gloo read error"],
+)
+def test_what_says_something_else(text: str) -> None:
+    assert not _says_lost_peer(text)
+
+
+@pytest.mark.parametrize("word", ["store ", "read error ", "timed out waiting ", "connection "])
+def test_a_long_text_takes_no_long_time(word: str) -> None:
+    text = word * 200_000
+    begin = time.perf_counter()
+    assert not _says_lost_peer(text)
+    assert time.perf_counter() - begin < 2.0
+
+
+def test_a_long_text_keeps_its_begin_and_its_end() -> None:
+    assert shorten("short") == "short"
+    short = shorten("begin" + "x" * 1_000_000 + "end")
+    assert short.startswith("beginx")
+    assert short.endswith("xend")
+    assert "950,008 characters left out" in short
