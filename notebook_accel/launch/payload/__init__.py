@@ -14,7 +14,8 @@ import io
 import pickle
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.cells import CellSource, name_cells
@@ -25,7 +26,8 @@ from notebook_accel.launch.payload.culprits import (
     cause,
     variables,
 )
-from notebook_accel.launch.payload.pickling import CallPickler, ResultPickler, load
+from notebook_accel.launch.payload.pickling import CallPickler, Discard, ResultPickler, load
+from notebook_accel.launch.payload.views import Notice, SmallView, Survey, Watch
 
 if TYPE_CHECKING:
     import types
@@ -45,6 +47,8 @@ __all__ = [
     "unpack_exception",
     "unpack_result",
 ]
+
+P = TypeVar("P", CallPickler, ResultPickler)
 
 # A pickle above this size travels as the last buffer: one copy for all ranks, small messages.
 _HEADER_BYTES = 1 << 16
@@ -127,14 +131,11 @@ def pack_call(
             names it and says what to do.
     """
     args, kwargs = tuple(args), dict(kwargs or {})
-    file = io.BytesIO()
-    buffers: list[pickle.PickleBuffer] = []
-    with CallPickler(file, buffers.append) as pickler:
-        try:
-            # The list is pickled last, when all that it names is known and in the memo.
-            pickler.dump((function, args, kwargs, pickler.sent))
-        except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
-            raise cannot_travel(function, args, kwargs, error) from cause(error)
+    try:
+        # The list is pickled last, when all that it names is known and in the memo.
+        file, buffers, pickler = _dump(CallPickler, lambda own: (function, args, kwargs, own.sent))
+    except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
+        raise cannot_travel(function, args, kwargs, error) from cause(error)
     labelled = tuple(_labelled(function, args, kwargs, pickler))
     return PackedCall(
         packed=_seal_pickle(file, buffers, _sources_of(pickler, sources)),
@@ -168,6 +169,28 @@ def unpack_call(packed: Packed, *, keep_main: bool = False) -> Call:
         sources=sources,
         main=before,
     )
+
+
+def _dump(
+    make: Callable[..., P], value: Callable[[P], object]
+) -> tuple[io.BytesIO, list[pickle.PickleBuffer], P]:
+    """Pickle what ``value`` gives for the pickler; of large storages only what tensors show."""
+    notice: Notice = Watch()
+    while True:
+        file = io.BytesIO()
+        buffers: list[pickle.PickleBuffer] = []
+        with make(file, buffers.append) as pickler:
+            pickler.notice = notice
+            try:
+                pickler.dump(value(pickler))
+            except SmallView:
+                survey = Survey()
+                with make(Discard(), lambda _: None) as seen:
+                    seen.notice = survey
+                    seen.dump(value(seen))
+                notice = survey.parts()
+                continue
+            return file, buffers, pickler
 
 
 def _seal_pickle(
@@ -265,13 +288,10 @@ def pack_result(value: object, call: Call | None = None) -> Packed:
         TypeError: something in it cannot be pickled; the message names it.
     """
     sent = call.sent if call else ()
-    file = io.BytesIO()
-    buffers: list[pickle.PickleBuffer] = []
-    with ResultPickler(file, buffers.append, sent=sent) as pickler:
-        try:
-            pickler.dump(value)
-        except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
-            raise cannot_return(value, sent, error) from cause(error)
+    try:
+        file, buffers, _ = _dump(partial(ResultPickler, sent=sent), lambda _: value)
+    except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
+        raise cannot_return(value, sent, error) from cause(error)
     return _seal_pickle(file, buffers)
 
 

@@ -24,6 +24,7 @@ import cloudpickle
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.refusals import Refused, remedy_of
 from notebook_accel.launch.payload.remade import BY_TYPE, NAMED_TYPES, remake
+from notebook_accel.launch.payload.views import Notice
 
 if TYPE_CHECKING:
     import importlib.machinery
@@ -120,6 +121,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     Attributes:
         moved: device and number of bytes of each storage that was copied to the CPU.
+        notice: decides what of a storage is sent (views.py).
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(BY_TYPE, cloudpickle.Pickler.dispatch_table)
@@ -127,6 +129,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.moved: list[tuple[str, int]] = []
+        self.notice = Notice()
         self._routes: dict[type, Callable[[Any], Any]] = {}
         self._storages: dict[tuple[Any, ...], Any] = {}
         self._roots: set[str] = set()
@@ -175,7 +178,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return _reduce_parametrized if _is_parametrized(kind) else _as_usual
 
     def _reduce_tensor(self, tensor: Any) -> Any:
-        reduced = tensor.__reduce_ex__(5)
+        reduced = self.notice.tensor(tensor, tensor.__reduce_ex__(5))
         if getattr(reduced[0], "__name__", "") == "_rebuild_tensor_v3":
             return rebuild_tensor, reduced[1]
         return reduced
@@ -183,6 +186,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     # ---- storages ----
 
     def _reduce_storage(self, storage: Any) -> Any:
+        self.notice.storage(storage)
         # Two Python objects, and two storages made from the same memory, may be one in truth.
         size = storage.nbytes()
         key = (storage.device, storage.data_ptr(), size) if size else (id(storage),)
