@@ -14,21 +14,41 @@ import os
 import threading
 import time
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch import wire
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Mapping
 
     from notebook_accel.launch.transport.scoreboard import Scoreboard
 
-__all__ = ["LaunchedContext", "RankContext", "current", "enter"]
+__all__ = ["LaunchedContext", "RankContext", "StorePort", "current", "enter"]
 
 # How long a rank that leaves waits for one that is about to decide.
 _AGREE_SECONDS = 1.0
 _MEMORY_SECONDS = 1.0
+
+
+class StorePort(NamedTuple):
+    """Where the store of this run's process groups is: reserved before any rank began.
+
+    Attributes:
+        host, port: of the store.
+        listener: in rank 0, the bound socket on which its store listens; None elsewhere.
+    """
+
+    host: str
+    port: int
+    listener: socket.socket | None
+
+    @classmethod
+    def of(cls, bound: socket.socket, *, listens: bool) -> StorePort:
+        """The address of a bound socket, and the socket itself for the rank that listens."""
+        host, port = bound.getsockname()
+        return cls(host, port, bound if listens else None)
 
 
 class RankContext:
@@ -39,9 +59,13 @@ class RankContext:
             machines and of this one.
         shared: what the state classes of ``training`` keep for this rank; they are views of it.
         launched: whether notebook_accel started this rank.
+        call: number of the call that the ranks serve; it is the same on all of them.
+        store: where the ranks of one machine meet; None leaves it to MASTER_ADDR and MASTER_PORT.
     """
 
     launched = False
+    call = 0
+    store: StorePort | None = None
 
     def __init__(
         self, *, rank: int, local_rank: int, world_size: int, local_world_size: int
@@ -116,6 +140,7 @@ class LaunchedContext(RankContext):
         run: str,
         send: Callable[[wire.Message], None],
         board: Scoreboard,
+        store: StorePort | None = None,
     ) -> None:
         super().__init__(
             rank=rank,
@@ -124,6 +149,7 @@ class LaunchedContext(RankContext):
             local_world_size=local_world_size,
         )
         self.run = run
+        self.store = store
         self.call = 0
         self.made_group = False
         self._send = send

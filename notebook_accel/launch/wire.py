@@ -37,6 +37,7 @@ __all__ = [
     "Kill",
     "Launch",
     "Leave",
+    "MasterSocket",
     "Message",
     "Metric",
     "Notice",
@@ -280,6 +281,13 @@ class Call(Message, frozen=True, kw_only=True):
     master_port: int = 0
 
 
+class MasterSocket(Message, frozen=True, kw_only=True):
+    """The socket bound to MASTER_PORT, as a file descriptor: stores of rank 0 listen on it.
+
+    The agent sends it to rank 0 before the first call for which the port is new.
+    """
+
+
 class Leave(Message, frozen=True, kw_only=True):
     """No more calls come: the rank processes end, once the call that they are in has ended."""
 
@@ -395,6 +403,7 @@ _Any = Union[
     Launch,
     Call,
     Leave,
+    MasterSocket,
     Stop,
     Interrupt,
     Terminate,

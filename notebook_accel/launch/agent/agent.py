@@ -101,7 +101,9 @@ class Agent:
         self._ranks: list[RankProcess] = []
         self._reaped: list[int] = []
         self._selector = selectors.DefaultSelector()
-        self._port = _reserve_port(int(launch.environment.get("MASTER_PORT", "0")))
+        self._port = self._reserve_master_port(int(launch.environment.get("MASTER_PORT", "0")))
+        self._store_port = _reserve_port(0)
+        self._is_port_new = True
         self._group_generation = 0
         self._is_leaving = False
         # Of the call:
@@ -127,6 +129,7 @@ class Agent:
                 rank=rank,
                 local_rank=local_rank,
                 port=self._port.getsockname()[1],
+                store_port=self._store_port,
                 channel=Channel(theirs),
                 board=self._board,
                 log=log,
@@ -153,7 +156,8 @@ class Agent:
 
     def _own_descriptors(self) -> tuple[int, ...]:
         ranks = (fd for rank in self._ranks for fd in rank.descriptors())
-        return (self._channel.fileno(), self._kernel, self._selector.fileno(), *ranks)
+        own = (self._channel.fileno(), self._kernel, self._selector.fileno(), self._port.fileno())
+        return (*own, *ranks)
 
     def _pids(self) -> tuple[int, ...]:
         return tuple(rank.pid for rank in self._ranks)
@@ -251,7 +255,8 @@ class Agent:
             # Whoever held on to the old group may still listen on the old port.
             self._group_generation = message.group_generation
             self._port.close()
-            self._port = _reserve_port(0)
+            self._port = self._reserve_master_port(0)
+            self._is_port_new = True
         self._call = message.call
         self._is_leaving = self._is_leaving or message.last
         self._ending = Ending(grace=message.grace, is_last=self._is_leaving)
@@ -259,9 +264,19 @@ class Agent:
         self._progressed = time.monotonic()
         port = self._port.getsockname()[1]
         for rank in self._ranks:
+            if rank.rank == 0 and self._is_port_new and self._has_peers():
+                rank.send(wire.MasterSocket(), [self._port.fileno()])
+                self._is_port_new = False
             rank.begin_call(msgspec.structs.replace(message, master_port=port), fds)
         if not all(rank.alive for rank in self._ranks):
             self._rank_failed()
+
+    def _has_peers(self) -> bool:
+        """Whether rank 0 has others to meet; a rank alone leaves MASTER_PORT to its children."""
+        return self._launch.world_size > 1
+
+    def _reserve_master_port(self, port: int) -> socket.socket:
+        return _reserve_port(port, shared=not self._has_peers())
 
     def _kernel_gone(self) -> None:
         """Nobody will ever read of these ranks: end them without grace, and go."""
@@ -331,6 +346,10 @@ class Agent:
         for message in rank.last_messages():
             self._post_message(message)
         rank.row.ended = 1
+        if not any(other.alive for other in self._ranks):
+            # Before the kernel hears of it: the next launch may want the same port.
+            self._port.close()
+            self._store_port.close()
         if (exitcode != 0 or was_in_call) and not rank.ended_by_us:
             self._rank_failed()
         self._post(
@@ -406,13 +425,23 @@ def _open_log(log_dir: str, rank: int) -> int:
     return os.open(log_path(log_dir, rank), flags, 0o600)
 
 
-def _reserve_port(port: int) -> socket.socket:
-    """A socket that holds a port for the ranks' store: bound, so that nobody takes it, and deaf.
+def _reserve_port(port: int, *, shared: bool = False) -> socket.socket:
+    """A socket bound to a port on the loopback interface, for a store of rank 0 to listen on.
+
+    Rank 0 gets this very socket. Had it to bind one of its own, with SO_REUSEADDR on both, any
+    other user could bind the port as well, listen first, and get the connections of the others.
 
     Args:
         port: which; 0 for any that is free.
+        shared: whether others may bind the port as well.
     """
     holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if port or shared:
+        # Connections of the run before may linger on a port that the user chose, and only
+        # SO_REUSEADDR gets past them.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", port))
+    if port and not shared:
+        # Of sockets with SO_REUSEADDR only one that listens keeps the others out.
+        holder.listen(socket.SOMAXCONN)
     return holder

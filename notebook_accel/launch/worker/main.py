@@ -19,6 +19,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class Inherited:
         launch: what the kernel sent to the agent.
         rank, local_rank: of this process.
         port: MASTER_PORT until a call says another.
+        store_port: bound to where the ranks of this machine meet; rank 0 listens on it.
         channel: this rank's inbox, and its way to the agent.
         board: the counters that the ranks and the agent share.
         log: descriptor of the file for its output.
@@ -68,6 +70,7 @@ class Inherited:
     rank: int
     local_rank: int
     port: int
+    store_port: socket.socket
     channel: Channel
     board: Scoreboard
     log: int
@@ -106,7 +109,10 @@ class _Worker:
             run=launch.run,
             send=self._sender.send,
             board=inherited.board,
+            store=rank.StorePort.of(inherited.store_port, listens=inherited.rank == 0),
         )
+        if inherited.rank != 0:
+            inherited.store_port.close()
         self._row = inherited.board.row(inherited.local_rank)
         self._setup_error: BaseException | None = None
         self._group_generation = 0
@@ -148,7 +154,9 @@ class _Worker:
             except (EOFError, OSError, ProtocolError):
                 # The agent is gone, and its death takes this process with it.
                 return code
-            if isinstance(message, wire.Call):
+            if isinstance(message, wire.MasterSocket):
+                torch_fixes.listen_on(socket.socket(fileno=fds[0]))
+            elif isinstance(message, wire.Call):
                 code = self._answer(message, fds)
             if isinstance(message, wire.Leave) or getattr(message, "last", False):
                 return code

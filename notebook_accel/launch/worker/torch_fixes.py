@@ -11,9 +11,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
-__all__ = ["keep_backward_from_stashing", "watch_new_groups"]
+__all__ = ["keep_backward_from_stashing", "listen_on", "watch_new_groups"]
 
 _KEY = "context"
 
@@ -53,3 +54,47 @@ def watch_new_groups(note: Callable[[], None]) -> None:
         return plain(*args, **kwargs)
 
     module._new_process_group_helper = helper
+
+
+# The first parameters of TCPStore, in order, as far as callers pass them by position; what comes
+# behind ``multi_tenant`` is the descriptor itself.
+_STORE_PARAMETERS = ("host_name", "port", "world_size", "is_master")
+_NUM_BEFORE_DESCRIPTOR = 7
+
+# The socket of the port that the calls have now, by its port.
+_bound: dict[int, socket.socket] = {}
+
+
+def listen_on(bound: socket.socket) -> None:
+    """Have a store that this rank opens at the port of ``bound`` listen on that very socket.
+
+    Torch's store would bind a socket of its own, on all interfaces. The port of a run is bound
+    already, to the loopback interface: no other user takes it, and no other machine reaches a
+    store that asks for no secret. The socket stays when a store is gone, so a rank that comes
+    early to the second group waits there rather than be refused.
+    """
+    from torch import distributed
+
+    if not distributed.is_available():
+        return
+    is_first = not _bound
+    while _bound:
+        _bound.popitem()[1].close()
+    _bound[bound.getsockname()[1]] = bound
+    if is_first:
+        _replace_init(distributed.TCPStore)  # type: ignore[attr-defined]
+
+
+def _replace_init(store: Any) -> None:
+    plain: Callable[..., None] = store.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        given = {**dict(zip(_STORE_PARAMETERS, args, strict=False)), **kwargs}
+        ours = _bound.get(given.get("port", 0)) if given.get("is_master") else None
+        has_descriptor = len(args) > _NUM_BEFORE_DESCRIPTOR or "master_listen_fd" in kwargs
+        if ours is not None and not has_descriptor:
+            # A duplicate, since the store closes what it is given.
+            kwargs["master_listen_fd"] = os.dup(ours.fileno())
+        plain(self, *args, **kwargs)
+
+    store.__init__ = __init__

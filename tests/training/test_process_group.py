@@ -1,0 +1,197 @@
+"""Groups that are made again and again meet anew each time, at a port that is the run's alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from notebook_accel import notebook_launcher
+from notebook_accel.training.state import PartialState
+from tests.training.harness import run_ranks
+
+NOBODY = 65534
+HOSTS = ("127.0.0.1", "0.0.0.0")
+
+
+def await_files(folder: str, *names: str) -> None:
+    deadline = time.monotonic() + 30
+    while not all(Path(folder, name).exists() for name in names):
+        assert time.monotonic() < deadline, f"{names} did not come"
+        time.sleep(0.0005)
+
+
+def remake(folder: str, times: int) -> list[float]:
+    """Make and destroy a group; one rank is always early for the next, in turn."""
+    rank = int(os.environ["RANK"])
+    sums = []
+    for number in range(times):
+        state = PartialState(cpu=True)
+        total = torch.tensor(float(rank + number))
+        dist.all_reduce(total)
+        sums.append(total.item())
+        Path(folder, f"read-{number}-{rank}").touch()
+        await_files(folder, f"read-{number}-0", f"read-{number}-1")
+        if rank == number % 2:
+            # The other has left, and asks for the next group while this one's store is there.
+            await_files(folder, f"left-{number}-{1 - rank}")
+            time.sleep(0.001 * (number % 5))
+        state.destroy_process_group()
+        PartialState._reset_state()
+        Path(folder, f"left-{number}-{rank}").touch()
+    return sums
+
+
+def test_a_group_that_is_made_again_never_meets_the_old_store(tmp_path: Path) -> None:
+    times = 30
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    expected = [2.0 * number + 1 for number in range(times)]
+    assert run_ranks(remake_at, 2, port, str(tmp_path), times) == [expected] * 2
+
+
+def remake_at(port: int, folder: str, times: int) -> list[float]:
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return remake(folder, times)
+
+
+def test_so_it_is_in_ranks_of_ours(tmp_path: Path) -> None:
+    run = notebook_launcher(remake, (str(tmp_path), 30), 2, view="none")
+    assert list(run) == [[2.0 * number + 1 for number in range(30)]] * 2
+
+
+def ports_of_the_run() -> list[int]:
+    from notebook_accel.launch.rank import current
+
+    store = current().store
+    assert store
+    return [int(os.environ["MASTER_PORT"]), store.port]
+
+
+def tempt(folder: str) -> list[str]:
+    """What another user gets of the run's ports, before, in and after a group."""
+    rank = int(os.environ["RANK"])
+    ports = ports_of_the_run()
+    taken = []
+    for _ in range(2):
+        for make in (lambda: PartialState(cpu=True), lambda: dist.init_process_group("gloo")):
+            taken.append(take_as_nobody(ports))
+            make()
+            taken.append(take_as_nobody(ports))
+            dist.barrier()
+            Path(folder, f"{len(taken)}-{rank}").touch()
+            await_files(folder, f"{len(taken)}-0", f"{len(taken)}-1")
+            dist.destroy_process_group()
+            PartialState._reset_state()
+            taken.append(take_as_nobody(ports))
+            # A store of torch's own is met again only once it is gone.
+            Path(folder, f"gone-{len(taken)}-{rank}").touch()
+            await_files(folder, f"gone-{len(taken)}-0", f"gone-{len(taken)}-1")
+    return taken
+
+
+def take_as_nobody(ports: list[int]) -> str:
+    """What a child with another user could listen on, of these ports."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setuid(NOBODY)
+            took = [f"{host}:{port}" for host in HOSTS for port in ports if takes(host, port)]
+            os.write(theirs, " ".join(took).encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def takes(host: str, port: int) -> bool:
+    with socket.socket() as taker:
+        taker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taker.bind((host, port))
+            taker.listen()
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user is needed: run it as root")
+@pytest.mark.parametrize("use_port", [None, "fixed"])
+def test_another_user_cannot_take_the_ports_of_a_run(tmp_path: Path, use_port: Any) -> None:
+    if use_port:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            use_port = probe.getsockname()[1]
+    run = notebook_launcher(tempt, (str(tmp_path),), 2, use_port=use_port, view="none")
+    assert list(run) == [[""] * 12] * 2
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        assert take_as_nobody([free := probe.getsockname()[1]]) == "", free
+    assert take_as_nobody([free]) != "", "else nothing was tried"
+
+
+def plain(folder: str) -> dict[str, Any]:
+    """Plain functions make their groups by MASTER_ADDR and MASTER_PORT, in several ways."""
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    ways: list[Any] = [
+        dict,
+        lambda: {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": 2},
+        lambda: {
+            "store": dist.TCPStore("127.0.0.1", port, 2, rank == 0),
+            "rank": rank,
+            "world_size": 2,
+        },
+    ]
+    sums, addresses = [], set()
+    for number, way in enumerate([*ways, *ways]):
+        dist.init_process_group("gloo", **way())
+        total = torch.tensor(float(rank))
+        dist.all_reduce(total)
+        sums.append(total.item())
+        addresses |= {
+            connection.laddr.ip
+            for connection in psutil.Process().net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        }
+        Path(folder, f"{number}-{rank}").touch()
+        await_files(folder, f"{number}-0", f"{number}-1")
+        dist.destroy_process_group()
+        Path(folder, f"gone-{number}-{rank}").touch()
+        await_files(folder, f"gone-{number}-0", f"gone-{number}-1")
+    return {"sums": sums, "addresses": addresses}
+
+
+def test_plain_functions_make_and_destroy_groups_by_master_port(tmp_path: Path) -> None:
+    run = notebook_launcher(plain, (str(tmp_path),), 2, view="none")
+    assert [found["sums"] for found in run] == [[1.0] * 6] * 2
+    # Torch's own store would listen on all interfaces.
+    assert run[0]["addresses"] == {"127.0.0.1"}
+
+
+def test_a_port_that_the_user_chose_serves_launch_after_launch() -> None:
+    def meet() -> float:
+        dist.init_process_group("gloo")
+        total = torch.ones(())
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return total.item()
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for _ in range(3):
+        assert list(notebook_launcher(meet, (), 2, use_port=port, view="none")) == [2.0, 2.0]
