@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 ROOT = "notebook_accel"
 
-# What each layer may import of ours, itself aside. The root package only lists names.
+# What each layer may import of ours, itself aside. The root package only lists names, and warms
+# the kernel that fetches the launcher.
 MAY_IMPORT = {
-    "": set(),
+    "": {"notebook.warming"},
     "errors": set(),
     "config": {"errors"},
     "launch": {"errors", "config"},

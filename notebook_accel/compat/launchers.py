@@ -1,6 +1,6 @@
 """Door: ``accelerate.launchers`` under our name."""
 
-from notebook_accel.notebook.launcher import (
+from notebook_accel import (
     notebook_launcher,
 )
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from notebook_accel.config import parse_flag
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.interrupts import held
@@ -95,8 +96,9 @@ class Template:
 
     @property
     def is_ready(self) -> bool:
-        """Whether somebody has seen the process ready."""
-        return self._channel is not None
+        """Whether a launch would not have to wait for the process."""
+        # It speaks first, once all is imported.
+        return self._channel is not None or _is_readable(self._socket, 0)
 
     def wait_until_ready(self) -> None:
         """Return once the process has imported all that it preloads.
@@ -156,7 +158,7 @@ class Template:
     def _ready(self) -> Channel:
         if self._channel is None:
             try:
-                _wait_for(self._socket, _START_SECONDS)
+                _is_readable(self._socket, _START_SECONDS)
                 with held():
                     channel = connect(self._socket, self._secret, timeout=_ANSWER_SECONDS)
                     channel.receive()
@@ -216,10 +218,11 @@ class Template:
         return f" Its last words:\n{text[-2000:]}" if text else ""
 
 
-def _wait_for(sock: socket.socket, seconds: float) -> None:
+def _is_readable(sock: socket.socket, seconds: float) -> bool:
+    """Whether there is something to read before the time is over."""
     with selectors.DefaultSelector() as selector:
         selector.register(sock, selectors.EVENT_READ)
-        selector.select(seconds)
+        return bool(selector.select(seconds))
 
 
 _templates: dict[tuple[object, ...], Template] = {}
@@ -247,8 +250,15 @@ def _close_all() -> None:
 
 
 def warm() -> None:
-    """Start the template, so that the first launch finds it ready; returns at once."""
-    template()
+    """Start the template, so that the first launch finds it ready; returns at once.
+
+    ``NOTEBOOK_ACCEL_WARM=0`` in the environment keeps it from being started before a launch.
+    """
+    # At the priority of any other process: one without privileges could lower it, but never
+    # raise it again for the ranks. On 2 cores, torch's import in the kernel took as long beside
+    # the template's as alone.
+    if parse_flag("NOTEBOOK_ACCEL_WARM", os.environ.get("NOTEBOOK_ACCEL_WARM") or "1"):
+        template()
 
 
 def _key(environment: Mapping[str, str]) -> tuple[object, ...]:

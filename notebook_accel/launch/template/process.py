@@ -40,7 +40,8 @@ _PRELOADED = (
     "notebook_accel.launch.worker.bars",
     "notebook_accel.training.accelerator",
 )
-_START_SECONDS = 120.0
+# A template that was warmed may wait as long as its notebook is open; it watches the kernel.
+_IDLE_SECONDS = 1e7
 _ANSWER_SECONDS = 60.0
 
 
@@ -57,7 +58,7 @@ def serve(fd: int, kernel_pid: int) -> None:
             import_module(name)
         gc.collect()
         gc.freeze()
-        channel = accept(socket.socket(fileno=fd), secret, timeout=_START_SECONDS)
+        channel = accept(socket.socket(fileno=fd), secret, timeout=_IDLE_SECONDS)
         channel.send(wire.TemplateReady())
     _Server(channel, kernel).run()
 

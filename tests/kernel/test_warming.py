@@ -1,0 +1,65 @@
+"""A kernel that fetches the launcher has its template started, and its first launch is quick."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from tests.engines.processes import eventually
+from tests.kernel.notebooks import SLOW, open_notebook
+
+if TYPE_CHECKING:
+    from tests.kernel.notebooks import Notebook
+
+
+def test_fetching_the_launcher_starts_the_template_once(notebook: Notebook) -> None:
+    notebook.run("import notebook_accel")
+    assert notebook.others() == []
+    notebook.run("from notebook_accel import notebook_launcher")
+    (template,) = notebook.others()
+    notebook.run("from notebook_accel import notebook_launcher")
+    notebook.run("from notebook_accel.launchers import notebook_launcher")
+    notebook.run("%load_ext notebook_accel")
+    assert notebook.others() == [template]
+    notebook.run(
+        """
+        from notebook_accel.launch.template.handle import template
+        import time
+        while not template().is_ready:
+            time.sleep(0.01)
+        """
+    )
+    reply = notebook.finish(notebook.start("run = notebook_launcher(lambda: 1, (), 2)"))
+    assert reply.status == "ok", reply.traceback
+    # It waited for nothing, and so it did not say that it does.
+    shown = [str(output) for output in notebook.kernel.first]
+    assert not any("takes some seconds the first time" in text for text in shown), shown
+    assert notebook.run("print(list(run), template().pid)").split() == [
+        "[1,", "1]", str(template.pid),
+    ]  # fmt: skip
+    eventually(lambda: notebook.others() == [template], within=SLOW, what="the ranks have ended")
+
+
+def test_a_launch_that_comes_before_it_is_ready_shows_that_it_waits(notebook: Notebook) -> None:
+    code = "from notebook_accel import notebook_launcher; notebook_launcher(lambda: 1, (), 2)"
+    reply = notebook.finish(notebook.start(code))
+    assert reply.status == "ok", reply.traceback
+    shown = [str(output) for output in notebook.kernel.first]
+    assert any("takes some seconds the first time" in text for text in shown), shown
+
+
+def test_the_environment_turns_it_off() -> None:
+    with open_notebook({"NOTEBOOK_ACCEL_WARM": "0"}) as notebook:
+        notebook.run("from notebook_accel import notebook_launcher\n%load_ext notebook_accel")
+        assert notebook.others() == []
+        notebook.run("assert list(notebook_launcher(lambda: 1, (), 2)) == [1, 1]")
+
+
+def test_a_script_starts_nothing_before_it_launches() -> None:
+    code = """
+import psutil
+from notebook_accel import notebook_launcher
+assert psutil.Process().children() == []
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=SLOW)
