@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -25,6 +26,7 @@ __all__ = [
     "default_backend",
     "distributed_type",
     "empty_cache",
+    "free_memory",
     "get_rng_state",
     "inventory",
     "memory_reader",
@@ -130,6 +132,19 @@ def empty_cache(device: torch.device) -> None:
     """Give back to the driver what torch's allocator keeps for later."""
     with contextlib.suppress(AttributeError):
         torch.get_device_module(device).empty_cache()
+
+
+def free_memory() -> dict[int | str, int]:
+    """The bytes that are free now on each accelerator, by its index, or by "mps"."""
+    if not torch.accelerator.is_available():
+        return {}
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type == "cpu":
+        return {}
+    if accelerator.type in _UNINDEXED:  # it shares the host's memory
+        return {accelerator.type: psutil.virtual_memory().available}
+    read = torch.get_device_module(accelerator.type).mem_get_info
+    return {index: int(read(index)[0]) for index in range(torch.accelerator.device_count())}
 
 
 def get_rng_state(device: torch.device) -> torch.Tensor | None:

@@ -14,48 +14,70 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-__all__ = ["AutocastForward", "strip_forward", "uncompiled"]
+__all__ = ["AutocastForward", "ReplacedForward", "strip_forward", "uncompiled"]
 
 
-class AutocastForward:
-    """The forward of one module under autocast, with float32 outputs.
+class ReplacedForward:
+    """What stands in for the forward of one module; :attr:`plain` is the one that was there.
 
     It sits in the instance's ``__dict__``, so the module stays of its class and keeps its name,
-    attributes and state. A deep copy (an average of the weights, say) gets one of its own; a
-    pickled module comes back with its plain forward.
+    attributes and state. A deep copy (an average of the weights, say) gets one of its own.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        autocast: Callable[[], AbstractContextManager[Any, bool | None]],
-        replaced: Callable[..., Any] | None,
-    ) -> None:
+    def __init__(self, module: Module) -> None:
         self.module = module
-        self.autocast = autocast
-        self.replaced = replaced
+        self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
         functools.update_wrapper(self, self.plain)
 
-    @classmethod
-    def install(
-        cls, module: Module, autocast: Callable[[], AbstractContextManager[Any, bool | None]]
-    ) -> None:
-        """Put the forward of ``module`` under ``autocast``."""
-        module.__dict__["forward"] = cls(module, autocast, module.__dict__.get("forward"))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.plain(*args, **kwargs)
 
     @property
     def plain(self) -> Callable[..., Any]:
         """The forward that was there before."""
         return self.replaced or _class_forward(self.module)
 
+    def put_back(self) -> None:
+        """Give the module the forward that it had before."""
+        if self.replaced is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = self.replaced
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedForward:
+        new = copy.copy(self)
+        memo[id(self)] = new
+        new.module = copy.deepcopy(self.module, memo)
+        new.replaced = copy.deepcopy(self.replaced, memo)
+        new.__wrapped__ = new.plain  # type: ignore[attr-defined]
+        return new
+
+
+class AutocastForward(ReplacedForward):
+    """The forward of one module under autocast, with float32 outputs.
+
+    A pickled module comes back with its plain forward.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        autocast: Callable[[], AbstractContextManager[Any, bool | None]],
+    ) -> None:
+        super().__init__(module)
+        self.autocast = autocast
+
+    @classmethod
+    def install(
+        cls, module: Module, autocast: Callable[[], AbstractContextManager[Any, bool | None]]
+    ) -> None:
+        """Put the forward of ``module`` under ``autocast``."""
+        module.__dict__["forward"] = cls(module, autocast)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.autocast():
             outputs = self.plain(*args, **kwargs)
         return convert_to_fp32(outputs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AutocastForward:
-        module = copy.deepcopy(self.module, memo)
-        return AutocastForward(module, self.autocast, copy.deepcopy(self.replaced, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_forward_of, (self.module, self.replaced))
@@ -64,12 +86,8 @@ class AutocastForward:
 def strip_forward(module: Module) -> None:
     """Give ``module`` back the forward that it had before :meth:`AutocastForward.install`."""
     forward = module.__dict__.get("forward")
-    if not isinstance(forward, AutocastForward):
-        return
-    if forward.replaced is None:
-        del module.__dict__["forward"]
-    else:
-        module.__dict__["forward"] = forward.replaced
+    if isinstance(forward, AutocastForward):
+        forward.put_back()
 
 
 def uncompiled(module: Module) -> Module:

@@ -1,0 +1,358 @@
+"""Weights from a checkpoint's files into a model, each straight to where the device map wants it.
+
+One tensor is in memory at a time: safetensors and torch files are mapped, not read. A name that a
+checkpoint lacks because it is tied to another gets that one's value.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Union
+
+import torch
+import torch.distributed.checkpoint.state_dict as dist_state
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.big_modeling.device_map import device_of, is_below
+from notebook_accel.training.big_modeling.dispatch import dispatch_model
+from notebook_accel.training.big_modeling.dtypes import as_dtype
+from notebook_accel.training.big_modeling.inference import infer_auto_device_map
+from notebook_accel.training.big_modeling.memory_limits import get_balanced_memory
+from notebook_accel.training.big_modeling.offload_store import (
+    OffloadedWeightsLoader,
+    offload_weight,
+    save_offload_index,
+)
+from notebook_accel.training.big_modeling.tensors import set_module_tensor_to_device
+from notebook_accel.training.big_modeling.ties import find_tied_parameters, retie_parameters
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch.nn import Module
+
+    from notebook_accel.training.big_modeling.dtypes import AnyDtype
+    from notebook_accel.training.big_modeling.memory_limits import MaxMemory
+    from notebook_accel.training.big_modeling.tensors import AnyDevice
+
+__all__ = ["load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_state_dict"]
+
+Folder = Union[str, "os.PathLike[str]"]
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+_log = logging.getLogger(__name__)
+
+
+def load_state_dict(
+    checkpoint_file: Folder, device_map: Mapping[str, AnyDevice] | None = None
+) -> dict[str, torch.Tensor]:
+    """Read the tensors of one file.
+
+    Args:
+        checkpoint_file: safetensors, or what ``torch.save`` wrote.
+        device_map: where each shall be, "disk" meaning the host; None leaves them on the host.
+    """
+    state = dict(_tensors(Path(checkpoint_file)))
+    if device_map is None:
+        return state
+    where = {name: device_of(name, device_map) for name in state}
+    return {
+        name: value if where[name] == "disk" else value.to(where[name])
+        for name, value in state.items()
+    }
+
+
+def load_checkpoint_in_model(
+    model: Module,
+    checkpoint: Folder,
+    device_map: Mapping[str, AnyDevice] | None = None,
+    offload_folder: Folder | None = None,
+    dtype: AnyDtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load a checkpoint into a model, which may be without weights yet (on the meta device).
+
+    Args:
+        model: is changed.
+        checkpoint: a file with all weights, an index of several, or a folder with one of them.
+        device_map: where the weights go, by name of module; None keeps them where they are.
+        offload_folder: gets the files of what goes to "disk".
+        dtype: the type that they shall have; None keeps the model's.
+        offload_state_dict: keep what goes to the host in temporary files until all is read, where
+            memory does not suffice for a file and the weights at once.
+        offload_buffers: put buffers on "disk" too.
+        keep_in_fp32_modules: names of modules whose weights stay float32, whatever ``dtype`` says.
+        offload_8bit_bnb: what goes to "disk" is quantised first by ``load_and_quantize_model``.
+        strict: refuse a checkpoint that lacks weights or has others than the model's.
+        full_state_dict: for a model that is sharded over ranks: the files hold whole weights.
+        broadcast_from_rank0: for such a model: rank 0 alone reads, and sends.
+
+    Raises:
+        ConfigError: there is no such checkpoint, it does not fit, or something goes to "disk" and
+            there is no folder for it.
+    """
+    if "disk" in (device_map or {}).values() and offload_folder is None:
+        raise ConfigError("the device map puts weights on disk: pass a folder as offload_folder")
+    files = _checkpoint_files(Path(checkpoint))
+    if any(isinstance(weight, DTensor) for weight in model.parameters()):
+        state: dict[str, Any] = {n: value for file in files for n, value in _tensors(file)}
+        options = dist_state.StateDictOptions(
+            full_state_dict=full_state_dict,
+            broadcast_from_rank0=broadcast_from_rank0,
+            strict=strict,
+        )
+        dist_state.set_model_state_dict(model, state, options=options)
+        return
+    del offload_8bit_bnb  # ours quantises while it replaces layers, before anything is offloaded
+    ties = find_tied_parameters(model)
+    with ExitStack() as stack:
+        load = _Load(
+            model=model,
+            device_map=device_map,
+            folder=None if offload_folder is None else Path(offload_folder),
+            host_folder=(
+                Path(stack.enter_context(TemporaryDirectory())) if offload_state_dict else None
+            ),
+            dtype=None if dtype is None else as_dtype(dtype),
+            keep_in_fp32=tuple(keep_in_fp32_modules or ()),
+            offload_buffers=offload_buffers,
+        )
+        load.run(files, ties, strict=strict)
+    retie_parameters(model, ties)
+
+
+@dataclass(kw_only=True)
+class _Load:
+    """One checkpoint on its way into one model."""
+
+    model: Module
+    device_map: Mapping[str, AnyDevice] | None
+    folder: Path | None
+    host_folder: Path | None
+    """Temporary files for what goes to the host; None puts it there at once."""
+    dtype: Any
+    keep_in_fp32: tuple[str, ...]
+    offload_buffers: bool
+    disk_index: dict[str, Any] = field(default_factory=dict)
+    host_index: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, files: Sequence[Path], ties: Sequence[Sequence[str]], *, strict: bool) -> None:
+        """Load all files, and say what did not fit."""
+        own = set(self.model.state_dict())
+        names = [name for file in files for name in _names(file)]
+        aliases = _aliases(ties, set(names))
+        unexpected = [name for name in names if name not in own]
+        missing = own - set(names) - {alias for group in aliases.values() for alias in group}
+        if strict and (missing or unexpected):
+            raise ConfigError(
+                f"the checkpoint does not fit {type(self.model).__name__}: it lacks "
+                f"{sorted(missing)} and has {unexpected} beside. Pass strict=False to load the rest"
+            )
+        if unexpected:
+            _log.warning(
+                "%s has no such weights, which the checkpoint holds: %s",
+                type(self.model).__name__,
+                unexpected,
+            )
+        for file in files:
+            for name, value in _tensors(file):
+                for each in (name, *aliases.get(name, ())) if name in own else ():
+                    self._put(each, value)
+        self._finish()
+
+    def _put(self, name: str, value: torch.Tensor) -> None:
+        device = self._device(name)
+        dtype = torch.float32 if self._stays_fp32(name) else self.dtype
+        folder = {"disk": self.folder, "cpu": self.host_folder}.get(str(device))
+        if folder is None:
+            set_module_tensor_to_device(self.model, name, device, value, dtype)
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        index = self.disk_index if device == "disk" else self.host_index
+        if value.is_floating_point():
+            value = value.to(dtype or _tensor(self.model, name).dtype)
+        set_module_tensor_to_device(self.model, name, "meta", dtype=value.dtype)
+        offload_weight(value, name, folder, index)
+
+    def _device(self, name: str) -> Any:
+        """Where a weight goes; a buffer does not go to disk unless it is asked for."""
+        if self.device_map is None:
+            device = _tensor(self.model, name).device
+            return torch.device("cpu") if device.type == "meta" else device
+        device = device_of(name, self.device_map)
+        is_buffer = name in dict(self.model.named_buffers())
+        return "cpu" if device == "disk" and is_buffer and not self.offload_buffers else device
+
+    def _stays_fp32(self, name: str) -> bool:
+        parts = name.split(".")
+        return any(module in parts or is_below(name, module) for module in self.keep_in_fp32)
+
+    def _finish(self) -> None:
+        if self.folder is not None:
+            save_offload_index(self.disk_index, self.folder)
+        if self.host_index:
+            weights = OffloadedWeightsLoader(save_folder=self.host_folder, index=self.host_index)
+            for name, value in weights.items():
+                # A copy: the file under the mapped tensor goes away.
+                set_module_tensor_to_device(self.model, name, "cpu", value.clone())
+
+
+def _tensor(model: Module, name: str) -> torch.Tensor:
+    owner, _, own_name = name.rpartition(".")
+    tensor: torch.Tensor = getattr(model.get_submodule(owner), own_name)
+    return tensor
+
+
+def _aliases(ties: Sequence[Sequence[str]], names: set[str]) -> dict[str, list[str]]:
+    """The names that a checkpoint lacks, under the tied one that it has."""
+    found: dict[str, list[str]] = {}
+    for group in ties:
+        present = next((name for name in group if name in names), None)
+        if present is not None:
+            found[present] = [name for name in group if name not in names]
+    return found
+
+
+def _names(file: Path) -> list[str]:
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    return list(_unpickled(file))
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    if file.suffix != ".safetensors":
+        yield from _unpickled(file).items()
+        return
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+            yield name, opened.get_tensor(name)
+
+
+def _unpickled(file: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(
+        file, map_location="cpu", weights_only=True, mmap=True
+    )
+    return state
+
+
+def _checkpoint_files(checkpoint: Path) -> list[Path]:
+    """The files of a checkpoint, given as a file, an index, or a folder with one of the two."""
+    if checkpoint.is_dir():
+        whole = [checkpoint / name for name in _WHOLE if (checkpoint / name).is_file()]
+        found = whole[:1] or sorted(checkpoint.glob("*.index.json"))
+        if len(found) != 1:
+            raise ConfigError(
+                f"{checkpoint} has {len(found)} files that end in .index.json: expected one, or "
+                f"{' or '.join(_WHOLE)}"
+            )
+        checkpoint = found[0]
+    if not checkpoint.is_file():
+        raise ConfigError(
+            f"there is no checkpoint at {checkpoint}: expected a file with all weights, an index "
+            "of several, or a folder with one of them"
+        )
+    if checkpoint.suffix != ".json":
+        return [checkpoint]
+    index = json.loads(checkpoint.read_text())
+    names = index.get("weight_map", index)
+    return [checkpoint.parent / name for name in sorted(set(names.values()))]
+
+
+def load_checkpoint_and_dispatch(
+    model: Module,
+    checkpoint: Folder,
+    device_map: str | Mapping[str, AnyDevice] | None = None,
+    max_memory: MaxMemory | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    offload_folder: Folder | None = None,
+    offload_buffers: bool = False,
+    dtype: AnyDtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> Module:
+    """Load a checkpoint into a model, spread over devices, host and disk.
+
+    Args:
+        model: usually made under ``init_empty_weights``; is changed, and returned.
+        checkpoint: as of :func:`load_checkpoint_in_model`.
+        device_map: device by name of module; "auto" or "balanced" fills accelerators evenly,
+            "balanced_low_0" leaves room on the first, "sequential" fills one after the other;
+            None only loads.
+        max_memory: what each device may hold, for a map that is inferred.
+        no_split_module_classes: names of classes that must stay on one device, for such a map.
+        offload_folder: gets the files of what goes to "disk".
+        offload_buffers: offload buffers too.
+        dtype: the type that the weights shall have; None keeps the model's.
+        offload_state_dict: as of :func:`load_checkpoint_in_model`; None does it where something
+            goes to disk.
+        skip_keys, preload_module_classes, force_hooks: as of ``dispatch_model``.
+        strict, full_state_dict, broadcast_from_rank0: as of :func:`load_checkpoint_in_model`.
+
+    Raises:
+        ConfigError: the checkpoint or the map makes no sense.
+    """
+    if isinstance(device_map, str):
+        if device_map not in _STRATEGIES:
+            raise ConfigError(
+                f"device_map={device_map!r}: expected a mapping, or one of {', '.join(_STRATEGIES)}"
+            )
+        if device_map != "sequential":
+            max_memory = get_balanced_memory(
+                model,
+                max_memory,
+                no_split_module_classes,
+                dtype,
+                low_zero=device_map == "balanced_low_0",
+            )
+        device_map = infer_auto_device_map(
+            model,
+            max_memory,
+            no_split_module_classes,
+            dtype,
+            offload_buffers=offload_buffers,
+        )
+    if offload_state_dict is None:
+        offload_state_dict = "disk" in (device_map or {}).values()
+    load_checkpoint_in_model(
+        model,
+        checkpoint,
+        device_map,
+        offload_folder,
+        dtype,
+        offload_state_dict,
+        offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if device_map is None:
+        return model
+    return dispatch_model(
+        model,
+        device_map,
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )

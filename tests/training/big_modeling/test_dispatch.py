@@ -1,0 +1,198 @@
+"""Models on host and disk give the outputs that they gave before, and can be put back."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.big_modeling.align_devices import (
+    AlignDevicesHook,
+    align_module_device,
+    attach_align_device_hook_on_blocks,
+    has_offloaded_params,
+)
+from notebook_accel.training.big_modeling.dispatch import (
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    get_state_dict_offloaded_model,
+)
+from notebook_accel.training.big_modeling.hooks import (
+    add_hook_to_module,
+    remove_hook_from_submodules,
+)
+from notebook_accel.training.big_modeling.tensors import named_module_tensors
+from tests.training.big_modeling.models import Language, values
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WORDS = torch.tensor([1, 2, 3])
+
+
+def devices_of(model: nn.Module) -> dict[str, str]:
+    return {name: str(t.device) for name, t in named_module_tensors(model, recurse=True)}
+
+
+def hooks_of(model: nn.Module) -> dict[str, str]:
+    """What each module's hooks do, without whose hooks they are."""
+    return {
+        name: repr(vars(module)["_hf_hook"]).split(" object at")[0].split(".")[-1]
+        for name, module in model.named_modules()
+        if "_hf_hook" in vars(module)
+    }
+
+
+@pytest.fixture
+def model() -> Language:
+    torch.manual_seed(0)
+    return Language().eval()
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("preload", [None, ["Block"]])
+def test_a_model_in_the_hosts_memory_or_on_disk_computes_as_before(
+    model: Language, buffers: bool, preload: list[str] | None, tmp_path: Path
+) -> None:
+    expected, state = model(WORDS), values(model)
+    kwargs: dict[str, Any] = {"offload_buffers": buffers, "preload_module_classes": preload}
+    for offload in (cpu_offload, lambda m, **kw: disk_offload(m, tmp_path, **kw)):
+        theirs = copy.deepcopy(model)
+        assert offload(model, **kwargs) is model
+        accelerate.cpu_offload(theirs, **kwargs)
+        assert devices_of(model) == devices_of(theirs)
+        assert hooks_of(model) == hooks_of(theirs)
+        for _ in range(2):
+            assert torch.equal(model(WORDS), expected)
+        assert "meta" in set(devices_of(model).values())
+        assert has_offloaded_params(model.embed)
+        assert not has_offloaded_params(nn.Linear(1, 1))
+        remove_hook_from_submodules(model)
+        assert set(devices_of(model).values()) == {"cpu"}
+        assert all(torch.equal(value, state[name]) for name, value in values(model).items())
+
+
+MAPS = [
+    {"embed": "cpu", "layers.0": "disk", "layers.1": "cpu", "lmhead": "cpu"},
+    {"embed": "disk", "layers": "disk", "lmhead": "disk"},
+    {"": "disk"},
+    {"": "cpu"},
+    {"embed": "cpu", "layers": "disk", "lmhead.weight": "disk", "lmhead.bias": "disk"},
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*device_map keys:UserWarning")
+@pytest.mark.parametrize("device_map", MAPS)
+def test_a_dispatched_model_computes_as_before_with_the_hooks_of_accelerate(
+    model: Language, device_map: dict[str, str], tmp_path: Path
+) -> None:
+    expected, theirs = model(WORDS), copy.deepcopy(model)
+    dispatch_model(model, device_map, offload_dir=tmp_path / "ours")
+    if device_map != {"": "disk"}:  # theirs writes nothing for it, and fails
+        accelerate.dispatch_model(theirs, dict(device_map), offload_dir=tmp_path / "theirs")
+        assert devices_of(model) == devices_of(theirs)
+        assert hooks_of(model) == hooks_of(theirs)
+    assert model.hf_device_map == device_map
+    between = devices_of(model)
+    for _ in range(2):
+        assert torch.equal(model(WORDS), expected)
+    assert devices_of(model) == between
+
+
+def test_a_model_that_is_partly_elsewhere_cannot_be_moved(model: Language, tmp_path: Path) -> None:
+    dispatch_model(model, {"embed": "cpu", "": "disk"}, offload_dir=tmp_path)
+    for move in (lambda: model.to("cpu"), model.cuda):
+        with pytest.raises(RuntimeError, match="cannot be moved"):
+            move()
+
+
+def test_a_map_with_disk_needs_a_folder(model: Language) -> None:
+    for dispatch, kind in ((dispatch_model, ConfigError), (accelerate.dispatch_model, ValueError)):
+        with pytest.raises(kind, match="layers"):
+            dispatch(model, {"": "cpu", "layers": "disk"})
+
+
+def test_weights_on_disk_may_be_named_by_an_index(model: Language, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    expected, state = model(WORDS), model.layers.state_dict()
+    file = str(tmp_path / "x.safetensors")
+    save_file({name: value.contiguous() for name, value in state.items()}, file)
+    index = {f"layers.{n}": {"safetensors_file": file, "weight_name": n} for n in state}
+    dispatch_model(model, {"": "cpu", "layers": "disk"}, offload_index=index)
+    assert torch.equal(model(WORDS), expected)
+
+
+def test_hooks_can_be_forced_on_one_device(model: Language) -> None:
+    expected = model(WORDS)
+    dispatch_model(model, {"": "cpu"})
+    assert hooks_of(model) == {}
+    theirs = accelerate.dispatch_model(copy.deepcopy(model), {"": "cpu"}, force_hooks=True)
+    dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    assert hooks_of(model) == hooks_of(theirs)
+    assert torch.equal(model(WORDS), expected)
+
+
+@pytest.mark.parametrize(
+    "offload", [False, True, {"embed": True, "layers.0": False, "lmhead": True}]
+)
+def test_blocks_get_the_hooks_of_accelerate(model: Language, offload: Any) -> None:
+    from accelerate.hooks import attach_align_device_hook_on_blocks as peer
+
+    device: Any = torch.device("cpu")
+    expected, theirs = model(WORDS), copy.deepcopy(model)
+    weights = values(model)
+    attach_align_device_hook_on_blocks(model, device, offload, weights_map=weights)
+    peer(theirs, device, offload, weights_map=weights)
+    assert hooks_of(model) == hooks_of(theirs)
+    assert devices_of(model) == devices_of(theirs)
+    assert torch.equal(model(WORDS), expected)
+
+
+def test_an_input_that_is_named_stays_where_it_is() -> None:
+    class Keep(nn.Module):
+        def forward(self, x: torch.Tensor, *, cache: torch.Tensor) -> tuple[str, str]:
+            return str(x.device), str(cache.device)
+
+    module = add_hook_to_module(Keep(), AlignDevicesHook("meta", skip_keys="cache"))
+    assert module(torch.ones(1), cache=torch.ones(1)) == ("meta", "cpu")
+    back = add_hook_to_module(nn.Identity(), AlignDevicesHook("meta", io_same_device=True))
+    with pytest.raises(NotImplementedError):  # back from meta there is no way
+        back(torch.ones(1))
+
+
+def test_weights_can_be_looked_at_and_changed_in_place(model: Language) -> None:
+    expected = model.lmhead.weight.detach().clone()
+    cpu_offload(model)
+    with align_module_device(model.lmhead, "cpu"):
+        assert torch.equal(model.lmhead.weight, expected)
+    assert model.lmhead.weight.device.type == "meta"
+    plain = nn.Linear(2, 2)
+    weight = plain.weight
+    with align_module_device(plain, "cpu"):
+        assert plain.weight is weight
+    with align_module_device(plain):
+        plain.weight.data.fill_(1)
+    assert plain.weight is weight
+
+
+def test_an_offloaded_model_gives_its_whole_state(model: Language) -> None:
+    state = values(model)
+    cpu_offload(model)
+    found = get_state_dict_offloaded_model(model)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    assert model.embed.weight.device.type == "meta"
+
+
+def test_gradients_reach_what_comes_before_an_offloaded_block(model: Language) -> None:
+    first = nn.Embedding(10, 4)
+    cpu_offload(model.layers.train())
+    model.layers(first(WORDS)).sum().backward()
+    assert first.weight.grad is not None

@@ -1,0 +1,190 @@
+"""Checkpoints of every form, into models with and without weights, whole or spread."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.utils import load_state_dict as peer_load_state_dict
+from safetensors.torch import save_file
+from torch import nn
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.big_modeling.empty_weights import init_empty_weights
+from notebook_accel.training.big_modeling.loading import (
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+    load_state_dict,
+)
+from notebook_accel.training.checkpoint.weights import save_model
+from tests.training.big_modeling.models import Language, values
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WORDS = torch.tensor([1, 2, 3])
+FORMS = ["whole.safetensors", "pytorch_model.bin", "folder", "shards", "index"]
+
+
+@pytest.fixture
+def model() -> Language:
+    torch.manual_seed(0)
+    return Language().eval()
+
+
+def write(model: nn.Module, form: str, folder: Path) -> Path:
+    """A checkpoint of the model in one of FORMS."""
+    if form.endswith(".bin"):
+        torch.save(model.state_dict(), folder / form)
+        return folder / form
+    if form.endswith(".safetensors"):
+        state = {name: v for name, v in model.state_dict().items() if name != "lmhead.weight"}
+        save_file(state, folder / form)
+        return folder / form
+    save_model(model.state_dict(), folder, 200 if form != "folder" else "1GB", safe=True)
+    return folder / "model.safetensors.index.json" if form == "index" else folder
+
+
+def empty() -> Language:
+    """A model that knows its own ties and has no weights."""
+    with init_empty_weights():
+        model = Language()
+    assert model.lmhead.weight is model.embed.weight
+    return model.eval()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("make", [Language, empty])
+def test_every_form_loads(model: Language, form: str, make: Any, tmp_path: Path) -> None:
+    other = make().eval()
+    load_checkpoint_in_model(other, write(model, form, tmp_path))
+    assert all(torch.equal(v, values(other)[name]) for name, v in values(model).items())
+    assert other.lmhead.weight is other.embed.weight
+    assert torch.equal(other(WORDS), model(WORDS))
+
+
+MAPS: list[Any] = [
+    {"": "cpu"},
+    {"embed": "cpu", "layers": "disk", "lmhead": "cpu"},
+    {"embed": "disk", "layers.0": "disk", "layers.1": "cpu", "lmhead": "disk"},
+    {"": "disk"},
+    "auto",
+    "sequential",
+]
+
+
+@pytest.mark.parametrize("form", ["whole.safetensors", "pytorch_model.bin", "shards"])
+@pytest.mark.parametrize("device_map", MAPS)
+@pytest.mark.parametrize("through_files", [False, True])
+def test_a_loaded_and_dispatched_model_computes_as_the_saved_one(
+    model: Language, form: str, device_map: Any, through_files: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    checkpoint = write(model, form, tmp_path / "checkpoint")
+    other = load_checkpoint_and_dispatch(
+        empty(),
+        checkpoint,
+        device_map,
+        offload_folder=tmp_path / "offload",
+        offload_state_dict=through_files,
+    )
+    for _ in range(2):
+        assert torch.equal(other(WORDS), model(WORDS))
+
+
+def test_limits_spread_a_model_over_host_and_disk(model: Language, tmp_path: Path) -> None:
+    other = load_checkpoint_and_dispatch(
+        empty(),
+        write(model, "pytorch_model.bin", tmp_path),
+        "auto",
+        max_memory={"cpu": 900},
+        no_split_module_classes=["Block"],
+        offload_folder=tmp_path / "offload",
+    )
+    assert set(other.hf_device_map.values()) == {"cpu", "disk"}
+    assert torch.equal(other(WORDS), model(WORDS))
+
+
+def test_types_are_those_that_were_asked_for(model: Language, tmp_path: Path) -> None:
+    checkpoint = write(model, "pytorch_model.bin", tmp_path)
+    other = empty()
+    load_checkpoint_in_model(
+        other, checkpoint, {"": "cpu"}, dtype="float16", keep_in_fp32_modules=["norm"]
+    )
+    types = {name: value.dtype for name, value in other.state_dict().items()}
+    assert types.pop("layers.0.norm.num_batches_tracked") == torch.int64
+    assert types["layers.0.norm.weight"] == torch.float32
+    assert types["layers.0.first.weight"] == types["embed.weight"] == torch.float16
+    theirs = Language()
+    accelerate.load_checkpoint_in_model(
+        theirs, str(checkpoint), {"": "cpu"}, dtype="float16", keep_in_fp32_modules=["norm"]
+    )
+    assert types.items() <= {n: v.dtype for n, v in theirs.state_dict().items()}.items()
+
+
+BAD = [
+    ("nothing here", {}, "no checkpoint"),
+    ("empty", {}, "0 files"),
+    ("whole", {"device_map": {"": "disk"}}, "offload_folder"),
+    ("whole", {"device_map": {"embed": "cpu"}}, "no device for"),
+    ("other", {"strict": True}, "zzz"),
+    ("other", {"strict": True, "device_map": {"": "cpu"}}, "zzz"),
+    ("shape", {}, "shape"),
+    ("shape", {"device_map": {"": "cpu"}}, "shape"),
+]
+
+
+@pytest.mark.parametrize(("which", "kwargs", "text"), BAD)
+def test_what_does_not_fit_is_refused_as_accelerate_refuses_it(
+    which: str, kwargs: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    state = Language().state_dict()
+    torch.save(state, tmp_path / "whole")
+    torch.save({**state, "zzz": torch.ones(1)}, tmp_path / "other")
+    torch.save({**state, "embed.weight": torch.ones(2, 2)}, tmp_path / "shape")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=text):
+        load_checkpoint_in_model(Language(), tmp_path / which, **kwargs)
+    with pytest.raises((ValueError, RuntimeError)):
+        accelerate.load_checkpoint_in_model(Language(), str(tmp_path / which), **kwargs)
+
+
+def test_an_unknown_word_for_a_map_is_refused(tmp_path: Path) -> None:
+    for load in (load_checkpoint_and_dispatch, accelerate.load_checkpoint_and_dispatch):
+        with pytest.raises(ValueError, match="balanced_low_0"):
+            load(Language(), tmp_path, device_map="evenly")
+
+
+def test_weights_that_the_model_lacks_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save({**Language().state_dict(), "zzz": torch.ones(1)}, tmp_path / "other")
+    load_checkpoint_in_model(Language(), tmp_path / "other")
+    assert "zzz" in caplog.text
+
+
+def test_a_file_is_read_onto_the_devices_of_a_map(tmp_path: Path) -> None:
+    save_file({"a.w": torch.ones(2), "b.w": torch.zeros(2)}, tmp_path / "x.safetensors")
+    for device_map in (None, {"": "cpu"}, {"a": "cpu", "b": "disk"}):
+        ours = load_state_dict(tmp_path / "x.safetensors", device_map)
+        theirs = peer_load_state_dict(str(tmp_path / "x.safetensors"), device_map)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert load_state_dict(tmp_path / "x.safetensors", {"a": "meta", "b": "cpu"})["a.w"].is_meta
+
+
+def test_the_offload_folder_is_in_the_format_of_accelerate(model: Language, tmp_path: Path) -> None:
+    checkpoint = write(model, "pytorch_model.bin", tmp_path)
+    device_map = {"embed": "cpu", "layers": "disk", "lmhead": "cpu"}
+    for load, folder in (
+        (load_checkpoint_in_model, tmp_path / "ours"),
+        (accelerate.load_checkpoint_in_model, tmp_path / "theirs"),
+    ):
+        load(Language(), str(checkpoint), device_map, offload_folder=folder)
+    ours, theirs = (
+        json.loads((tmp_path / w / "index.json").read_text()) for w in ("ours", "theirs")
+    )
+    assert ours == theirs
