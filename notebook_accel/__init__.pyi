@@ -9,6 +9,15 @@ from .launch.run import runs as runs
 from .notebook.launcher import notebook_launcher as notebook_launcher
 from .notebook.magics import load_ipython_extension as load_ipython_extension
 from .training.accelerator import Accelerator as Accelerator
+from .training.big_modeling import cpu_offload as cpu_offload
+from .training.big_modeling import cpu_offload_with_hook as cpu_offload_with_hook
+from .training.big_modeling import disk_offload as disk_offload
+from .training.big_modeling import dispatch_model as dispatch_model
+from .training.big_modeling import infer_auto_device_map as infer_auto_device_map
+from .training.big_modeling import init_empty_weights as init_empty_weights
+from .training.big_modeling import init_on_device as init_on_device
+from .training.big_modeling import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from .training.big_modeling import load_checkpoint_in_model as load_checkpoint_in_model
 from .training.collectives import broadcast as broadcast
 from .training.collectives import gather_object as gather_object
 from .training.data import DataLoaderDispatcher as DataLoaderDispatcher

@@ -45,7 +45,9 @@ class ReplacedForward:
             self.module.__dict__["forward"] = self.replaced
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedForward:
-        new = copy.copy(self)
+        # Not copy.copy: it goes through `__reduce__`, which may give another forward.
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
         memo[id(self)] = new
         new.module = copy.deepcopy(self.module, memo)
         new.replaced = copy.deepcopy(self.replaced, memo)

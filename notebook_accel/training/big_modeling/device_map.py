@@ -7,7 +7,6 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.big_modeling.tensors import named_module_tensors
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -46,12 +45,11 @@ def check_device_map(model: Module, device_map: Mapping[str, Any]) -> None:
         ConfigError: some weights have none; it names them.
     """
     known = {name for name, _ in model.named_modules()}
-    known |= {name for name, _ in named_module_tensors(model, recurse=True)}
+    known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     unknown = [name for name in device_map if name not in known]
     if unknown:
-        warnings.warn(
-            f"the device map names what the model does not have: {unknown}", stacklevel=2
-        )
+        warnings.warn(f"the device map names what the model does not have: {unknown}", stacklevel=2)
     missing = [
         name
         for name in model.state_dict()
