@@ -35,9 +35,26 @@ __all__ = ["launch"]
 
 _WAIT_SECONDS = 0.05
 _KILL_SECONDS = 10.0
-# What a kernel leaves in its environment that would mislead a rank.
-_KERNELS_OWN = ("JPY_", "TORCHELASTIC_", "IPYTHON", "PYDEVD_", "GROUP_", "ROLE_")
-_KERNELS_OWN_NAMES = ("MPLBACKEND", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# What a kernel leaves in its environment that would mislead a rank: names and beginnings. What
+# torchelastic sets is named exactly: ROLE_ARN or GROUP_ID are somebody's own.
+_KERNELS_OWN = ("JPY_", "PYDEVD_")
+_KERNELS_OWN_NAMES = (
+    "MPLBACKEND",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_NAME",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 
 
 def launch(
@@ -122,9 +139,10 @@ def _open(job: Job, notices: list[str]) -> Run:
             view=job.view,
             source=partial(_script, job, placement.world_size),
         )
-        call = None
+        launch_message = call = None
         if packed is not None:
             notices = [*notices, *packed.notices]
+            launch_message = _launch_message(job, placement, run=folder.id, log_dir=folder.path)
             call = _prepare_call(packed, advise=job.advise)
         first = state.starting(
             run=folder.id,
@@ -138,7 +156,7 @@ def _open(job: Job, notices: list[str]) -> Run:
             state=first,
             folder=folder,
             metrics=metrics,
-            launch=_launch_message(job, placement, run=folder.id, log_dir=folder.path),
+            launch=launch_message,
             call=call,
         )
         try:
@@ -293,7 +311,14 @@ def _num_threads(environment: Mapping[str, str], world_size: int) -> int:
     given = environment.get("OMP_NUM_THREADS", "")
     if given.isdigit() and int(given):
         return int(given)
-    return max(1, len(os.sched_getaffinity(0)) // world_size)
+    return max(1, _num_cores() // world_size)
+
+
+def _num_cores() -> int:
+    """The cores that this process may use, where the system says that."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _wait(run: Run, view: View) -> None:

@@ -579,9 +579,15 @@ def test_what_the_person_sets_for_the_ranks_wins(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("KEPT", "from the notebook")
     monkeypatch.setenv("JPY_SESSION_NAME", "kernel's own")
     monkeypatch.setenv("WORLD_SIZE", "77")
+    monkeypatch.setenv("ROLE_RANK", "7")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another launcher's")
+    own = ("ROLE_ARN", "GROUP_ID", "IPYTHONDIR", "TORCHELASTIC_ENABLE_FILE_TIMER")
+    for name in own:
+        monkeypatch.setenv(name, "somebody's")
 
     def train() -> dict[str, str | None]:
-        names = ("KEPT", "MINE", "JPY_SESSION_NAME", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+        names = ("KEPT", "MINE", "JPY_SESSION_NAME", "WORLD_SIZE", "RANK", "LOCAL_RANK", *own)
+        names += ("ROLE_RANK", "TORCHELASTIC_RUN_ID")
         return {name: os.environ.get(name) for name in names}
 
     env = {"MINE": "from the call", "WORLD_SIZE": "5"}
@@ -593,6 +599,9 @@ def test_what_the_person_sets_for_the_ranks_wins(monkeypatch: pytest.MonkeyPatch
         "WORLD_SIZE": "2",
         "RANK": "1",
         "LOCAL_RANK": "1",
+        **dict.fromkeys(own, "somebody's"),
+        "ROLE_RANK": None,
+        "TORCHELASTIC_RUN_ID": None,
     }
     assert os.environ["WORLD_SIZE"] == "77"
 

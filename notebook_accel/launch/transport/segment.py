@@ -21,7 +21,11 @@ __all__ = ["attach", "create", "finish", "layout", "seal"]
 _ALIGNMENT = 64
 # A write of this size ends soon enough for an interrupt to be handled in between.
 _CHUNK_BYTES = 16 << 20
-_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+
+
+def _seals() -> int:
+    # Only Linux has them, and this module is imported everywhere.
+    return fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 
 
 def layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
@@ -85,7 +89,7 @@ def create(size: int) -> int:
 
 def finish(fd: int) -> None:
     """Seal a segment that was filled: nobody can change it any more."""
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
 
 
 def _write(fd: int, buffer: memoryview, offset: int) -> None:
@@ -139,7 +143,7 @@ def _check(fd: int, total: int) -> None:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
         seals = 0
-    if seals & _SEALS != _SEALS:
+    if seals & _seals() != _seals():
         raise ValueError(f"descriptor {fd} is no sealed memory segment")
     found = os.fstat(fd).st_size
     if found < total:
