@@ -30,7 +30,14 @@ from notebook_accel.launch import rank, wire
 from notebook_accel.launch.payload.notebook_state import from_bytes
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.transport.channel import ProtocolError
-from notebook_accel.launch.worker import bars, groups, notebook_state, output, torch_fixes
+from notebook_accel.launch.worker import (
+    bars,
+    groups,
+    late_threads,
+    notebook_state,
+    output,
+    torch_fixes,
+)
 from notebook_accel.launch.worker.call import run_call
 from notebook_accel.launch.worker.interrupts import Interrupts, Sender
 
@@ -132,6 +139,7 @@ class _Worker:
         if code == 0:
             self._wait_for_others()
             groups.close_group()
+        late_threads.announce(self._context)
         return code
 
     def _set_up(self) -> None:

@@ -1,0 +1,32 @@
+"""Says why a rank whose function has returned does not end: a thread of the user's goes on."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.rank import RankContext
+
+__all__ = ["announce"]
+
+# Threads of a pool that has nothing to do end at once when Python leaves.
+_PATIENCE_SECONDS = 1.0
+
+
+def announce(context: RankContext) -> None:
+    """Have the person told of threads that keep this process, if it is still there in a second."""
+    timer = threading.Timer(_PATIENCE_SECONDS, _tell, args=(context,))
+    timer.daemon = True
+    timer.start()
+
+
+def _tell(context: RankContext) -> None:
+    main = threading.main_thread()
+    late = [thread.name for thread in threading.enumerate() if not thread.daemon]
+    named = ", ".join(f"`{name}`" for name in late if name != main.name)
+    if named:
+        context.notice(
+            f"the function has returned, but the thread {named} that it started goes on, and the "
+            "run with it: join it before the return, or start it with daemon=True"
+        )
