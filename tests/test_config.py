@@ -483,4 +483,4 @@ def test_each_field_is_documented_under_it() -> None:
 def test_the_engines_of_the_settings_are_those_that_there_are() -> None:
     from notebook_accel.launch.engines import ENGINES
 
-    assert set(configs.ENGINES) == {"auto", *ENGINES}
+    assert set(configs.ENGINES) == set(ENGINES)

@@ -24,11 +24,10 @@ from notebook_accel.launch.view import GuardedView, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.engines.base import Placement
+    from notebook_accel.launch.engines.base import RankPlan
     from notebook_accel.launch.payload import CellSource
 
 __all__ = ["launch"]
@@ -124,8 +123,8 @@ def _open(job: Job, notices: list[str]) -> Run:
         preflight.check_platform()
     packed = _pack(job) if engine.needs_payload else None
     engine.warm_up(job)
-    placement = engine.place(job)
-    preflight.check_machine(job.config, placement.world_size)
+    plan = engine.plan_ranks(job)
+    preflight.check_machine(job.config, plan.world_size)
     folder = RunFolder.make()
     with contextlib.ExitStack() as undo:
         undo.callback(folder.remove)
@@ -137,22 +136,23 @@ def _open(job: Job, notices: list[str]) -> Run:
             folder=folder,
             metrics=metrics,
             view=job.view,
-            source=partial(_script, job, placement.world_size),
+            source=partial(_script, job, plan.world_size),
         )
         launch_message = call = None
         if packed is not None:
             notices = [*notices, *packed.notices]
-            launch_message = _launch_message(job, placement, run=folder.id, log_dir=folder.path)
+            launch_message = _launch_message(job, plan, run=folder.id)
             call = _prepare_call(packed, advise=job.advise)
         first = state.starting(
             run=folder.id,
             name=job.name,
-            world_size=placement.world_size,
+            world_size=plan.world_size,
             started=time.time(),
-            notices=(*notices, *placement.notices),
+            notices=(*notices, *plan.notices),
         )
         opening = Opening(
             run=run,
+            plan=plan,
             state=first,
             folder=folder,
             metrics=metrics,
@@ -203,23 +203,23 @@ def _pack(job: Job) -> payload.PackedCall:
     return payload.pack_call(job.function, job.args, job.kwargs, sources=job.sources)
 
 
-def _launch_message(job: Start, placement: Placement, *, run: str, log_dir: Path) -> wire.Launch:
-    """What starts the rank processes of a run."""
-    num_threads = _num_threads(job.environment, placement.world_size)
+def _launch_message(job: Start, plan: RankPlan, *, run: str) -> wire.Launch:
+    """What starts the rank processes of a run; the engine adds each agent's ranks and folder."""
+    num_threads = _num_threads(job.environment, plan.world_size)
     environment = {
         **job.environment,
         "OMP_NUM_THREADS": str(num_threads),
-        **placement.environment,
+        **plan.environment,
         **(job.config.env or {}),
     }
     return wire.Launch(
         run=run,
-        world_size=placement.world_size,
-        ranks=tuple(range(placement.world_size)),
+        world_size=plan.world_size,
+        ranks=(),
         environment=environment,
         directory=os.getcwd(),
         path=tuple(sys.path),
-        log_dir=str(log_dir),
+        log_dir=None,
         num_threads=num_threads,
         imports=job.imports,
         notebook=notebook_state.capture().to_bytes(),

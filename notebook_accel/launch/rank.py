@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LaunchedContext", "RankContext", "StorePort", "current", "enter"]
 
-# How long a rank that leaves waits for one that is about to decide.
-_AGREE_SECONDS = 1.0
 _MEMORY_SECONDS = 1.0
 
 
@@ -57,6 +55,7 @@ class RankContext:
     Attributes:
         rank, local_rank: of this rank; world_size, local_world_size: number of ranks, of all
             machines and of this one.
+        device_index: of its accelerator among those that it sees: ``device``, else ``local_rank``.
         shared: what the state classes of ``training`` keep for this rank; they are views of it.
         launched: whether notebook_accel started this rank.
         call: number of the call that the ranks serve; it is the same on all of them.
@@ -68,12 +67,19 @@ class RankContext:
     store: StorePort | None = None
 
     def __init__(
-        self, *, rank: int, local_rank: int, world_size: int, local_world_size: int
+        self,
+        *,
+        rank: int,
+        local_rank: int,
+        world_size: int,
+        local_world_size: int,
+        device: int | None = None,
     ) -> None:
         self.rank = rank
         self.local_rank = local_rank
         self.world_size = world_size
         self.local_world_size = local_world_size
+        self.device_index = local_rank if device is None else device
         self.shared: dict[Any, Any] = {}
 
     @classmethod
@@ -140,6 +146,7 @@ class LaunchedContext(RankContext):
         run: str,
         send: Callable[[wire.Message], None],
         board: Scoreboard,
+        device: int | None = None,
         store: StorePort | None = None,
     ) -> None:
         super().__init__(
@@ -147,6 +154,7 @@ class LaunchedContext(RankContext):
             local_rank=local_rank,
             world_size=world_size,
             local_world_size=local_world_size,
+            device=device,
         )
         self.run = run
         self.store = store
@@ -224,7 +232,7 @@ class LaunchedContext(RankContext):
             self._begin_pass(batches - 1, total)
         if not self._board.stop_asked:
             row.passed_batches = batches
-        elif not row.reads and self._leaves("batches"):
+        elif not row.reads and self._board.leaves(self.local_rank, "batches"):
             raise RunStopped("the run was stopped")
 
     def _begin_pass(self, start: int, total: int | None) -> None:
@@ -246,13 +254,9 @@ class LaunchedContext(RankContext):
         row = self._row
         row.reads = reads = row.reads + 1
         if self._board.stop_asked:
-            return self._leaves("reads")
+            return self._board.leaves(self.local_rank, "reads")
         row.passed_reads = reads
         return False
-
-    def _leaves(self, counter: str) -> bool:
-        """Whether the count is the one at which all ranks leave."""
-        return self._board.leaves(self.local_rank, counter, timeout=_AGREE_SECONDS)
 
 
 _context: ContextVar[RankContext | None] = ContextVar("notebook_accel_rank", default=None)

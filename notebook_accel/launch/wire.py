@@ -25,6 +25,8 @@ __all__ = [
     "AgentReady",
     "Bar",
     "Call",
+    "CallEnded",
+    "PortReserved",
     "CallStarted",
     "CountDevices",
     "Credit",
@@ -37,15 +39,20 @@ __all__ = [
     "Kill",
     "Launch",
     "Leave",
+    "LeaveAt",
+    "LogOpened",
     "MasterSocket",
     "Message",
     "Metric",
     "Notice",
     "Output",
     "Packet",
+    "Passed",
     "Raised",
     "RankEnded",
+    "RankFailed",
     "RankReady",
+    "RankSpec",
     "Returned",
     "Sample",
     "Stacks",
@@ -165,6 +172,8 @@ class Raised(Message, frozen=True, kw_only=True):
         traceback: formatted, with the cells' own names and lines.
         exitcode: what the process ends with, if this was its last call.
         pickled: the exception, where it could be pickled.
+        after_interrupt: whether the agent had interrupted, terminated or killed the ranks before,
+            by the clock of its machine; filled in by the agent.
         made_group: as in ``Returned``.
         ours: whether its agent had interrupted it because another rank failed.
     """
@@ -177,16 +186,50 @@ class Raised(Message, frozen=True, kw_only=True):
     pickled: bytes | None = None
     made_group: bool = False
     ours: bool = False
+    after_interrupt: bool = False
 
 
 # ---- from an agent -------------------------------------------------------------------------
 
 
 class AgentReady(Message, frozen=True, kw_only=True):
-    """The rank processes were forked."""
+    """The rank processes of an agent were forked.
 
-    pids: tuple[int, ...]
+    Attributes:
+        pids: of each rank, by its number.
+    """
+
+    pids: dict[int, int]
+
+
+class PortReserved(Message, frozen=True, kw_only=True):
+    """The agent with rank 0 has begun the call: its ranks meet at this port of its machine.
+
+    The kernel sends the call to the other agents then.
+    """
+
     port: int
+
+
+class LogOpened(Message, frozen=True, kw_only=True):
+    """The output of a rank on another machine; its bytes come as a stream of that number."""
+
+    stream: int
+
+
+class RankFailed(Message, frozen=True, kw_only=True):
+    """A rank of the call failed; the kernel tells the other agents, which end the call there."""
+
+
+class Passed(Message, frozen=True, kw_only=True):
+    """The answer to ``Stop``: the highest points that ranks of this agent have passed.
+
+    As ``StopPoint`` of transport/scoreboard.py, which says how a stop goes.
+    """
+
+    batches: int
+    reads: int
+    is_read: bool
 
 
 class Output(Message, frozen=True, kw_only=True):
@@ -216,11 +259,18 @@ class Sample(Message, frozen=True, kw_only=True):
 
 
 class RankEnded(Message, frozen=True, kw_only=True):
-    """A rank's process ended and was reaped; ``ours``: its agent had ended it."""
+    """A rank's process ended and was reaped.
+
+    Attributes:
+        exitcode, signal: how it ended; one of them is None.
+        ours: whether its agent had ended it.
+        after_interrupt: as in ``Raised``.
+    """
 
     exitcode: int | None = None
     signal: int | None = None
     ours: bool = False
+    after_interrupt: bool = False
 
 
 class Stacks(Message, frozen=True, kw_only=True):
@@ -232,27 +282,44 @@ class Stacks(Message, frozen=True, kw_only=True):
 # ---- to an agent ---------------------------------------------------------------------------
 
 
+class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank that an agent starts, and what it has of its own.
+
+    Attributes:
+        rank: its number among all ranks of the run.
+        local_rank: its number among those of the agent.
+        environment: variables of this rank alone, which win over those of all ranks.
+        device: index of its accelerator among those that it sees; None: its local rank.
+    """
+
+    rank: int
+    local_rank: int
+    environment: dict[str, str] = {}
+    device: int | None = None
+
+
 class Launch(Message, frozen=True, kw_only=True):
     """Start the rank processes. They wait for calls then.
 
     Attributes:
         world_size: number of ranks of the run.
-        ranks: the global ranks that this agent starts.
+        ranks: those that this agent starts, in the order of their local ranks.
         environment: of every rank, whole.
         directory: current directory of the ranks.
         path: ``sys.path`` of the ranks.
-        log_dir: folder of the files with the ranks' output.
+        log_dir: folder of the files with the ranks' output; None where the agent does not see the
+            kernel's files: it keeps them in a folder of its own, and sends their bytes.
         num_threads: what each rank gives to ``torch.set_num_threads``.
         imports: modules that each rank imports first.
         notebook: what cells have set up beside variables (payload/notebook_state.py).
     """
 
     world_size: int
-    ranks: tuple[int, ...]
+    ranks: tuple[RankSpec, ...]
     environment: dict[str, str]
     directory: str
     path: tuple[str, ...]
-    log_dir: str
+    log_dir: str | None
     num_threads: int
     imports: tuple[str, ...] = ()
     notebook: bytes = b""
@@ -271,7 +338,8 @@ class Call(Message, frozen=True, kw_only=True):
         group_generation: counts the process groups that the ranks may share. Where it has grown
             since the call before, that one did not end well on all ranks: each rank leaves the
             group that it was in.
-        master_port: what the ranks have as MASTER_PORT; filled in by the agent.
+        master_port: what the ranks have as MASTER_PORT; 0 to the agent with rank 0, which takes a
+            port that it has reserved.
     """
 
     payload: Packet
@@ -296,6 +364,20 @@ class Stop(Message, frozen=True, kw_only=True):
     """Leave the call politely: at the same step on all ranks; harder after ``grace`` seconds."""
 
     grace: float | None = None
+
+
+class LeaveAt(Message, frozen=True, kw_only=True):
+    """All agents have answered a ``Stop``: ranks leave once they have counted so far.
+
+    As ``LeavePoint`` of transport/scoreboard.py.
+    """
+
+    batches: int | None
+    reads: int
+
+
+class CallEnded(Message, frozen=True, kw_only=True):
+    """Every rank's part of the call has ended, on all machines."""
 
 
 class Interrupt(Message, frozen=True, kw_only=True):
@@ -396,6 +478,10 @@ _Any = Union[
     Returned,
     Raised,
     AgentReady,
+    PortReserved,
+    LogOpened,
+    RankFailed,
+    Passed,
     Output,
     Sample,
     RankEnded,
@@ -405,6 +491,8 @@ _Any = Union[
     Leave,
     MasterSocket,
     Stop,
+    LeaveAt,
+    CallEnded,
     Interrupt,
     Terminate,
     Kill,

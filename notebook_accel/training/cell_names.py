@@ -32,7 +32,7 @@ def _device() -> torch.device:
     from notebook_accel.training import devices, environment
 
     return devices.choose_device(
-        cpu=environment.read_flag("USE_CPU"), local_rank=current().local_rank, shared=True
+        cpu=environment.read_flag("USE_CPU"), local_rank=current().device_index, shared=True
     )
 
 

@@ -94,7 +94,7 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
     place = _whereabouts()
     device = devices.choose_device(
         cpu=cpu or environment.read_flag("USE_CPU"),
-        local_rank=place.local_rank,
+        local_rank=place.device_index,
         shared=_chosen_backend(options) == "gloo",
     )
     if place.world_size > 1:

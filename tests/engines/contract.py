@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from notebook_accel import LaunchError, RunStopped, WorkerError
@@ -26,8 +27,6 @@ from tests.engines.processes import below, eventually, gone, of_launches
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import psutil
-
 # Deadlines, wide enough for a busy machine; benchmarks/faults.py measures what users see.
 SOON = 5.0
 CLEAN = 5.0
@@ -35,9 +34,10 @@ BUSY = 20.0
 
 
 class EngineContract:
-    """Subclasses say the engine."""
+    """Subclasses say the engine, and what another process runs before it can name that."""
 
     engine = "local"
+    prelude = ""
 
     # ---- the fixture -----------------------------------------------------------------------
 
@@ -90,6 +90,25 @@ class EngineContract:
         assert [float(tensor[-1]) for tensor in run] == [0.0, 1.0]
         run[0].add_(1.0)
         assert float(run[0][0]) == 1.0
+
+    @pytest.mark.timeout(300)
+    def test_a_gigabyte_each_way(self) -> None:
+        """More than a frame may have, to every rank, and back from the last one."""
+        import torch
+
+        if psutil.virtual_memory().available < 10 << 30:
+            pytest.skip("10 GB of free memory are needed")
+        given = torch.full((1 << 28,), 3.0)
+        given[-1] = 4.0
+
+        def train() -> torch.Tensor | float:
+            is_last = os.environ["RANK"] == "1"
+            return given if is_last else float(given[-1])
+
+        run = self.launch(train)
+        assert run[0] == 4.0
+        assert (float(run[1][0]), float(run[1][-1])) == (3.0, 4.0)
+        assert run[1].nbytes == 1 << 30
 
     def test_a_result_that_cannot_travel_fails_that_call_alone(self) -> None:
         def train() -> Any:
@@ -570,7 +589,9 @@ class EngineContract:
     def test_a_killed_kernel_leaves_nobody(self, forked: bool, tmp_path: Path) -> None:
         import subprocess
 
-        script = _KERNEL.format(engine=self.engine, forked=forked, folder=str(tmp_path))
+        script = _KERNEL.format(
+            prelude=self.prelude, engine=self.engine, forked=forked, folder=str(tmp_path)
+        )
         kernel = subprocess.Popen([sys.executable, "-c", script])
         eventually(lambda: len(list(tmp_path.glob("rank*"))) == 2, within=30, what="ranks run")
         ours = [process.pid for process in below(kernel.pid)]
@@ -602,6 +623,7 @@ import ctypes, os, pathlib, subprocess, sys, time
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.view import View
+{prelude}
 folder = pathlib.Path({folder!r})
 os.environ["NOTEBOOK_ACCEL_RUNS"] = str(folder / "runs")
 def train():

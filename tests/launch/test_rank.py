@@ -13,6 +13,7 @@ from notebook_accel import RunStopped
 from notebook_accel.launch import rank, wire
 from notebook_accel.launch.rank import LaunchedContext, RankContext, current, enter
 from notebook_accel.launch.transport.scoreboard import Scoreboard
+from tests.launch.transport.test_scoreboard import stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -270,7 +271,7 @@ def test_a_function_that_reads_learns_of_the_stop_and_goes_on() -> None:
     board = Scoreboard(2)
     contexts = [launched(number, board)[0] for number in range(2)]
     assert [context.should_stop() for context in contexts] == [False, False]
-    board.ask_stop()
+    stop(board)
     assert [context.should_stop() for context in contexts] == [True, True]
     for context in contexts:
         context.count_batch()
@@ -282,7 +283,7 @@ def test_a_function_that_never_reads_leaves_at_its_next_batch() -> None:
     contexts = [launched(number, board)[0] for number in range(2)]
     for context in contexts:
         context.count_batch(9)
-    board.ask_stop()
+    stop(board)
     for context in contexts:
         context.count_step()
         with pytest.raises(RunStopped):
@@ -293,7 +294,7 @@ def test_a_rank_whose_peer_went_on_goes_on_for_one_batch() -> None:
     board = Scoreboard(2)
     one, other = (launched(number, board)[0] for number in range(2))
     other.count_batch()
-    board.ask_stop()
+    stop(board)
     one.count_batch()
     for context in (one, other):
         with pytest.raises(RunStopped):

@@ -35,6 +35,8 @@ def _example(hint: Any) -> Any:
             return _example(choice)
     if hint is wire.Packet:
         return wire.Packet(header=b"\x00h", sizes=(1, 2), inline=(b"a", b"bc"))
+    if hint is wire.RankSpec:
+        return wire.RankSpec(rank=3, local_rank=1, environment={"A": "b"}, device=2)
     return {int: 42, float: 0.1, str: "täxt\x00", bytes: b"\x00\xff", bool: True}[hint]
 
 
@@ -85,7 +87,7 @@ def test_half_characters_are_spelled() -> None:
     """Names of files and variables that are no text come as such from the system."""
     message = wire.Launch(
         world_size=1,
-        ranks=(0,),
+        ranks=(wire.RankSpec(rank=0, local_rank=0, environment={"OWN": "é"}),),
         environment={"A\udcff": "b\udcfe", "C": "d"},
         directory="/tmp/\udcff",
         path=("\udcff",),

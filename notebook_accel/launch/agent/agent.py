@@ -31,11 +31,11 @@ import torch.multiprocessing as mp
 from notebook_accel.launch import wire
 from notebook_accel.launch.agent.ending import Ending, Stage
 from notebook_accel.launch.agent.file_tail import FileTail
+from notebook_accel.launch.agent.logs import rank_logs
 from notebook_accel.launch.agent.rank_process import RankProcess
 from notebook_accel.launch.system import processes, scratch
-from notebook_accel.launch.system.log_files import log_path
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
-from notebook_accel.launch.transport.scoreboard import Scoreboard
+from notebook_accel.launch.transport.scoreboard import SETTLE_SECONDS, LeavePoint, Scoreboard
 from notebook_accel.launch.worker import main as worker
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 __all__ = ["Agent", "main"]
 
 _TICK_SECONDS = 0.05
+# While the kernel and all ranks wait for the answer to a stop.
+_STOP_TICK_SECONDS = 0.002
+# A rank that has come to a point and not said by then whether it went on counts as if it had.
+_STOP_SECONDS = 1.0
 # Messages that wait for a slow kernel, above which ranks have to wait as well.
 _BUSY_PENDING = 4096
 # How long the last messages wait for a kernel that does not read.
@@ -97,18 +101,26 @@ class Agent:
         self._channel = channel
         self._kernel = kernel
         self._launch = launch
-        self._board = Scoreboard(len(launch.ranks))
+        self._has_others = len(launch.ranks) < launch.world_size
+        self._has_rank_0 = any(spec.rank == 0 for spec in launch.ranks)
+        self._board = Scoreboard(len(launch.ranks), has_others=self._has_others)
+        self._logs = rank_logs(launch, channel)
         self._ranks: list[RankProcess] = []
         self._reaped: list[int] = []
         self._selector = selectors.DefaultSelector()
-        self._port = self._reserve_master_port(int(launch.environment.get("MASTER_PORT", "0")))
-        self._store_port = _reserve_port(0)
+        # Ranks meet where rank 0 is; the other agents learn its port with each call.
+        self._port: socket.socket | None = None
+        if self._has_rank_0:
+            self._port = self._reserve_master_port(int(launch.environment.get("MASTER_PORT", "0")))
+        self._store_port = None if self._has_others else _reserve_port(0)
         self._is_port_new = True
         self._group_generation = 0
         self._is_leaving = False
         # Of the call:
         self._call = 0
         self._ending = Ending()
+        self._stop_asked: float | None = None
+        self._interrupted_at: float | None = None
         self._progress: tuple[int, ...] = ()
         self._progressed = time.monotonic()
 
@@ -118,17 +130,16 @@ class Agent:
         """Fork the rank processes and tell the kernel their pids."""
         scratch.use(self._launch.run)
         context = mp.get_context("fork")
-        for local_rank, rank in enumerate(self._launch.ranks):
+        for spec in self._launch.ranks:
             ours, theirs = socket.socketpair()
-            log = _open_log(self._launch.log_dir, rank)
-            stacks = os.memfd_create(f"stacks-{rank}")
+            log = self._logs.open(spec.rank)
+            stacks = os.memfd_create(f"stacks-{spec.rank}")
             disconnect = os.eventfd(0)
             inherited = worker.Inherited(
                 agent=os.getpid(),
                 launch=self._launch,
-                rank=rank,
-                local_rank=local_rank,
-                port=self._port.getsockname()[1],
+                spec=spec,
+                port=self._master_port,
                 store_port=self._store_port,
                 channel=Channel(theirs),
                 board=self._board,
@@ -137,27 +148,33 @@ class Agent:
                 disconnect=disconnect,
                 unneeded=(*unneeded, *self._own_descriptors(), ours.fileno()),
             )
-            process = context.Process(target=worker.main, args=(inherited,), name=f"rank-{rank}")
+            process = context.Process(
+                target=worker.main, args=(inherited,), name=f"rank-{spec.rank}"
+            )
             process.start()
             theirs.close()
             os.close(log)
             self._ranks.append(
                 RankProcess(
-                    rank=rank,
+                    rank=spec.rank,
                     process=process,
                     channel=Channel(ours),
-                    tail=FileTail(log_path(self._launch.log_dir, rank)),
+                    tail=FileTail(self._logs.path(spec.rank)),
                     stacks=stacks,
                     disconnect=disconnect,
-                    row=self._board.row(local_rank),
+                    row=self._board.row(spec.local_rank),
                 )
             )
-        self._post(wire.AgentReady, pids=self._pids(), port=self._port.getsockname()[1])
+        self._post(wire.AgentReady, pids={rank.rank: rank.pid for rank in self._ranks})
 
     def _own_descriptors(self) -> tuple[int, ...]:
         ranks = (fd for rank in self._ranks for fd in rank.descriptors())
-        own = (self._channel.fileno(), self._kernel, self._selector.fileno(), self._port.fileno())
-        return (*own, *ranks)
+        port = () if self._port is None else (self._port.fileno(),)
+        return (self._channel.fileno(), self._kernel, self._selector.fileno(), *port, *ranks)
+
+    @property
+    def _master_port(self) -> int:
+        return 0 if self._port is None else int(self._port.getsockname()[1])
 
     def _pids(self) -> tuple[int, ...]:
         return tuple(rank.pid for rank in self._ranks)
@@ -174,7 +191,8 @@ class Agent:
         # What came together with Launch was read with it: nothing would wake us for that.
         self._from_kernel()
         while any(rank.alive for rank in self._ranks):
-            for key, _ in self._selector.select(_TICK_SECONDS):
+            tick = _TICK_SECONDS if self._stop_asked is None else _STOP_TICK_SECONDS
+            for key, _ in self._selector.select(tick):
                 key.data()
             self._tick()
         self._flush_to_kernel()
@@ -193,11 +211,27 @@ class Agent:
             if rank.alive:
                 for message in rank.observe(now):
                     self._post_message(message)
+        self._answer_stop(now)
         stage = self._ending.next_stage(now=now, idle=self._idle(now), leaving=self._all_leaving())
         if stage is not None:
             self._go(stage)
         with contextlib.suppress(OSError):
             self._channel.flush(block=False)
+
+    def _answer_stop(self, now: float) -> None:
+        """Tell the kernel how far ranks here have passed, once that stays true."""
+        if self._stop_asked is None or now < self._stop_asked + SETTLE_SECONDS:
+            return
+        point = self._board.passed(patient=now < self._stop_asked + _STOP_SECONDS)
+        if point is not None:
+            self._stop_asked = None
+            self._post(
+                wire.Passed,
+                call=self._call,
+                batches=point.batches,
+                reads=point.reads,
+                is_read=point.is_read,
+            )
 
     def _note_progress(self, now: float) -> None:
         progress = tuple(
@@ -242,11 +276,26 @@ class Agent:
             for rank in self._ranks:
                 if message.rank in (None, rank.rank):
                     rank.ask_stacks()
-        elif isinstance(message, wire.Kill) and not message.call:
+        elif isinstance(message, wire.Kill) and (not message.call or message.call > self._call):
+            # About all processes, or a call whose payload is still on its way.
             self._is_leaving = True
             self._ending = Ending()
             self._go(Stage.KILL)
-        elif type(message) in _STAGES and message.call == self._call:
+        elif message.call == self._call:
+            self._obey_in_call(message)
+
+    def _obey_in_call(self, message: wire.Message) -> None:
+        if isinstance(message, wire.LeaveAt):
+            self._progressed = time.monotonic()
+            self._board.leave_at(LeavePoint(batches=message.batches, reads=message.reads))
+        elif isinstance(message, wire.RankFailed):
+            self._ending = self._ending.failed(now=time.monotonic())
+        elif isinstance(message, wire.CallEnded):
+            self._board.note_others_ended()
+        elif type(message) in _STAGES:
+            if isinstance(message, wire.Stop):
+                # Answered in any case: by that the kernel knows that this agent lives.
+                self._stop_asked = time.monotonic()
             self._go(_STAGES[type(message)], grace=getattr(message, "grace", None))
 
     def _begin_call(self, message: wire.Call, fds: Sequence[int]) -> None:
@@ -254,17 +303,21 @@ class Agent:
         if message.group_generation != self._group_generation:
             # Whoever held on to the old group may still listen on the old port.
             self._group_generation = message.group_generation
-            self._port.close()
-            self._port = self._reserve_master_port(0)
-            self._is_port_new = True
+            if self._port is not None:
+                self._port.close()
+                self._port = self._reserve_master_port(0)
+                self._is_port_new = True
         self._call = message.call
         self._is_leaving = self._is_leaving or message.last
         self._ending = Ending(grace=message.grace, is_last=self._is_leaving)
+        self._stop_asked = self._interrupted_at = None
         self._board.reset()
         self._progressed = time.monotonic()
-        port = self._port.getsockname()[1]
+        port = message.master_port or self._master_port
+        if self._has_others and self._has_rank_0:
+            self._post(wire.PortReserved, call=self._call, port=port)
         for rank in self._ranks:
-            if rank.rank == 0 and self._is_port_new and self._has_peers():
+            if rank.rank == 0 and self._port and self._is_port_new and self._has_peers():
                 rank.send(wire.MasterSocket(), [self._port.fileno()])
                 self._is_port_new = False
             rank.begin_call(msgspec.structs.replace(message, master_port=port), fds)
@@ -322,6 +375,9 @@ class Agent:
             self._post_message(news)
         if not isinstance(message, wire.Raised):
             return message
+        message = msgspec.structs.replace(
+            message, after_interrupt=self._is_after_interrupt(message.monotonic)
+        )
         if message.kind == "interrupted" and self._ending.has_failed:
             return msgspec.structs.replace(message, ours=True)
         if message.kind in ("exception", "exit", "lost peer"):
@@ -329,7 +385,14 @@ class Agent:
         return message
 
     def _rank_failed(self) -> None:
+        """A rank here failed: the call is ended on the others, those of other agents included."""
         self._ending = self._ending.failed(now=time.monotonic())
+        if self._has_others:
+            self._post(wire.RankFailed, call=self._call)
+
+    def _is_after_interrupt(self, when: float) -> bool:
+        """Whether ranks had been interrupted by then, both by this machine's own clock."""
+        return self._interrupted_at is not None and when >= self._interrupted_at
 
     def _reap(self, rank: RankProcess) -> None:
         """A rank's process ended: pass on what is left of it, end what it left, tell the kernel."""
@@ -345,11 +408,13 @@ class Agent:
         )
         for message in rank.last_messages():
             self._post_message(message)
+        self._logs.end(rank.rank)
         rank.row.ended = 1
         if not any(other.alive for other in self._ranks):
             # Before the kernel hears of it: the next launch may want the same port.
-            self._port.close()
-            self._store_port.close()
+            for bound in (self._port, self._store_port):
+                if bound is not None:
+                    bound.close()
         if (exitcode != 0 or was_in_call) and not rank.ended_by_us:
             self._rank_failed()
         self._post(
@@ -358,6 +423,7 @@ class Agent:
             exitcode=exitcode if exitcode >= 0 else None,
             signal=-exitcode if exitcode < 0 else None,
             ours=rank.ended_by_us,
+            after_interrupt=self._is_after_interrupt(time.monotonic()),
         )
 
     # ---- what goes out ---------------------------------------------------------------------
@@ -368,9 +434,11 @@ class Agent:
         self._ending = before.ask(stage, now=time.monotonic(), grace=grace)
         if self._ending is before:
             return
+        if stage >= Stage.INTERRUPT and self._interrupted_at is None:
+            self._interrupted_at = time.monotonic()
         if stage == Stage.STOP:
-            self._progressed = time.monotonic()
             self._board.ask_stop()
+            self._progressed = time.monotonic()
         elif stage == Stage.INTERRUPT:
             for rank in self._in_call():
                 rank.interrupt()
@@ -393,36 +461,30 @@ class Agent:
     def _flush_to_kernel(self) -> None:
         """Write all that is queued; a kernel that does not read loses it after a while."""
         deadline = time.monotonic() + _FLUSH_SECONDS
-        while self._channel.num_pending and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):
+        channel = self._channel.fileno()
+        with (
+            contextlib.suppress(OSError, EOFError, ProtocolError),
+            selectors.DefaultSelector() as selector,
+        ):
+            selector.register(self._kernel, selectors.EVENT_READ)
+            selector.register(channel, selectors.EVENT_READ)
+            self._channel.flush(block=False)
+            while not self._channel.is_idle and time.monotonic() < deadline:
+                # Only the kernel's credit lets a stream go on, and nothing but a full socket
+                # makes it worth waiting until that can be written.
+                wanted = selectors.EVENT_WRITE if self._channel.num_pending else 0
+                selector.modify(channel, selectors.EVENT_READ | wanted)
+                if any(key.fd == self._kernel for key, _ in selector.select(1.0)):
+                    return
+                self._channel.drain()
                 self._channel.flush(block=False)
-                select_write(self._channel.fileno(), self._kernel)
-                continue
-            return
 
     def close(self) -> None:
         """Leave nobody behind."""
         processes.kill_tree(rank.pid for rank in self._ranks if rank.alive)
         scratch.remove(self._launch.run, used_by=[*self._reaped, *processes.kill_descendants()])
+        self._logs.close()
         self._channel.close()
-
-
-def select_write(fd: int, gone: int) -> None:
-    """Wait until ``fd`` can be written.
-
-    Raises:
-        BrokenPipeError: ``gone`` became readable instead.
-    """
-    with selectors.DefaultSelector() as selector:
-        selector.register(fd, selectors.EVENT_WRITE)
-        selector.register(gone, selectors.EVENT_READ)
-        if any(key.fd == gone for key, _ in selector.select(1.0)):
-            raise BrokenPipeError
-
-
-def _open_log(log_dir: str, rank: int) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-    return os.open(log_path(log_dir, rank), flags, 0o600)
 
 
 def _reserve_port(port: int, *, shared: bool = False) -> socket.socket:

@@ -1,11 +1,16 @@
 """In the kernel: the rank processes of a run or session, and the thread that listens to them.
 
-    Supervisor (one a call) --Call, Stop, ...--> RankPool --channel--> agent
-    Supervisor <-- what is said about its call -- RankPool <--channel-- agent
+    Supervisor (one a call) --Call, Stop, ...--> RankPool --channels--> agents --> ranks
+    Supervisor <-- what is said about its call -- RankPool <--channels-- agents <-- ranks
 
-The pool holds the only connection. Its thread keeps the states of the processes, hands what is
-said about the running call to that call's supervisor, and gives it its turn to draw and to look at
-the clock. It ends when all rank processes have ended, or the agent was lost.
+The pool holds the only connections, one an agent. Its thread keeps the states of the processes,
+hands what is said about the running call to that call's supervisor, and gives it its turn to draw
+and to look at the clock. It ends when all rank processes have ended; those of an agent that was
+lost have.
+
+What agents must know of each other goes through here, since they have no connection of their own:
+the port at which the ranks meet, that a rank failed, the count at which all leave a call that is
+stopped, and that every rank's part of a call has ended.
 """
 
 from __future__ import annotations
@@ -16,17 +21,24 @@ import os
 import selectors
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
+from notebook_accel.launch.control.agent_link import LostAgent
 from notebook_accel.launch.control.interrupts import Latch, held
 from notebook_accel.launch.control.state import ProcessState, apply_to_processes
+from notebook_accel.launch.system.log_files import log_path
 from notebook_accel.launch.system.processes import signal_name
 from notebook_accel.launch.transport.channel import ProtocolError
+from notebook_accel.launch.transport.scoreboard import StopPoint, leave_after
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from notebook_accel.launch.control.agent_link import AgentLink
     from notebook_accel.launch.control.supervisor import Supervisor
@@ -40,12 +52,14 @@ _STACKS_SECONDS = 5.0
 _POLL_SECONDS = 0.01
 # An agent that was told to kill and does not answer is killed itself; its ranks go with it.
 _DEAF_SECONDS = 3.0
+# So is one that does not answer a stop, and says nothing else either: it may be frozen.
+_SILENT_SECONDS = 10.0
 
 _log = logging.getLogger(__name__)
 
 
 class RankPool:
-    """The rank processes behind an agent. They run one call at a time.
+    """The rank processes behind one or more agents. They run one call at a time.
 
     Attributes:
         run: id of the run or session.
@@ -54,29 +68,49 @@ class RankPool:
         grace: seconds between the stages of an end.
     """
 
-    def __init__(self, link: AgentLink, *, run: str, world_size: int) -> None:
-        """Take over the processes that were, or are to be, launched behind ``link``.
+    def __init__(
+        self, links: Sequence[AgentLink], *, run: str, grace: float, log_dir: Path
+    ) -> None:
+        """Take over the processes that were, or are to be, launched behind ``links``.
 
         Args:
-            link: to their agent.
+            links: to their agents; the first has rank 0.
             run: id of the run or session.
-            world_size: number of ranks.
+            grace: seconds between the stages of an end.
+            log_dir: where output is kept that agents send.
         """
         self.run = run
-        self.processes = tuple(ProcessState(rank=rank) for rank in range(world_size))
+        self.grace = grace
+        self.processes = tuple(
+            ProcessState(rank=rank, agent=index)
+            for index, link in enumerate(links)
+            for rank in link.numbers
+        )
         self.ended = Latch()
-        self.grace = link.grace
-        self._link = link
+        # Those that are not lost; only the pool's thread takes one out.
+        self._links = list(links)
+        self._first = links[0]
+        self._has_several = len(links) > 1
+        self._log_dir = log_dir
+        # Of ranks whose output is sent: the channel, and the number of the stream.
+        self._log_streams: dict[int, tuple[AgentLink, int]] = {}
         # Guards what callers' threads and the pool's own thread both change.
         self._lock = threading.Lock()
-        self._send_lock = threading.Lock()
+        # Guards the channels; nothing is done under it that may block.
+        self._channel_lock = threading.Lock()
         self._call: Supervisor | None = None
         self._num_calls = 0
         self._group_generation = 0
         self._is_leaving = False
-        self._lost: str | None = None
+        self._lost: list[LostAgent] = []
         self._kill_asked: float | None = None
         self._stacks = _Stacks()
+        # Of the call: what the other agents get once its port is known (None: it is), when a stop
+        # was asked, the agents' answers to that, and whether all know that the call has ended.
+        self._for_others: list[tuple[wire.Message, tuple[int, ...]]] | None = None
+        self._stop_asked: float | None = None
+        self._stop_points: dict[tuple[int, ...], StopPoint] = {}
+        self._has_told_end = False
         self._thread = threading.Thread(target=self._serve, name=f"ranks-{run}", daemon=True)
 
     def start(self) -> None:
@@ -106,23 +140,26 @@ class RankPool:
         Raises:
             LaunchError: a call is running, or a rank process has ended.
         """
-        with held():
-            with self._lock:
-                problem = self._why_no_call()
-                if problem:
-                    raise LaunchError(problem)
-                self._num_calls += 1
-                self._is_leaving = last
-                supervisor.begin(self._num_calls)
-                self._call = supervisor
-                message = wire.Call(
-                    run=self.run,
-                    call=self._num_calls,
-                    payload=payload,
-                    grace=grace,
-                    last=last,
-                    group_generation=self._group_generation,
-                )
+        with held(), self._lock:
+            problem = self._why_no_call()
+            if problem:
+                raise LaunchError(problem)
+            self._num_calls += 1
+            message = wire.Call(
+                run=self.run,
+                call=self._num_calls,
+                payload=payload,
+                grace=grace,
+                last=last,
+                group_generation=self._group_generation,
+            )
+            self._is_leaving = last
+            self._stop_asked = None
+            self._stop_points.clear()
+            self._has_told_end = not self._has_several
+            self._for_others = [] if self._has_several else None
+            supervisor.begin(self._num_calls)
+            self._call = supervisor
             # An agent that is dead already is the thread's to tell.
             self.send(message, fds)
 
@@ -130,8 +167,8 @@ class RankPool:
         """What stands against a new call, as a sentence with its remedy; None for nothing."""
         if self._call is not None:
             return "the ranks are still in a call: wait for it (run.wait()) or stop it (run.stop())"
-        if self._lost is not None:
-            return f"the process that watches the ranks {self._lost}: start them again"
+        if self._lost:
+            return f"the process that watches the ranks {self._lost[0].how}: start them again"
         dead = [process for process in self.processes if process.status == "ended"]
         if dead:
             how = "; ".join(_how_it_ended(process) for process in dead)
@@ -148,9 +185,35 @@ class RankPool:
     # ---- what anybody may ask ----------------------------------------------------------------
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        """Send a message to the agent; one that is gone gets nothing, and is told of elsewhere."""
-        with held(), self._send_lock, contextlib.suppress(OSError, ValueError):
-            self._link.channel.send(message, fds)
+        """Send a message to every agent; one that is gone gets nothing, which its link tells."""
+        self._send_to(list(self._links), message, fds)
+
+    def launch(self, link: AgentLink, message: wire.Launch) -> None:
+        """Send one agent what starts its rank processes."""
+        self._send_to([link], message)
+
+    def _send_to(
+        self, links: Sequence[AgentLink], message: wire.Message, fds: Sequence[int] = ()
+    ) -> None:
+        # Never blocks, so that a stop gets through to the others where one agent is frozen: the
+        # pool's thread writes what a socket does not take now.
+        with held(), self._channel_lock:
+            if self._for_others is not None and not isinstance(message, wire.Kill):
+                self._for_others.append((message, tuple(os.dup(fd) for fd in fds)))
+                links = [link for link in links if link is self._first]
+            for link in links:
+                self._post(link, message, fds)
+
+    @staticmethod
+    def _post(link: AgentLink, message: wire.Message, fds: Sequence[int]) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            link.channel.post(message, fds)
+            link.channel.flush(block=False)
+
+    def stop(self, *, call: int, grace: float | None) -> None:
+        """Ask the ranks to leave the call of this number, all at the same point of it."""
+        self._stop_asked = self._stop_asked or time.monotonic()
+        self.send(wire.Stop(run=self.run, call=call, grace=grace))
 
     def leave(self) -> None:
         """No more calls come: the rank processes end after the one that they are in."""
@@ -176,45 +239,169 @@ class RankPool:
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._link.channel.fileno(), selectors.EVENT_READ)
-            try:
-                while not self._all_ended():
-                    is_idle = self._call is None and self._kill_asked is None
-                    if selector.select(_IDLE_SECONDS if is_idle else _TICK_SECONDS):
-                        self._take()
-                    self._tick()
-            except (EOFError, OSError, ProtocolError) as error:
-                self._lost = self._link.how_it_ended() or f"was lost ({error})"
-            except Exception as error:  # nobody else would ever end these ranks
-                _log.warning("run %s cannot be followed", self.run, exc_info=True)
-                self._lost = f"said what could not be understood ({type(error).__name__}: {error})"
+            for link in self._links:
+                selector.register(link.channel.fileno(), selectors.EVENT_READ, link)
+            while not self._all_ended():
+                is_idle = self._call is None and self._kill_asked is None
+                self._watch_writable(selector)
+                events = selector.select(_IDLE_SECONDS if is_idle else _TICK_SECONDS)
+                for link in [key.data for key, _ in events]:
+                    try:
+                        self._take(link)
+                    except (EOFError, OSError, ProtocolError) as error:
+                        selector.unregister(link.channel.fileno())
+                        self._lose(link, link.how_it_ended() or f"was lost ({error})")
+                    except Exception as error:  # nobody else would ever end these ranks
+                        _log.warning("run %s cannot be followed", self.run, exc_info=True)
+                        selector.unregister(link.channel.fileno())
+                        what = f"{type(error).__name__}: {error}"
+                        self._lose(link, f"said what could not be understood ({what})")
+                self._tick()
         self._finish()
 
-    def _all_ended(self) -> bool:
-        return all(process.status == "ended" for process in self.processes)
+    def _watch_writable(self, selector: selectors.BaseSelector) -> None:
+        """Have the selector wake when a socket that was full takes more."""
+        for link in self._links:
+            pending = selectors.EVENT_WRITE if link.channel.num_pending else 0
+            selector.modify(link.channel.fileno(), selectors.EVENT_READ | pending, link)
 
-    def _take(self) -> None:
-        for message, fds in self._link.channel.drain():
+    def _all_ended(self) -> bool:
+        """Whether every process has ended, and all that was said of them is here."""
+        if any(process.status != "ended" for process in self.processes):
+            return False
+        return not any(link.channel.is_receiving for link in self._links)
+
+    def _take(self, link: AgentLink) -> None:
+        with self._channel_lock:
+            messages = link.channel.drain()
+            with contextlib.suppress(OSError):
+                link.channel.flush(block=False)
+        for message, fds in messages:
             self.processes = apply_to_processes(message, self.processes)
             call = self._call
             if isinstance(message, wire.Stacks) and message.rank is not None:
                 self._stacks.put(message.rank, message.text)
+            elif isinstance(message, wire.LogOpened) and message.rank is not None:
+                self._save_log(link, message.rank, message.stream)
             # What is about processes (0) concerns every call.
             if call is not None and message.call in (0, call.number):
+                self._pass_between_agents(link, message)
                 call.take(message, fds)
             else:
                 for fd in fds:
                     os.close(fd)
 
+    def _save_log(self, link: AgentLink, rank: int, stream: int) -> None:
+        """Keep the output of a rank on another machine where that of ranks here lies."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        fd = os.open(log_path(self._log_dir, rank), flags, 0o600)
+        self._log_streams[rank] = link, stream
+        with self._channel_lock:
+            link.channel.save(stream, fd)
+
+    # ---- what agents must know of each other -----------------------------------------------
+
+    def _pass_between_agents(self, link: AgentLink, message: wire.Message) -> None:
+        """Tell the others what an agent said about the call that concerns them."""
+        if isinstance(message, wire.PortReserved):
+            self._send_to_others(message.port)
+        elif isinstance(message, wire.RankFailed):
+            self._send_to([other for other in self._links if other is not link], message)
+        elif isinstance(message, wire.Passed):
+            self._stop_points[link.numbers] = StopPoint(
+                batches=message.batches, reads=message.reads, is_read=message.is_read
+            )
+            self._decide_stop(message.call)
+
+    def _send_to_others(self, port: int) -> None:
+        """The port of the call is known: the other agents get what has waited for it."""
+        with self._channel_lock:
+            waiting, self._for_others = self._for_others or [], None
+            for waited, fds in waiting:
+                is_call = isinstance(waited, wire.Call)
+                message = msgspec.structs.replace(waited, master_port=port) if is_call else waited
+                for link in self._links:
+                    if link is not self._first:
+                        self._post(link, message, fds)
+                for fd in fds:
+                    os.close(fd)
+
+    def _drop_for_others(self) -> None:
+        with self._channel_lock:
+            waiting, self._for_others = self._for_others or [], None
+            for fd in (fd for _, fds in waiting for fd in fds):
+                os.close(fd)
+
+    def _decide_stop(self, call: int) -> None:
+        """Once every agent has answered a stop, tell all ranks where to leave."""
+        points = [self._stop_points.get(link.numbers) for link in self._links]
+        known = [point for point in points if point is not None]
+        if points and len(known) == len(points):
+            self._stop_points.clear()
+            self._stop_asked = None
+            leave = leave_after(known)
+            self.send(
+                wire.LeaveAt(run=self.run, call=call, batches=leave.batches, reads=leave.reads)
+            )
+
+    def _lose(self, link: AgentLink, how: str) -> None:
+        """An agent is gone: its ranks have ended with it, and the call ends on the others."""
+        self._links.remove(link)
+        ended = {process.rank for process in self.processes if process.status == "ended"}
+        self._kill_agent(link)
+        with self._channel_lock:
+            link.channel.close()
+        if ended.issuperset(link.numbers):
+            # It has told all and left; what it was still to be sent does not matter.
+            return
+        self._lost.append(LostAgent(link.numbers, how))
+        self.processes = tuple(
+            replace(process, status="ended", ended_by_us=True)
+            if process.rank in link.numbers and process.rank not in ended
+            else process
+            for process in self.processes
+        )
+        call = self._call
+        if call is None:
+            return
+        call.lose(link.numbers)
+        if self._for_others is not None:
+            # Ranks behind the other agents wait for this call, and nobody can send it any more.
+            self._drop_for_others()
+            self.kill()
+        self.send(wire.RankFailed(run=self.run, call=call.number))
+        self._decide_stop(call.number)
+
+    # ---- each turn of the thread -----------------------------------------------------------
+
     def _tick(self) -> None:
         call = self._call
         if call is not None:
             call.tick()
-            if call.is_over and not self._is_leaving:
+            if call.is_over and not self._has_told_end:
+                self._has_told_end = True
+                self.send(wire.CallEnded(run=self.run, call=call.number))
+            if call.is_over and not self._is_leaving and self._has_all_output(call):
                 self._end_call(call)
-        if self._kill_asked is not None and time.monotonic() >= self._kill_asked + _DEAF_SECONDS:
-            self._kill_asked = time.monotonic()
-            self._kill_agent()
+        now = time.monotonic()
+        if self._kill_asked is not None and now >= self._kill_asked + _DEAF_SECONDS:
+            self._kill_asked = now
+            for link in self._links:
+                self._kill_agent(link)
+        if self._stop_asked is not None and now >= self._stop_asked + _SILENT_SECONDS:
+            for link in self._links:
+                is_silent = now >= link.channel.heard + _SILENT_SECONDS
+                if is_silent and link.numbers not in self._stop_points:
+                    self._kill_agent(link)
+
+    def _has_all_output(self, call: Supervisor) -> bool:
+        """Whether what the ranks printed in the call is on this machine."""
+        for state in call.state.ranks:
+            link, stream = self._log_streams.get(state.rank, (None, 0))
+            received = None if link is None else link.channel.num_received(stream)
+            if received is not None and received < state.log_end:
+                return False
+        return True
 
     def _end_call(self, call: Supervisor) -> None:
         with self._lock:
@@ -224,25 +411,25 @@ class RankPool:
                 # A rank that left its loop early, or was interrupted in a collective, may have
                 # the group in a state that the others do not share.
                 self._group_generation += 1
-        call.finish(None)
+        call.finish(tuple(self._lost))
 
     def _finish(self) -> None:
-        """All rank processes have ended, or will now."""
-        if self._lost is not None:
-            self._kill_agent()
-        # Somebody may be sending a last wish.
-        with self._send_lock:
-            self._link.channel.close()
+        """All rank processes have ended."""
+        # Somebody may be sending a last message.
+        with self._channel_lock:
+            for link in self._links:
+                link.channel.close()
+        self._drop_for_others()
         self._stacks.close()
         with self._lock:
             call, self._call = self._call, None
         self.ended.set()
         if call is not None:
-            call.finish(self._lost)
+            call.finish(tuple(self._lost))
 
-    def _kill_agent(self) -> None:
+    def _kill_agent(self, link: AgentLink) -> None:
         try:
-            self._link.kill()
+            link.kill()
         except Exception:  # whatever the system refuses, the run must end
             _log.warning("the agent of run %s could not be ended", self.run, exc_info=True)
 

@@ -71,11 +71,13 @@ class ProcessState:
     """What is known of the process of one rank.
 
     Attributes:
+        agent: number of the agent that started it, among those of the run.
         status: "starting", "ready" (for calls, or in one) or "ended".
         exitcode, signal: how it ended; ``ended_by_us`` where its agent had ended it.
     """
 
     rank: int
+    agent: int = 0
     pid: int | None = None
     status: str = "starting"
     exitcode: int | None = None
@@ -103,7 +105,11 @@ class RankState:
         failure: how its function ended, where it raised.
         exitcode, signal: how its process ended, where it did; ``ended_by_us`` where its agent had
             ended the process, or this call in it because another rank failed.
-        ended: when its part of the call ended (wall time, seconds): it returned, raised or died.
+        ended: when its part of the call ended: it returned, raised or died (wall time of its
+            machine, seconds).
+        agent: number of the agent that started it, among those of the run.
+        heard: how many parts of the call had ended when the kernel heard that this one had.
+        after_interrupt: whether its agent had interrupted the ranks before it raised or died.
     """
 
     rank: int
@@ -132,6 +138,9 @@ class RankState:
     signal: int | None = None
     ended_by_us: bool = False
     ended: float | None = None
+    agent: int = 0
+    heard: int = 0
+    after_interrupt: bool = False
 
     @property
     def has_ended(self) -> bool:
@@ -193,9 +202,8 @@ def apply(message: wire.Message, state: RunState) -> RunState:  # noqa: ARG001
 
 @apply.register
 def _(message: wire.AgentReady, state: RunState) -> RunState:
-    ranks = tuple(
-        replace(rank, pid=pid) for rank, pid in zip(state.ranks, message.pids, strict=True)
-    )
+    pids = message.pids
+    ranks = tuple(replace(rank, pid=pids.get(rank.rank, rank.pid)) for rank in state.ranks)
     return replace(state, ranks=ranks)
 
 
@@ -311,6 +319,10 @@ def _(message: wire.Returned, state: RunState) -> RunState:
     )
 
 
+def _num_ended(state: RunState) -> int:
+    return sum(rank.has_ended for rank in state.ranks)
+
+
 _STATUS_AFTER = {"stopped": "stopped", "interrupted": "stopped"}
 
 
@@ -327,6 +339,8 @@ def _(message: wire.Raised, state: RunState) -> RunState:
             made_group=message.made_group,
             ended_by_us=message.ours,
             ended=message.wall,
+            heard=_num_ended(state),
+            after_interrupt=message.after_interrupt,
         ),
     )
 
@@ -338,7 +352,14 @@ def _(message: wire.RankEnded, state: RunState) -> RunState:
         if rank.has_ended:
             return ended
         status = "stopped" if message.ours else "failed"
-        return replace(ended, status=status, ended_by_us=message.ours, ended=message.wall)
+        return replace(
+            ended,
+            status=status,
+            ended_by_us=message.ours,
+            ended=message.wall,
+            heard=_num_ended(state),
+            after_interrupt=message.after_interrupt,
+        )
 
     return change_rank(state, message.rank, change)
 
@@ -348,9 +369,8 @@ def apply_to_processes(
 ) -> tuple[ProcessState, ...]:
     """The states of all ranks' processes after ``message``, in the order of the ranks."""
     if isinstance(message, wire.AgentReady):
-        return tuple(
-            replace(process, pid=pid) for process, pid in zip(processes, message.pids, strict=True)
-        )
+        pids = message.pids
+        return tuple(replace(one, pid=pids.get(one.rank, one.pid)) for one in processes)
     if message.rank is None or not 0 <= message.rank < len(processes):
         return processes
     process = processes[message.rank]

@@ -24,9 +24,10 @@ from notebook_accel.launch.run import Conductor
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from notebook_accel.launch.control.agent_link import LostAgent
     from notebook_accel.launch.control.pool import RankPool
     from notebook_accel.launch.control.results import Results
-    from notebook_accel.launch.control.state import RankState, RunState
+    from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.control.stores import MetricStore, RunFolder
     from notebook_accel.launch.control.verdict import Failure
     from notebook_accel.launch.view import View
@@ -81,8 +82,7 @@ class Supervisor(Conductor):
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._closing_notices = closing_notices
         self._labels = labels
-        self._stopped_at: float | None = None
-        self._firm = False
+        self._is_stopped = False
         self._stops = 0
         self._verdict = Verdict(status="starting")
         self._next_draw = 0.0
@@ -99,32 +99,30 @@ class Supervisor(Conductor):
         self._stops += 1
         if self._stops > 1:
             self.press(1)
-        elif self._note_stop(firm=False):
-            self._pool.send(wire.Stop(run=self.state.run, call=self.number, grace=grace))
+        elif self._note_stop():
+            self._pool.stop(call=self.number, grace=grace)
 
     def press(self, number: int) -> None:
         kinds: list[type[wire.Message]] = [wire.Interrupt, wire.Terminate]
         if number > len(kinds):
             self.kill()
-        elif self._note_stop(firm=True):
+        elif self._note_stop():
             self._pool.send(kinds[number - 1](run=self.state.run, call=self.number))
 
     def kill(self) -> None:
-        if self._note_stop(firm=True):
+        if self._note_stop():
             self._pool.kill(call=self.number)
 
     def stacks(self, rank: int | None = None) -> str:
         texts = self._pool.stacks(rank)
         return "\n".join(f"rank {rank}\n{readable(text, self._labels)}" for rank, text in texts)
 
-    def _note_stop(self, *, firm: bool) -> bool:
+    def _note_stop(self) -> bool:
         """Note that somebody wants the end; False where the call has ended already."""
         with held(), self._state_lock:
             if self.state.has_ended:
                 return False
-            if self._stopped_at is None:
-                self._stopped_at = time.time()
-            self._firm = self._firm or firm
+            self._is_stopped = True
             if self.state.status in ("starting", "running"):
                 self.state = replace(self.state, status="stopping")
             return True
@@ -134,8 +132,10 @@ class Supervisor(Conductor):
     def begin(self, number: int) -> None:
         """The call gets its number, and is about to be sent."""
         self.number = number
-        pids = [process.pid for process in self._pool.processes]
-        ranks = (replace(rank, pid=pid) for rank, pid in zip(self.state.ranks, pids, strict=True))
+        ranks = (
+            replace(rank, pid=process.pid, agent=process.agent)
+            for rank, process in zip(self.state.ranks, self._pool.processes, strict=True)
+        )
         self.state = replace(self.state, ranks=tuple(ranks))
 
     @property
@@ -160,6 +160,17 @@ class Supervisor(Conductor):
         with self._state_lock:
             self.state = apply(message, self.state)
 
+    def lose(self, ranks: Sequence[int]) -> None:
+        """The agent of these ranks is gone, and they are with it."""
+        with self._state_lock:
+            lost = (
+                replace(rank, status="failed", ended=time.time(), ended_by_us=True)
+                if rank.rank in ranks and not rank.has_ended
+                else rank
+                for rank in self.state.ranks
+            )
+            self.state = replace(self.state, ranks=tuple(lost))
+
     def tick(self) -> None:
         """Look at the clock, and draw if that is due."""
         now = time.monotonic()
@@ -183,29 +194,23 @@ class Supervisor(Conductor):
             self._stops += 1
         self._deadline = time.monotonic() + self._pool.grace
 
-    def finish(self, lost_agent: str | None) -> None:
+    def finish(self, lost: Sequence[LostAgent]) -> None:
         """The call has ended: decide what came of it and let everybody know.
 
         Args:
-            lost_agent: how the agent died; None where it did not.
+            lost: the agents that ended before their ranks had.
         """
         try:
             with self._state_lock:
-                self._conclude(lost_agent)
+                self._conclude(lost)
         finally:
             self._context.run(self._view.close, self.state)
             self.ended.set()
 
-    def _conclude(self, lost_agent: str | None) -> None:
+    def _conclude(self, lost: Sequence[LostAgent]) -> None:
         """The final state; nobody may change it any more."""
-        if lost_agent is not None:
-            self.state = replace(self.state, ranks=tuple(map(_lost_with_agent, self.state.ranks)))
         verdict = judge(
-            self.state,
-            stopped_at=self._stopped_at,
-            firm=self._firm,
-            lost_agent=lost_agent,
-            log_dir=str(self._folder.path),
+            self.state, is_stopped=self._is_stopped, lost=lost, log_dir=str(self._folder.path)
         )
         error = verdict.failure.message if verdict.failure else ""
         notices = (*self.state.notices, *self._closing_notices(self.state))
@@ -219,9 +224,3 @@ class Supervisor(Conductor):
         self._folder.save(state)
         self._verdict = verdict
         self.state = state
-
-
-def _lost_with_agent(rank: RankState) -> RankState:
-    if rank.has_ended:
-        return rank
-    return replace(rank, status="failed", ended=time.time(), ended_by_us=True)

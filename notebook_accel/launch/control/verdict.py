@@ -6,7 +6,9 @@ it; whose message comes first is chance. So failures are ordered by kind, then b
     death by a signal or exit code  <  an exception  <  a connection to another rank that was lost
 
 The first in this order is the cause: the error is its traceback, and names the others in a line.
-Functions here are pure.
+An agent that was lost stands before the lost connections, which follow from it. Ranks of one agent
+share a clock, which tells their order; of two agents it is the one of which the kernel heard
+first, since the clocks of two machines say nothing about it. Functions here are pure.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from notebook_accel.launch.system.processes import signal_name
 from notebook_accel.launch.view.wording import rank_list
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from notebook_accel.launch.control.agent_link import LostAgent
     from notebook_accel.launch.control.state import RankState, RunState
 
 __all__ = ["Failure", "Verdict", "judge"]
@@ -64,50 +69,61 @@ class Verdict:
     failure: Failure | None = None
 
 
-def judge(
-    state: RunState, *, stopped_at: float | None, firm: bool, lost_agent: str | None, log_dir: str
-) -> Verdict:
+def judge(state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], log_dir: str) -> Verdict:
     """The verdict on a run that has ended.
 
     Args:
         state: the last state.
-        stopped_at: wall time at which somebody asked for the end, None where nobody did.
-        firm: whether ranks were interrupted, terminated or killed for it.
-        lost_agent: how the agent died, None where it did not.
+        is_stopped: whether somebody asked for the end.
+        lost: the agents that ended before their ranks had.
         log_dir: where the ranks' whole output is.
     """
-    failed = [rank for rank in state.ranks if _has_failed(rank, stopped_at, firm)]
-    if failed:
+    failed = [rank for rank in state.ranks if _has_failed(rank, is_stopped=is_stopped)]
+    # What a rank says of a peer that it lost is a consequence where the peer's agent is lost.
+    if failed and not (lost and min(map(_kind, failed)) == _CONSEQUENCE):
         returned = [rank.rank for rank in state.ranks if rank.returned]
         return Verdict(status="failed", failure=_rank_failure(failed, returned, log_dir))
-    lost = tuple(rank.rank for rank in state.ranks if not rank.returned)
-    if lost_agent is not None and stopped_at is None and lost:
-        return Verdict(status="failed", failure=_agent_failure(lost, lost_agent))
-    if stopped_at is not None:
-        return Verdict(status="stopped")
-    return Verdict(status="succeeded")
+    without_result = tuple(rank.rank for rank in state.ranks if not rank.returned)
+    if lost and not is_stopped and without_result:
+        return Verdict(status="failed", failure=_agent_failure(lost[0], without_result))
+    return Verdict(status="stopped" if is_stopped else "succeeded")
 
 
-def _has_failed(rank: RankState, stopped_at: float | None, firm: bool) -> bool:
+def _has_failed(rank: RankState, *, is_stopped: bool) -> bool:
     """Whether this rank's end makes the run fail; a rank that was told to leave did not."""
     if rank.returned or (rank.ended_by_us and rank.failure is None):
         return False
-    if stopped_at is None:
+    if not is_stopped:
         return True
     if rank.failure is not None and rank.failure.kind in ("stopped", "interrupted"):
         return False
     # An interrupt makes all sorts of errors; only those from before it are the run's own.
-    when = rank.failure.wall if rank.failure is not None else rank.ended or 0.0
-    return when < stopped_at or not firm
+    return not rank.after_interrupt
 
 
-def _order(rank: RankState) -> tuple[int, float]:
-    """Where a failed rank stands among the causes: its kind (0 a death, 2 a victim), its time."""
+_CONSEQUENCE = 2
+
+
+def _kind(rank: RankState) -> int:
+    """0 for a death, 1 for an exception, 2 for what follows from another rank's failure."""
     failure = rank.failure
     if failure is None:
-        return (2 if _is_watchdog(rank) else 0), rank.ended or 0.0
-    kinds = {"exit": 0, "lost peer": 2}
-    return kinds.get(failure.kind, 1), failure.wall
+        return _CONSEQUENCE if _is_watchdog(rank) else 0
+    return {"exit": 0, "lost peer": _CONSEQUENCE}.get(failure.kind, 1)
+
+
+def _in_order(failed: list[RankState]) -> list[RankState]:
+    """Failures with the likeliest cause first."""
+    heard: dict[tuple[int, int], int] = {}
+    for rank in failed:
+        key = _kind(rank), rank.agent
+        heard[key] = min(rank.heard, heard.get(key, rank.heard))
+
+    def order(rank: RankState) -> tuple[int, int, float, int]:
+        when = rank.failure.wall if rank.failure is not None else rank.ended or 0.0
+        return _kind(rank), heard[_kind(rank), rank.agent], when, rank.rank
+
+    return sorted(failed, key=order)
 
 
 def _is_watchdog(rank: RankState) -> bool:
@@ -116,10 +132,10 @@ def _is_watchdog(rank: RankState) -> bool:
 
 def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) -> Failure:
     """What the error says where ranks failed: the cause first, then the others in a line each."""
-    failed = sorted(failed, key=lambda rank: (*_order(rank), rank.rank))
+    failed = _in_order(failed)
     cause = failed[0]
     # Ranks that only lost their connection to a peer say nothing of their own.
-    culprits = [rank for rank in failed if _order(rank)[0] < 2] or [cause]
+    culprits = [rank for rank in failed if _kind(rank) != _CONSEQUENCE] or [cause]
     raised = cause.failure
     # By way of runs(): a launch that raised gave nobody its handle.
     logs = f"notebook_accel.runs()[-1].logs({cause.rank})"
@@ -195,7 +211,7 @@ def _other_failures(failed: list[RankState], cause: RankState) -> list[str]:
 
 def _peers_that_returned(cause: RankState, returned: list[int]) -> list[str]:
     """Why a rank lost its peers where none of them failed: they had returned already."""
-    if _order(cause)[0] < 2 or not returned:
+    if _kind(cause) != _CONSEQUENCE or not returned:
         return []
     verb = "has" if len(returned) == 1 else "have"
     line = (
@@ -205,12 +221,13 @@ def _peers_that_returned(cause: RankState, returned: list[int]) -> list[str]:
     return ["", line]
 
 
-def _agent_failure(lost: tuple[int, ...], how: str) -> Failure:
+def _agent_failure(lost: LostAgent, without_result: tuple[int, ...]) -> Failure:
     return Failure(
         message=(
-            f"the process that watches the ranks {how}, so that {rank_list(lost)} ended without a "
-            "result. Likely, the machine ran out of memory or somebody killed it; launch again."
+            f"the process that watches {rank_list(lost.ranks)} {lost.how}, so that "
+            f"{rank_list(without_result)} ended without a result. Likely, the machine ran out of "
+            "memory or somebody killed it; launch again."
         ),
         rank=None,
-        ranks=lost,
+        ranks=without_result,
     )

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 __all__ = ["ENGINES", "engine_named"]
 
 ENGINES: dict[str, type[Engine]] = {
+    "auto": LocalEngine,
     "local": LocalEngine,
     "inline": InlineEngine,
 }
-_AUTOMATIC = "local"
 
 
 def engine_named(name: str) -> Engine:
-    """A new engine of that name; "auto" takes the one that fits."""
-    return ENGINES[_AUTOMATIC if name == "auto" else name]()
+    """A new engine of that name; "auto" is the one that fits."""
+    return ENGINES[name]()

@@ -1,11 +1,23 @@
-"""What an engine must do: bring a run's ranks about, and say what it needs for that."""
+"""What an engine must do: say which ranks a launch gets, and bring them about.
+
+    plan_ranks: Start ----------> RankPlan: the ranks of each agent
+    start_agents: RankPlan -----> AgentLinks, each of which waits for Launch
+    start: links, Launch -------> RankPool, to which calls are sent (control/pool.py)
+    open: Job ------------------> a run that goes on: start, one call, leave
+
+An engine with agents writes the first two; nothing else about ranks differs between engines.
+"""
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
+
+from notebook_accel.launch import wire
 from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.results import Results
@@ -13,9 +25,9 @@ from notebook_accel.launch.control.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch import wire
     from notebook_accel.launch.control.agent_link import AgentLink
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.control.stores import MetricStore, RunFolder
@@ -28,8 +40,8 @@ __all__ = [
     "Engine",
     "Job",
     "Opening",
-    "Placement",
     "PreparedCall",
+    "RankPlan",
     "Start",
     "begin_call",
 ]
@@ -95,11 +107,47 @@ class PreparedCall:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """Which ranks a launch gets.
+
+    Attributes:
+        agents: the ranks of each agent, numbered over all agents; the first one has rank 0.
+        environment: variables of every rank that tell where it runs.
+        notices: lines for the person.
+    """
+
+    agents: tuple[tuple[wire.RankSpec, ...], ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+    @classmethod
+    def of_sizes(
+        cls,
+        *sizes: int,
+        environment: Mapping[str, str] | None = None,
+        notices: tuple[str, ...] = (),
+    ) -> RankPlan:
+        """One agent of each size, whose ranks have nothing but their numbers of their own."""
+        firsts = itertools.accumulate(sizes, initial=0)
+        agents = (
+            tuple(wire.RankSpec(rank=first + local, local_rank=local) for local in range(size))
+            for first, size in zip(firsts, sizes, strict=False)
+        )
+        return cls(agents=tuple(agents), environment=environment or {}, notices=notices)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(map(len, self.agents))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Opening:
     """A run that is about to begin.
 
     Attributes:
         run: the handle; it gets its conductor.
+        plan: which ranks it gets.
         state: before anything of it exists.
         folder: of its logs and metrics.
         metrics: where they are written.
@@ -107,20 +155,12 @@ class Opening:
     """
 
     run: Run
+    plan: RankPlan
     state: RunState
     folder: RunFolder
     metrics: MetricStore
     launch: wire.Launch | None
     call: PreparedCall | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Number of ranks, variables that tell them where they run, and lines for the person."""
-
-    world_size: int
-    environment: Mapping[str, str] = field(default_factory=dict)
-    notices: tuple[str, ...] = ()
 
 
 class Engine(ABC):
@@ -144,8 +184,8 @@ class Engine(ABC):
         return
 
     @abstractmethod
-    def place(self, job: Start) -> Placement:
-        """How many ranks the job gets, and on what.
+    def plan_ranks(self, job: Start) -> RankPlan:
+        """How many ranks the job gets, behind which agents, and what tells them where they run.
 
         Raises:
             ConfigError: more are asked for than there can be.
@@ -161,33 +201,41 @@ class Engine(ABC):
 
 
 class AgentEngine(Engine):
-    """An engine whose ranks are held by an agent."""
+    """An engine whose ranks are held by one or more agents."""
 
     @abstractmethod
-    def bring_agent(self, job: Start, *, run: str) -> AgentLink:
-        """An agent that waits for its ``Launch`` message."""
+    def start_agents(self, job: Start, plan: RankPlan, *, run: str) -> list[AgentLink]:
+        """One agent for each of the plan, in its order, each of which waits for ``Launch``.
 
-    def start(self, job: Start, launch: wire.Launch) -> RankPool:
+        Raises:
+            LaunchError: one could not be started; nothing is left of the others.
+        """
+
+    def start(self, job: Start, plan: RankPlan, launch: wire.Launch, *, log_dir: Path) -> RankPool:
         """Start rank processes; gives the pool of them, to which nobody listens yet.
 
         Args:
             job: what is asked of them.
-            launch: what their agent is sent.
+            plan: which ranks there are.
+            launch: what their agents are sent, each with its own ranks.
+            log_dir: folder of the files with the ranks' output.
 
         Raises:
             LaunchError: they could not be started; nothing is left of them.
         """
         with held():
-            link = self.bring_agent(job, run=launch.run)
-            pool = RankPool(link, run=launch.run, world_size=launch.world_size)
-            pool.send(launch)
+            links = self.start_agents(job, plan, run=launch.run)
+            pool = RankPool(links, run=launch.run, grace=job.config.grace, log_dir=log_dir)
+            for link in links:
+                folder = str(log_dir) if link.sees_files else None
+                pool.launch(link, msgspec.structs.replace(launch, ranks=link.ranks, log_dir=folder))
             return pool
 
     def open(self, job: Job, opening: Opening) -> Conductor:
         assert opening.launch is not None
         assert opening.call is not None
         with held():
-            pool = self.start(job, opening.launch)
+            pool = self.start(job, opening.plan, opening.launch, log_dir=opening.folder.path)
             return begin_call(pool, job, opening, opening.call, last=True)
 
 

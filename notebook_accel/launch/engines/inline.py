@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.launch.control.interrupts import Latch
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.verdict import Failure
-from notebook_accel.launch.engines.base import Engine, Placement
+from notebook_accel.launch.engines.base import Engine, RankPlan
 from notebook_accel.launch.payload import Registry
 from notebook_accel.launch.run import Conductor
 from notebook_accel.launch.worker.tracebacks import error_text, format_error, shorten
@@ -39,8 +39,8 @@ class InlineEngine(Engine):
     unused = (*Engine.unused, "block", "timeout", "grace")
     needs_payload = False
 
-    def place(self, job: Start) -> Placement:
-        return Placement(world_size=1)
+    def plan_ranks(self, job: Start) -> RankPlan:
+        return RankPlan.of_sizes(1)
 
     def open(self, job: Job, opening: Opening) -> Conductor:
         conductor = _Inline(opening.state)

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING
 from notebook_accel.config import check_enough_devices
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.control.agent_link import AgentLink
-from notebook_accel.launch.engines.base import AgentEngine, Placement
+from notebook_accel.launch.engines.base import AgentEngine, RankPlan
 from notebook_accel.launch.system import processes, scratch
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 
 if TYPE_CHECKING:
+    from notebook_accel.launch import wire
     from notebook_accel.launch.engines.base import Start
     from notebook_accel.launch.template.handle import Template
 
-__all__ = ["LocalEngine"]
+__all__ = ["LocalEngine", "fork_agent"]
 
 _EXIT_SECONDS = 0.3
 
@@ -34,39 +35,65 @@ class LocalEngine(AgentEngine):
             job.view.expect(job.name)
         source.wait_until_ready()
 
-    def place(self, job: Start) -> Placement:
+    def plan_ranks(self, job: Start) -> RankPlan:
         wanted = job.config.num_processes
         if job.config.devices == "cpu":
-            return Placement(world_size=wanted or 1, environment={**_ON_CPU, **_HIDDEN})
+            return RankPlan.of_sizes(wanted or 1, environment={**_ON_CPU, **_HIDDEN})
         available = _num_devices(job)
         _check_chosen(job.config.devices, available)
         if not available:
             notices = () if wanted else (_ASK_FOR_MORE,)
-            return Placement(world_size=wanted or 1, environment=_ON_CPU, notices=notices)
+            return RankPlan.of_sizes(wanted or 1, environment=_ON_CPU, notices=notices)
         if wanted is not None and job.config.backend != "gloo":
             check_enough_devices(wanted, available)
-        return Placement(world_size=wanted or available)
+        return RankPlan.of_sizes(wanted or available)
 
-    def bring_agent(self, job: Start, *, run: str) -> AgentLink:
-        source = template(job.environment)
-        secret = new_secret()
+    def start_agents(self, job: Start, plan: RankPlan, *, run: str) -> list[AgentLink]:
+        (ranks,) = plan.agents
         ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                pid = source.fork_agent(theirs, run=run, secret=secret)
-            channel = connect(ours, secret)
-        except AuthenticationError as error:
-            raise LaunchError(f"the agent of the run (pid {pid}) did not start: {error}") from None
-        except BaseException:
-            # An agent that was forked all the same ends when its channel does.
-            ours.close()
-            raise
-        return AgentLink(
-            channel=channel,
-            grace=job.config.grace,
-            how_it_ended=lambda: _how_it_ended(source, pid),
-            kill=lambda: _end(pid, run),
-        )
+        return [fork_agent(job, ranks, ours, theirs, run=run, sees_files=True)]
+
+
+def fork_agent(
+    job: Start,
+    ranks: tuple[wire.RankSpec, ...],
+    ours: socket.socket,
+    theirs: socket.socket,
+    *,
+    run: str,
+    sees_files: bool,
+) -> AgentLink:
+    """Have the template fork an agent.
+
+    Args:
+        job: names the environment, and so the template.
+        ranks: those that the agent is to start.
+        ours, theirs: two ends of a connection, to which the link and the agent take.
+        run: id of the run or session.
+        sees_files: whether the agent may write into the run's folder.
+
+    Raises:
+        LaunchError: it could not be forked, or did not answer; both sockets are closed.
+    """
+    source = template(job.environment)
+    secret = new_secret()
+    try:
+        with theirs:
+            pid = source.fork_agent(theirs, run=run, secret=secret)
+        channel = connect(ours, secret)
+    except AuthenticationError as error:
+        raise LaunchError(f"the agent of the run (pid {pid}) did not start: {error}") from None
+    except BaseException:
+        # An agent that was forked all the same ends when its channel does.
+        ours.close()
+        raise
+    return AgentLink(
+        channel=channel,
+        ranks=ranks,
+        sees_files=sees_files,
+        how_it_ended=lambda: _how_it_ended(source, pid),
+        kill=lambda: _end(pid, run),
+    )
 
 
 def _end(agent: int, run: str) -> None:

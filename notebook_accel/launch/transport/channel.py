@@ -15,6 +15,7 @@ import contextlib
 import os
 import socket
 import struct
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,12 @@ class ProtocolError(NotebookAccelError):
 
 
 class Channel:
-    """Messages, and file descriptors beside them, over a connected unix socket."""
+    """Messages, and file descriptors beside them, over a connected unix socket.
+
+    Attributes:
+        heard: when bytes came last, or the channel was made; monotonic seconds.
+        closed: whether :meth:`close` was called.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -48,6 +54,7 @@ class Channel:
         self._incoming_fds: deque[int] = deque()
         self._outgoing: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._end: EOFError | ProtocolError | None = None
+        self.heard = time.monotonic()
         self.closed = False
 
     def fileno(self) -> int:
@@ -63,8 +70,13 @@ class Channel:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was sent is written, and all that was begun by the peer has come."""
+        """Whether all that was posted is written, and all that the peer began has come."""
         return not self._outgoing
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether something that the peer began has not come whole."""
+        return False
 
     def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
         """Queue a message. Descriptors are duplicated: the caller's stay the caller's.
@@ -168,6 +180,7 @@ class Channel:
                 self._incoming_fds.extend(fd for (fd,) in _FD.iter_unpack(whole))
         if not data:
             self._end = EOFError("the other end of the channel is gone")
+        self.heard = time.monotonic()
         self._incoming += data
 
     def _parse(self) -> Iterator[tuple[wire.Message, list[int]]]:
@@ -206,6 +219,20 @@ class Channel:
                 f"a frame of {num_fds} descriptors came with {len(self._incoming_fds)}"
             )
         yield message, [self._incoming_fds.popleft() for _ in range(num_fds)]
+
+    def save(self, stream: int, fd: int) -> None:
+        """Write a file that the peer follows to ``fd``, from now on; the channel closes it.
+
+        Raises:
+            ProtocolError: the peer follows no file of that number.
+        """
+        os.close(fd)
+        raise ProtocolError(f"no file comes as stream {stream}")
+
+    def num_received(self, stream: int) -> int | None:
+        """Bytes of a file that came so far; None where it came whole, or was never begun."""
+        del stream
+        return None
 
     # ---- end -------------------------------------------------------------------------------
 

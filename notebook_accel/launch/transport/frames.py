@@ -13,8 +13,8 @@ So whoever has a channel need not know where the other end is. Invariants:
 - A sender has sent no more bytes of a stream than it has credit for, and takes them from the
   segment when the socket has room: a value of any size needs a few frames of memory beside its
   one copy at each end, and a message that is posted meanwhile waits for one frame, not for all.
-- Messages about one rank are given out in the order in which they were posted: what comes after
-  one that is not whole yet waits for it. Those about no rank (a stop, a kill) pass it.
+- Messages about one rank are given out in the order in which they were posted, and so are those
+  about none: what comes after one that is not whole yet waits for it. Only ``Kill`` passes.
 
 A file that grows, such as a rank's output, goes the same way (:meth:`FramedChannel.follow`,
 :meth:`FramedChannel.save`), without end and without a message that waits for it.
@@ -101,7 +101,11 @@ class FramedChannel(Channel):
 
     @property
     def is_idle(self) -> bool:
-        return not (self._outgoing or self._sending or self._coming or self._held)
+        return not (self._outgoing or self._sending or self.is_receiving)
+
+    @property
+    def is_receiving(self) -> bool:
+        return bool(self._coming or self._held)
 
     # ---- out -------------------------------------------------------------------------------
 
@@ -173,17 +177,16 @@ class FramedChannel(Channel):
         return messages
 
     def save(self, stream: int, fd: int) -> None:
-        """Write a file that the peer follows to ``fd``, from now on; the channel closes it.
-
-        Raises:
-            ProtocolError: the peer follows no file of that number.
-        """
         coming = self._coming.get(stream)
         if coming is None or coming.fd is not None:
-            os.close(fd)
-            raise ProtocolError(f"no file comes as stream {stream}")
+            super().save(stream, fd)
+            return
         coming.fd = fd
         self._queue(wire.Credit(stream=stream, size=_WINDOW_BYTES), 0, ())
+
+    def num_received(self, stream: int) -> int | None:
+        coming = self._coming.get(stream)
+        return None if coming is None else coming.received
 
     def _deliver(
         self, message: wire.Message, num_fds: int
@@ -201,7 +204,7 @@ class FramedChannel(Channel):
             raise ProtocolError(
                 f"a message with {num_fds} segments came after {len(self._announced)}"
             )
-        elif num_fds or (message.rank is not None and message.rank in self._held):
+        elif num_fds or (message.rank in self._held and not isinstance(message, wire.Kill)):
             streams = [self._announced.popleft() for _ in range(num_fds)]
             held = _Held(message=message, streams=streams)
             self._held.setdefault(message.rank, deque()).append(held)
@@ -247,7 +250,7 @@ class FramedChannel(Channel):
             segment.finish(coming.fd)
 
     def _whole(self) -> Iterator[tuple[wire.Message, list[int]]]:
-        """The messages that wait for nothing any more, in their order for each rank."""
+        """The messages that wait for nothing any more, in their order for each rank, and none."""
         for rank, waiting in list(self._held.items()):
             while waiting and waiting[0].is_whole:
                 held = waiting.popleft()

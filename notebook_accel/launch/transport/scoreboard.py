@@ -1,39 +1,104 @@
-"""Counters of ranks in memory that the agent and its ranks share.
+"""Counters of ranks in memory that the agent and its ranks share, and how all leave at one count.
 
 A rank writes its own row, the agent reads all of them: counting a step costs a rank no system
-call, and the agent sees progress even while a rank holds the GIL. The board also carries the
-polite stop: each rank writes what it passed before it saw the stop, and all leave at one count.
+call, and the agent sees progress even while a rank holds the GIL.
+
+The board also carries the polite stop. A rank that waits in a collective for one that has left
+would wait for ever, so all ranks of all agents leave at the same count. Ranks come to *points*:
+a prepared loader gives a batch ("batches"), or the function reads ``should_stop`` ("reads").
+
+    rank, at each point                       agent                        kernel
+    row.batches = n    (it comes)
+    is a stop asked?
+      no: row.passed_batches = n, go on
+      yes: row.waits_batches = n, wait        ask_stop()              <--  Stop
+                                              passed() -> StopPoint   -->  leave_after(all points)
+      n before the point: go on               leave_at(point)         <--  Leave
+      else: leave
+
+Invariants:
+
+- A rank first writes that it comes and looks at the flag after that. So once the flag is up and
+  this is seen (``SETTLE_SECONDS``), a row tells of each rank whether it passed its newest point,
+  waits there, or stands between the two writes; who stands between is about to say (``passed``
+  gives None meanwhile). None slips by unseen.
+- From then on nobody passes a point before the answer: the highest point that was passed stays
+  true, and the point after it has been passed by nobody, on no machine.
+- All ranks come to the same points in the same order, so that one point is enough for all.
 """
 
 from __future__ import annotations
 
 import mmap
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
-__all__ = ["Row", "Scoreboard"]
+__all__ = ["SETTLE_SECONDS", "LeavePoint", "Row", "Scoreboard", "StopPoint", "leave_after"]
 
+# After the flag is up: a processor may hold a rank's write back for less than a microsecond, and
+# this rank may have looked at the flag before it went up.
+SETTLE_SECONDS = 0.001
+
+_POLL_SECONDS = 0.0005
+_COUNTERS = ("batches", "reads")
 _FIELDS = (
     "batches",
     "total_batches",
+    "pass_start",
     "steps",
     "reads",
     "device_memory",
     "ended",
-    "saw_batches",
-    "saw_reads",
     "passed_batches",
     "passed_reads",
+    "waits_batches",
+    "waits_reads",
     "left_batches",
-    "left_reads",
-    "pass_start",
     "interrupted_call",
 )
-_HEADER = 1
-_POLL_SECONDS = 0.0005
+# The head of the board: whether a stop is asked, the counts at which ranks leave (0: unknown), and
+# whether the ranks of other agents have ended their part of the call.
+_ASKED, _LEAVE_BATCHES, _LEAVE_READS, _OTHERS_ENDED, _HEADER = range(5)
+_NEVER = 2**62
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopPoint:
+    """The highest points that ranks of one agent have passed.
+
+    Attributes:
+        batches, reads: how often a rank went on from such a point.
+        is_read: whether a rank ever came to read ``should_stop``.
+    """
+
+    batches: int = 0
+    reads: int = 0
+    is_read: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeavePoint:
+    """The counts at which all ranks leave; ``batches`` is None where they leave at a read."""
+
+    batches: int | None
+    reads: int
+
+
+def leave_after(points: Iterable[StopPoint]) -> LeavePoint:
+    """The points after the highest that a rank of any agent has passed.
+
+    A function that reads ``should_stop`` decides for itself: then batches go on, on all ranks,
+    those included that have not come to their first read yet.
+    """
+    points = tuple(points)
+    reads = 1 + max((point.reads for point in points), default=0)
+    if any(point.is_read for point in points):
+        return LeavePoint(batches=None, reads=reads)
+    return LeavePoint(batches=1 + max((point.batches for point in points), default=0), reads=reads)
 
 
 def _column(name: str) -> property:
@@ -49,7 +114,18 @@ def _column(name: str) -> property:
 
 
 class Row:
-    """The counters of one rank."""
+    """The counters of one rank. It writes them; ``ended`` and ``interrupted_call`` the agent, too.
+
+    Attributes:
+        batches, steps, reads: how often it came to a batch, stepped, read ``should_stop``.
+        total_batches, pass_start: batches of an epoch, and before this pass through the loader.
+        device_memory: in bytes.
+        ended: 1 once its function has ended, or its process.
+        passed_batches, passed_reads: the last point from which it went on.
+        waits_batches, waits_reads: the last point at which it saw that a stop is asked.
+        left_batches: 1 once its loop was ended.
+        interrupted_call: number of a call that was interrupted before the rank had read it.
+    """
 
     def __init__(self, view: memoryview, start: int) -> None:
         self.view = view
@@ -64,80 +140,122 @@ class Row:
     ended = _column("ended")
     passed_batches = _column("passed_batches")
     passed_reads = _column("passed_reads")
+    waits_batches = _column("waits_batches")
+    waits_reads = _column("waits_reads")
+    left_batches = _column("left_batches")
     interrupted_call = _column("interrupted_call")
 
     @property
     def leaving(self) -> bool:
         """Whether the rank leaves on its own: its loop ends, or it decides for itself."""
-        return bool(self.get("left_batches") or self.get("saw_reads"))
+        return bool(self.left_batches or self.waits_reads)
 
     def get(self, name: str) -> int:
+        """The value of one column, by its name."""
         return self.view[self.start + _FIELDS.index(name)]
 
     def set(self, name: str, value: int) -> None:
+        """Write one column, by its name."""
         self.view[self.start + _FIELDS.index(name)] = value
 
 
 class Scoreboard:
     """One row a rank of this machine, in an anonymous mapping that forks inherit."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, has_others: bool = False) -> None:
+        """Make a board of zeros.
+
+        Args:
+            num_ranks: number of rows.
+            has_others: whether the run has ranks behind other agents as well.
+        """
         self.num_ranks = num_ranks
+        self._has_others = has_others
         size = 8 * (_HEADER + num_ranks * len(_FIELDS))
         self._view = memoryview(mmap.mmap(-1, size)).cast("q")
+        self.reset()
+
+    def row(self, local_rank: int) -> Row:
+        """The row of one rank."""
+        return Row(self._view, _HEADER + local_rank * len(_FIELDS))
+
+    # ---- what the agent does ---------------------------------------------------------------
 
     def reset(self) -> None:
         """Begin a new call: no stop is asked, and nobody has counted anything.
 
-        Called by the agent while no rank is in a call, so nobody else writes meanwhile.
+        The agent does it while no rank is in a call, so that nobody else writes meanwhile.
         """
         for index in range(len(self._view)):
             self._view[index] = 0
+        self._view[_OTHERS_ENDED] = not self._has_others
 
-    def row(self, local_rank: int) -> Row:
-        return Row(self._view, _HEADER + local_rank * len(_FIELDS))
+    def note_others_ended(self) -> None:
+        """The ranks of all other agents have ended their part of the call."""
+        self._view[_OTHERS_ENDED] = 1
+
+    def ask_stop(self) -> None:
+        """From now on a rank that comes to a point waits there."""
+        self._view[_ASKED] = 1
+
+    def passed(self, *, patient: bool = True) -> StopPoint | None:
+        """The highest points that ranks here have passed; asked for once a stop is.
+
+        Args:
+            patient: give None while a rank has come to a point and not yet said whether it went
+                on. Impatient, it counts as if it had: all leave one count later then, which is
+                right as well.
+        """
+        rows = [row for row in map(self.row, range(self.num_ranks)) if not row.ended]
+        is_read = any(row.reads for row in rows)
+        highest = {}
+        for counter in _COUNTERS:
+            counts = []
+            for row in rows:
+                came, passed = row.get(counter), row.get(f"passed_{counter}")
+                if came not in (passed, row.get(f"waits_{counter}")):
+                    # A rank that reads goes by its batches without a look at the flag.
+                    if patient and not (is_read and counter == "batches"):
+                        return None
+                    passed = came
+                counts.append(passed)
+            highest[counter] = max(counts, default=0)
+        return StopPoint(batches=highest["batches"], reads=highest["reads"], is_read=is_read)
+
+    def leave_at(self, point: LeavePoint) -> None:
+        """Have the ranks that wait go on to ``point``, and leave there."""
+        self._view[_LEAVE_READS] = point.reads
+        self._view[_LEAVE_BATCHES] = _NEVER if point.batches is None else point.batches
+
+    # ---- what a rank does ------------------------------------------------------------------
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether every rank of the run has ended its part of the call."""
+        rows = map(self.row, range(self.num_ranks))
+        return bool(self._view[_OTHERS_ENDED]) and all(row.ended for row in rows)
 
     @property
     def stop_asked(self) -> bool:
-        return bool(self._view[0])
+        """Whether a rank has to wait at its next point; one look into memory."""
+        return bool(self._view[_ASKED])
 
-    def ask_stop(self) -> None:
-        self._view[0] = 1
+    def leaves(self, local_rank: int, counter: str) -> bool:
+        """Whether a rank leaves at the count that it has reached; waits until that is known.
 
-    def leaves(self, local_rank: int, counter: str, *, timeout: float) -> bool:
-        """Whether this rank leaves its loop at the count that it has reached now.
-
-        A rank calls it once it has counted. All leave at the first count that no rank had passed
-        before it learned of the stop: a rank whose peer went on already must go on as well, or
-        that peer waits for it in a collective for ever. Nobody waits for a rank that did not come
-        so far; one that has counted and not decided yet is given ``timeout`` seconds. While no
-        stop is asked, a rank that has counted sets ``passed_...`` itself.
+        A rank calls it once it has counted and then seen ``stop_asked``. While no stop is asked,
+        a rank that has counted sets ``passed_...`` itself.
         """
-        mine = self.row(local_rank)
-        count = mine.get(counter)
-        if not mine.get(f"saw_{counter}"):
-            mine.set(f"saw_{counter}", count)
-        others = [self.row(index) for index in range(self.num_ranks) if index != local_rank]
-        if self._has_been_passed(counter, count, others, timeout):
-            mine.set(f"passed_{counter}", count)
-            return False
-        mine.set(f"left_{counter}", 1)
-        return True
-
-    @staticmethod
-    def _has_been_passed(counter: str, count: int, others: Sequence[Row], timeout: float) -> bool:
-        """Whether a rank went on beyond ``count``; waits for those that are about to say so."""
-        deadline = time.monotonic() + timeout
-        # At least one pause: what another processor wrote just now may not be seen at once.
-        while time.monotonic() < deadline:
+        row, index = self.row(local_rank), _LEAVE_BATCHES + _COUNTERS.index(counter)
+        count = row.get(counter)
+        row.set(f"waits_{counter}", count)
+        # Not for ever: an agent that cannot learn the point interrupts its ranks, and a rank
+        # whose agent has died is killed.
+        while not self._view[index]:
             time.sleep(_POLL_SECONDS)
-            alive = [row for row in others if not row.ended]
-            if any(row.get(f"passed_{counter}") >= count for row in alive):
-                return True
-            if not any(_is_undecided(row, counter, count) for row in alive):
-                return False
-        return False
-
-
-def _is_undecided(row: Row, counter: str, count: int) -> bool:
-    return row.get(counter) >= count and not row.get(f"saw_{counter}")
+        if count < self._view[index]:
+            row.set(f"passed_{counter}", count)
+            return False
+        if counter == "batches":
+            row.left_batches = 1
+        return True

@@ -61,9 +61,10 @@ class Inherited:
     Attributes:
         agent: pid of the agent.
         launch: what the kernel sent to the agent.
-        rank, local_rank: of this process.
+        spec: which rank this is, and what it has of its own.
         port: MASTER_PORT until a call says another.
-        store_port: bound to where the ranks of this machine meet; rank 0 listens on it.
+        store_port: bound to where the ranks meet, and rank 0 listens on it; None where they are
+            on several machines.
         channel: this rank's inbox, and its way to the agent.
         board: the counters that the ranks and the agent share.
         log: descriptor of the file for its output.
@@ -74,10 +75,9 @@ class Inherited:
 
     agent: int
     launch: wire.Launch
-    rank: int
-    local_rank: int
+    spec: wire.RankSpec
     port: int
-    store_port: socket.socket
+    store_port: socket.socket | None
     channel: Channel
     board: Scoreboard
     log: int
@@ -109,18 +109,17 @@ class _Worker:
         self._interrupts = interrupts
         self._sender = Sender(inherited.channel, interrupts)
         self._context = rank.LaunchedContext(
-            rank=inherited.rank,
-            local_rank=inherited.local_rank,
+            rank=inherited.spec.rank,
+            local_rank=inherited.spec.local_rank,
             world_size=launch.world_size,
             local_world_size=len(launch.ranks),
+            device=inherited.spec.device,
             run=launch.run,
             send=self._sender.send,
             board=inherited.board,
-            store=rank.StorePort.of(inherited.store_port, listens=inherited.rank == 0),
+            store=_store_port(inherited),
         )
-        if inherited.rank != 0:
-            inherited.store_port.close()
-        self._row = inherited.board.row(inherited.local_rank)
+        self._row = inherited.board.row(inherited.spec.local_rank)
         self._setup_error: BaseException | None = None
         self._group_generation = 0
         self._num_calls = 0
@@ -213,15 +212,13 @@ class _Worker:
             groups.close_group()
 
     def _wait_for_others(self) -> None:
-        """Stay until all ranks here ended: what they still have to read may be in our sockets.
+        """Stay until all ranks ended: what they still have to read may be in our sockets.
 
         Not for ever: a rank that waits in a collective for one that has returned must be told.
         """
         deadline = time.monotonic() + _LINGER_SECONDS
-        board = self._inherited.board
-        rows = [board.row(index) for index in range(board.num_ranks)]
         pause = _POLL_SECONDS[0]
-        while not all(row.ended for row in rows) and time.monotonic() < deadline:
+        while not self._inherited.board.all_ended and time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(pause * 1.5, _POLL_SECONDS[1])
 
@@ -233,9 +230,10 @@ def _enter_environment(inherited: Inherited) -> None:
     launch = inherited.launch
     os.environ.clear()
     os.environ.update(launch.environment)
+    os.environ.update(inherited.spec.environment)
     os.environ.update(
-        RANK=str(inherited.rank),
-        LOCAL_RANK=str(inherited.local_rank),
+        RANK=str(inherited.spec.rank),
+        LOCAL_RANK=str(inherited.spec.local_rank),
         WORLD_SIZE=str(launch.world_size),
         LOCAL_WORLD_SIZE=str(len(launch.ranks)),
         MASTER_PORT=str(inherited.port),
@@ -261,3 +259,15 @@ def _give_notebook_names() -> None:
             sys.stdout.write(f"{value!r}\n")
 
     vars(builtins).update(display=display, get_ipython=lambda: None)
+
+
+def _store_port(inherited: Inherited) -> rank.StorePort | None:
+    """Where the ranks of this machine meet; the socket stays open in rank 0 alone."""
+    bound = inherited.store_port
+    if bound is None:
+        return None
+    is_first = inherited.spec.rank == 0
+    port = rank.StorePort.of(bound, listens=is_first)
+    if not is_first:
+        bound.close()
+    return port

@@ -13,7 +13,7 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.control.state import RunState, apply, starting
 
 MESSAGES: list[wire.Message] = [
-    wire.AgentReady(pids=(11, 12), port=5),
+    wire.AgentReady(pids={0: 11, 1: 12}),
     wire.CallStarted(rank=0, process=21),
     wire.Metric(rank=0, values={"loss": 0.5}, step=3),
     wire.Bar(rank=0, bar=1, name="epoch", n=1, total=10),
@@ -67,7 +67,7 @@ def test_messages_that_say_nothing_of_the_state_give_it_back(state: RunState) ->
 
 def test_a_run_begins(state: RunState) -> None:
     assert (state.status, state.world_size, state.notices) == ("starting", 2, ("known",))
-    state = after(state, wire.AgentReady(pids=(11, 12), port=5))
+    state = after(state, wire.AgentReady(pids={0: 11, 1: 12}))
     assert [rank.pid for rank in state.ranks] == [11, 12]
     state = after(state, wire.CallStarted(rank=1, process=12))
     assert (state.status, [rank.status for rank in state.ranks]) == (

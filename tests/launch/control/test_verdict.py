@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.control.agent_link import LostAgent
 from notebook_accel.launch.control.state import RunState, apply, starting
 from notebook_accel.launch.control.verdict import Failure, Verdict, judge
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 LOGS = "/runs/r"
 
 
-def run(world_size: int, *messages: wire.Message) -> RunState:
+def run(world_size: int, *messages: wire.Message, agents: Sequence[int] = ()) -> RunState:
+    """The state after ``messages``; ``agents`` has the number of each rank's agent."""
     state = starting(run="r", name="train", world_size=world_size, started=0.0)
+    ranks = (
+        replace(rank, agent=agent) for rank, agent in zip_longest(state.ranks, agents, fillvalue=0)
+    )
+    state = replace(state, ranks=tuple(ranks))
     for message in messages:
         state = apply(message, state)
     return state
@@ -43,7 +54,7 @@ def ended_by_us(*ranks: int) -> list[wire.Message]:
 
 
 def verdict(state: RunState, **given: Any) -> Verdict:
-    facts = {"stopped_at": None, "firm": False, "lost_agent": None, "log_dir": LOGS}
+    facts = {"is_stopped": False, "lost": (), "log_dir": LOGS}
     return judge(state, **{**facts, **given})
 
 
@@ -94,6 +105,28 @@ def test_deaths_and_exits_are_told_apart_by_their_time() -> None:
 
 def test_at_the_same_time_the_lowest_rank_is_named() -> None:
     assert failure(run(3, *(raised(rank) for rank in (2, 1, 0)))).rank == 0
+
+
+def test_of_two_machines_the_one_that_the_kernel_heard_first_is_the_cause() -> None:
+    """Their clocks differ by an hour; those of one machine are one."""
+    here, there = raised(0, "here", at=3600.0), raised(2, "there", at=10.0)
+
+    def cause(*messages: wire.Message) -> int | None:
+        return failure(run(4, *messages, *ended_by_us(1, 3), agents=(0, 0, 1, 1))).rank
+
+    assert cause(here, there) == 0
+    assert cause(there, here) == 2
+    # Rank 1 failed before rank 0, and was heard after it: their agent's clock tells.
+    earlier = raised(1, "here, earlier", at=3599.0)
+    assert cause(here, there, earlier) == 1
+    assert cause(there, here, earlier) == 2
+
+
+def test_a_lost_peer_that_was_heard_first_does_not_bring_its_agents_other_failures_forward() -> (
+    None
+):
+    messages = [lost_peer(0), raised(2, "first"), raised(1, "second")]
+    assert failure(run(3, *messages, agents=(0, 0, 1))).rank == 2
 
 
 def test_ncclss_watchdog_is_a_consequence() -> None:
@@ -216,53 +249,63 @@ def test_failures_like_the_causes_own() -> None:
 
 def test_a_polite_stop() -> None:
     stopped = [raised(rank, kind="stopped", type_name="RunStopped") for rank in range(2)]
-    assert verdict(run(2, *stopped), stopped_at=5.0).status == "stopped"
-    assert verdict(run(2, returned(0), returned(1)), stopped_at=5.0).status == "stopped"
+    assert verdict(run(2, *stopped), is_stopped=True).status == "stopped"
+    assert verdict(run(2, returned(0), returned(1)), is_stopped=True).status == "stopped"
 
 
 def test_ranks_that_were_interrupted_or_ended() -> None:
     interrupted = raised(0, kind="interrupted", type_name="KeyboardInterrupt")
-    state = run(3, interrupted, *ended_by_us(1), died(2, 6.0, signal=15))
-    assert verdict(state, stopped_at=5.0, firm=True).status == "stopped"
+    state = run(3, interrupted, *ended_by_us(1), died(2, signal=15, after_interrupt=True))
+    assert verdict(state, is_stopped=True).status == "stopped"
 
 
 def test_what_an_interrupt_breaks_is_no_failure() -> None:
-    state = run(2, raised(0, "cannot tidy up", at=6.0), lost_peer(1, at=6.0))
-    assert verdict(state, stopped_at=5.0, firm=True).status == "stopped"
+    broken = raised(0, "cannot tidy up", after_interrupt=True)
+    lost = raised(1, kind="lost peer", after_interrupt=True)
+    assert verdict(run(2, broken, lost), is_stopped=True).status == "stopped"
+    # Nobody asked for the end: ranks were interrupted since one of them had failed.
+    assert verdict(run(2, broken, lost)).status == "failed"
 
 
-def test_a_failure_from_before_the_stop_stays_one() -> None:
-    state = run(2, raised(0, "before", at=4.0), *ended_by_us(1))
-    assert failure(state, stopped_at=5.0, firm=True).rank == 0
+def test_a_failure_from_before_the_interrupt_stays_one() -> None:
+    state = run(2, raised(0, "before"), *ended_by_us(1))
+    assert failure(state, is_stopped=True).rank == 0
+    state = run(2, died(0, signal=11), *ended_by_us(1))
+    assert failure(state, is_stopped=True).rank == 0
 
 
-def test_a_failure_after_a_polite_stop_is_the_functions_own() -> None:
-    state = run(2, raised(0, "in its last step", at=6.0), *ended_by_us(1))
-    assert failure(state, stopped_at=5.0, firm=False).rank == 0
+# ---- the agents ----------------------------------------------------------------------------
 
-
-# ---- the agent -----------------------------------------------------------------------------
+LOST = LostAgent((0, 1, 2), "(pid 7) was killed by SIGKILL")
 
 
 def test_a_dead_agent() -> None:
     state = run(3, returned(1), *ended_by_us(0, 2))
-    told = failure(state, lost_agent="(pid 7) was killed by SIGKILL")
+    told = failure(state, lost=[LOST])
     assert (told.rank, told.ranks, told.exitcode, told.signal) == (None, (0, 2), None, None)
-    assert "(pid 7) was killed by SIGKILL" in told.message
-    assert "ranks 0 and 2" in told.message
+    assert "watches ranks 0-2 (pid 7) was killed by SIGKILL" in told.message
+    assert "ranks 0 and 2 ended without" in told.message
     assert "launch again" in told.message
 
 
+def test_a_dead_agent_of_several_is_the_cause_of_lost_peers() -> None:
+    lost = LostAgent((2, 3), "was lost")
+    state = run(4, lost_peer(0), *ended_by_us(1, 2, 3), agents=(0, 0, 1, 1))
+    told = failure(state, lost=[lost])
+    assert (told.rank, told.ranks) == (None, (0, 1, 2, 3))
+    assert "watches ranks 2-3 was lost, so that ranks 0-3 ended" in told.message
+
+
 def test_an_agent_that_died_after_all_results() -> None:
-    assert verdict(run(2, returned(0), returned(1)), lost_agent="x").status == "succeeded"
+    assert verdict(run(2, returned(0), returned(1)), lost=[LOST]).status == "succeeded"
 
 
 def test_an_agent_that_died_after_a_failure() -> None:
-    told = failure(run(2, raised(0, "the reason"), *ended_by_us(1)), lost_agent="x")
+    told = failure(run(2, raised(0, "the reason"), *ended_by_us(1)), lost=[LOST])
     assert told.rank == 0
     assert "the reason" in told.message
 
 
 def test_an_agent_that_was_killed_for_a_stop() -> None:
     state = run(2, *ended_by_us(0, 1))
-    assert verdict(state, stopped_at=5.0, firm=True, lost_agent="x").status == "stopped"
+    assert verdict(state, is_stopped=True, lost=[LOST]).status == "stopped"

@@ -162,11 +162,25 @@ def test_a_message_that_is_posted_later_passes_a_large_value(
     one, other = pair
     post(one, 0, BIG)
     one.flush(block=False)
-    one.post(wire.Kill())
+    one.post(wire.Kill(rank=0))
     one.post(wire.Notice(rank=1, text="of another rank"))
     got = pump(one, other, 3)
     assert [type(message).__name__ for message, _ in got] == ["Kill", "Notice", "Returned"]
     assert value(*got[2]) == BIG
+
+
+def test_what_an_agent_is_told_about_a_call_comes_after_the_call(
+    pair: tuple[FramedChannel, FramedChannel],
+) -> None:
+    one, other = pair
+    packet, fds = pack(Packed(b"header", (memoryview(BIG),)))
+    one.post(wire.Call(call=1, payload=packet), fds)
+    for message in (wire.Stop(call=1), wire.Kill(call=1), wire.Leave()):
+        one.post(message)
+    got = pump(one, other, 4)
+    assert [type(message).__name__ for message, _ in got] == ["Kill", "Call", "Stop", "Leave"]
+    for fd in (*fds, *got[1][1]):
+        os.close(fd)
 
 
 def test_what_is_said_of_a_rank_later_comes_later(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing as mp
 import os
 import signal
@@ -11,10 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from notebook_accel.launch.transport.scoreboard import Scoreboard
+from notebook_accel.launch.transport.scoreboard import (
+    SETTLE_SECONDS,
+    LeavePoint,
+    Scoreboard,
+    StopPoint,
+    leave_after,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 fork = mp.get_context("fork")
 SOON = 10.0
@@ -24,25 +31,48 @@ COUNTERS = ("batches", "reads")
 class Loop:
     """What a rank does at each step of a loop: count, then ask whether to leave."""
 
-    def __init__(self, board: Scoreboard, rank: int, counter: str, timeout: float = 1.0) -> None:
-        self.board, self.rank, self.counter, self.timeout = board, rank, counter, timeout
+    def __init__(self, board: Scoreboard, rank: int, counter: str) -> None:
+        self.board, self.rank, self.counter = board, rank, counter
         self.row = board.row(rank)
 
     @property
     def count(self) -> int:
         return self.row.get(self.counter)
 
-    def leaves(self) -> bool:
+    def comes(self) -> None:
         self.row.set(self.counter, self.count + 1)
+
+    def leaves(self) -> bool:
+        self.comes()
         if not self.board.stop_asked:
             self.row.set(f"passed_{self.counter}", self.count)
             return False
-        return self.board.leaves(self.rank, self.counter, timeout=self.timeout)
+        return self.board.leaves(self.rank, self.counter)
 
 
-def loops(num_ranks: int, counter: str, timeout: float = 1.0) -> tuple[Scoreboard, list[Loop]]:
+def loops(num_ranks: int, counter: str) -> tuple[Scoreboard, list[Loop]]:
     board = Scoreboard(num_ranks)
-    return board, [Loop(board, rank, counter, timeout) for rank in range(num_ranks)]
+    return board, [Loop(board, rank, counter) for rank in range(num_ranks)]
+
+
+def stop(*boards: Scoreboard) -> LeavePoint:
+    """What agents and kernel do for a stop."""
+    for board in boards:
+        board.ask_stop()
+    time.sleep(SETTLE_SECONDS)
+    points = [answer(board) for board in boards]
+    point = leave_after(points)
+    for board in boards:
+        board.leave_at(point)
+    return point
+
+
+def answer(board: Scoreboard) -> StopPoint:
+    deadline = time.monotonic() + SOON
+    while (point := board.passed()) is None:
+        assert time.monotonic() < deadline, "a rank never says whether it went on"
+        time.sleep(0.0002)
+    return point
 
 
 def test_rows_are_apart() -> None:
@@ -80,13 +110,29 @@ def test_nobody_leaves_before_a_stop_is_asked(counter: str) -> None:
     assert [one.leaves() for _ in range(5)] + [other.leaves()] == [False] * 6
 
 
+def test_a_reset_makes_ready_for_the_next_call() -> None:
+    board, (one, other) = loops(2, "batches")
+    one.leaves()
+    stop(board)
+    assert not one.row.leaving
+    assert one.leaves()
+    board.reset()
+    assert not board.stop_asked
+    assert [loop.count for loop in (one, other)] == [0, 0]
+    assert not one.row.leaving
+    assert [one.leaves() for _ in range(5)] == [False] * 5
+
+
+# ---- the point at which all leave ----------------------------------------------------------
+
+
 @pytest.mark.parametrize("counter", COUNTERS)
 def test_all_leave_at_the_count_at_which_all_see_the_stop(counter: str) -> None:
     board, (one, other) = loops(2, counter)
     for _ in range(3):
         assert not one.leaves()
         assert not other.leaves()
-    board.ask_stop()
+    stop(board)
     assert one.leaves()
     assert other.leaves()
     assert (one.count, other.count) == (4, 4)
@@ -96,11 +142,9 @@ def test_all_leave_at_the_count_at_which_all_see_the_stop(counter: str) -> None:
 def test_a_rank_whose_peer_passed_its_count_goes_on_with_it(counter: str) -> None:
     board, (one, other) = loops(2, counter)
     assert not other.leaves()
-    board.ask_stop()
     # The other is in step 1 already and waits in a collective: leaving now would hang it.
-    begin = time.monotonic()
+    stop(board)
     assert not one.leaves()
-    assert time.monotonic() - begin < 0.9, "it waited for a rank that waits for it"
     assert one.leaves()
     assert other.leaves()
     assert (one.count, other.count) == (2, 2)
@@ -110,65 +154,115 @@ def test_a_rank_that_runs_behind_goes_on_to_the_others_count() -> None:
     board, (fast, slow) = loops(2, "batches")
     for _ in range(7):
         fast.leaves()
-    board.ask_stop()
+    stop(board)
     assert [slow.leaves() for _ in range(8)] == [False] * 7 + [True]
     assert fast.leaves()
 
 
-def test_a_rank_in_between_is_waited_for() -> None:
-    board, (one, other) = loops(2, "reads", timeout=SOON)
-    # The other has counted, and has not asked yet.
-    other.row.set("reads", 1)
+def test_the_highest_point_of_all_agents_counts() -> None:
+    here, (one,) = loops(1, "batches")
+    there, (other,) = loops(1, "batches")
+    for _ in range(3):
+        other.leaves()
+    assert stop(here, there) == LeavePoint(batches=4, reads=1)
+    assert [one.leaves() for _ in range(4)] == [False] * 3 + [True]
+    assert other.leaves()
+
+
+def test_a_function_that_reads_on_any_machine_decides_for_itself() -> None:
+    here, (reader,) = loops(1, "reads")
+    there, (batches,) = loops(1, "batches")
+    reader.leaves()
+    assert stop(here, there) == LeavePoint(batches=None, reads=2)
+    # It has not come to its first read yet: its peer goes on after its batch.
+    assert not batches.leaves()
+    late = Loop(there, 0, "reads")
+    assert [late.leaves(), late.leaves()] == [False, True]
+    assert reader.leaves()
+
+
+def test_nobody_leaves_and_nobody_passes_before_the_point_is_known() -> None:
+    board, (one, other) = loops(2, "batches")
+    other.leaves()
     board.ask_stop()
-    asking = threading.Timer(0.05, lambda: board.leaves(1, "reads", timeout=SOON))
-    asking.start()
-    begin = time.monotonic()
-    assert one.leaves()
-    assert time.monotonic() - begin < 5
-    asking.join()
+    left: list[bool] = []
+    waiting = threading.Thread(target=lambda: left.append(one.leaves()), daemon=True)
+    waiting.start()
+    time.sleep(SETTLE_SECONDS)
+    assert answer(board) == StopPoint(batches=1)
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    board.leave_at(LeavePoint(batches=2, reads=1))
+    waiting.join(SOON)
+    assert left == [False]
+    assert [one.leaves(), other.leaves()] == [True, True]
 
 
-def test_a_rank_that_died_in_between_is_waited_for_no_longer_than_the_time_out() -> None:
-    board, (one, other) = loops(2, "reads", timeout=0.05)
-    other.row.set("reads", 1)
+def test_a_rank_between_its_two_writes_is_about_to_say() -> None:
+    board, (one, other) = loops(2, "reads")
+    one.leaves()
+    other.comes()
     board.ask_stop()
-    assert one.leaves()
+    assert board.passed() is None
+    # It looked before the flag went up, and goes on.
+    other.row.passed_reads = 1
+    assert board.passed() == StopPoint(reads=1, is_read=True)
+    other.comes()
+    assert board.passed() is None
+    # It looked after that, and waits.
+    other.row.waits_reads = 2
+    assert board.passed() == StopPoint(reads=1, is_read=True)
 
 
-def test_a_rank_that_ended_is_not_waited_for() -> None:
-    board, (one, other) = loops(2, "batches", timeout=SOON)
+def test_a_rank_that_never_says_counts_as_if_it_had_gone_on() -> None:
+    board, (one, other) = loops(2, "reads")
+    other.comes()
+    board.ask_stop()
+    assert board.passed() is None
+    point = board.passed(patient=False)
+    assert point == StopPoint(reads=1, is_read=True)
+    board.leave_at(leave_after([point]))
+    # It was only slow, and had not gone on after all.
+    assert not board.leaves(1, "reads")
+    assert [one.leaves(), one.leaves(), other.leaves()] == [False, True, True]
+
+
+def test_batches_of_a_function_that_reads_are_not_waited_for() -> None:
+    board, (one, _) = loops(2, "reads")
+    one.leaves()
+    Loop(board, 0, "batches").comes()
+    board.ask_stop()
+    assert leave_after([answer(board)]) == LeavePoint(batches=None, reads=2)
+
+
+def test_a_rank_that_ended_does_not_count() -> None:
+    board, (one, other) = loops(2, "batches")
     for _ in range(50):
         other.leaves()
+    other.comes()
     other.row.ended = 1
-    board.ask_stop()
-    begin = time.monotonic()
+    assert stop(board) == LeavePoint(batches=1, reads=1)
     assert one.leaves()
-    assert time.monotonic() - begin < 5
 
 
 def test_a_rank_that_never_reads_is_not_waited_for() -> None:
-    board, (one, _) = loops(2, "reads", timeout=SOON)
+    board, (one, _) = loops(2, "reads")
     one.leaves()
-    board.ask_stop()
-    begin = time.monotonic()
+    stop(board)
     assert one.leaves()
-    assert time.monotonic() - begin < 5
 
 
 def test_whoever_left_leaves_again() -> None:
     board, (one, other) = loops(2, "reads")
-    board.ask_stop()
-    assert one.leaves()
-    assert other.leaves()
-    assert one.leaves()
-    assert other.leaves()
+    stop(board)
+    assert [one.leaves(), other.leaves(), one.leaves(), other.leaves()] == [True] * 4
 
 
 def test_who_is_leaving() -> None:
     board, (fast, slow) = loops(2, "batches")
     for _ in range(3):
         fast.leaves()
-    board.ask_stop()
+    stop(board)
     slow.leaves()
     # It knows of the stop, and has still to go on to the others' count.
     assert not slow.row.leaving
@@ -176,42 +270,48 @@ def test_who_is_leaving() -> None:
     assert fast.row.leaving
     # A function that reads decides for itself.
     board, (reader, _) = loops(2, "reads")
-    board.ask_stop()
+    stop(board)
     reader.leaves()
     assert reader.row.leaving
 
 
-def _in_lockstep(loop: Loop, barrier: Any, at: Any, skew: Callable[[int], float]) -> None:
+def _in_lockstep(
+    loop: Loop, barrier: Any, at: Any, index: int, skew: Callable[[int], float]
+) -> None:
     try:
         while not loop.leaves():
             barrier.wait(SOON)
             # Data is slow now here, now there: a stop often comes between two ranks' questions.
             time.sleep(skew(loop.count))
-        at[loop.rank] = loop.count
+        at[index] = loop.count
     except threading.BrokenBarrierError:
-        at[loop.rank] = -1
+        at[index] = -1
         os._exit(1)
 
 
 @pytest.mark.parametrize("counter", COUNTERS)
-def test_processes_in_lockstep_never_leave_each_other_alone(counter: str) -> None:
-    num_ranks, rounds = 3, 12
-    for number in range(rounds):
-        board, parts = loops(num_ranks, counter)
-        barrier, at = fork.Barrier(num_ranks), fork.Array("q", num_ranks)
+@pytest.mark.parametrize("agents", [(3,), (2, 2)], ids=["one agent", "two agents"])
+def test_processes_in_lockstep_never_leave_each_other_alone(
+    counter: str, agents: Sequence[int]
+) -> None:
+    for number in range(12):
+        made = [loops(num_ranks, counter) for num_ranks in agents]
+        boards = [board for board, _ in made]
+        parts = list(itertools.chain.from_iterable(parts for _, parts in made))
+        barrier, at = fork.Barrier(len(parts)), fork.Array("q", len(parts))
         ranks = [
             fork.Process(
                 target=_in_lockstep,
-                args=(part, barrier, at, lambda n, r=part.rank: 0.002 * ((n + r) % num_ranks)),
+                args=(part, barrier, at, index, lambda n, i=index: 0.002 * ((n + i) % 3)),
             )
-            for part in parts
+            for index, part in enumerate(parts)
         ]
         for process in ranks:
             process.start()
         deadline = time.monotonic() + SOON
         while min(part.count for part in parts) < 2 + number and time.monotonic() < deadline:
             time.sleep(0.0003)
-        board.ask_stop()
+        stop(*boards)
         for process in ranks:
             process.join(SOON)
         codes = [process.exitcode for process in ranks]
@@ -219,5 +319,5 @@ def test_processes_in_lockstep_never_leave_each_other_alone(counter: str) -> Non
             if process.is_alive():
                 os.kill(process.pid or 0, signal.SIGKILL)
                 process.join()
-        assert codes == [0] * num_ranks, f"round {number}: {list(at)}"
+        assert codes == [0] * len(ranks), f"round {number}: {list(at)}"
         assert len(set(at)) == 1, f"round {number}: {list(at)}"

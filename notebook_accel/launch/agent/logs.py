@@ -1,0 +1,99 @@
+"""Where the ranks' output lies: in the run's folder, or here until the kernel has it.
+
+    rank --descriptors 1 and 2--> file --FileTail--> the newest lines, as messages
+                                    |
+                                    +-- on another machine than the kernel: its bytes, as a stream
+
+Either way the kernel finds the whole output of each rank in its run's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.system.log_files import log_path
+from notebook_accel.launch.transport.channel import ProtocolError
+from notebook_accel.launch.transport.frames import FramedChannel
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.transport.channel import Channel
+
+__all__ = ["RankLogs", "rank_logs"]
+
+
+class RankLogs(ABC):
+    """The files with the output of an agent's ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def path(self, rank: int) -> Path:
+        """The file of a rank."""
+        return log_path(self._folder, rank)
+
+    def open(self, rank: int) -> int:
+        """A descriptor by which a rank writes its output; the caller closes it."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        fd = os.open(self.path(rank), flags, 0o600)
+        self._opened(rank)
+        return fd
+
+    @abstractmethod
+    def _opened(self, rank: int) -> None:
+        """The file of a rank is there."""
+
+    def end(self, rank: int) -> None:  # noqa: B027 - most have nothing to do
+        """Nobody writes to the file of a rank any more."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
+        """The agent ends."""
+
+
+class _LogsOfRun(RankLogs):
+    """Files in the run's own folder, which the kernel reads."""
+
+    def _opened(self, rank: int) -> None:
+        return
+
+
+class _LogsSent(RankLogs):
+    """Files in a folder of the agent's, whose bytes the kernel gets as it asks for them."""
+
+    def __init__(self, channel: FramedChannel, run: str) -> None:
+        super().__init__(Path(tempfile.mkdtemp(prefix="notebook-accel-")))
+        self._channel = channel
+        self._run = run
+        self._streams: dict[int, int] = {}
+
+    def _opened(self, rank: int) -> None:
+        fd = os.open(self.path(rank), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._streams[rank] = self._channel.follow(fd)
+        finally:
+            os.close(fd)
+        self._channel.post(wire.LogOpened(run=self._run, rank=rank, stream=self._streams[rank]))
+
+    def end(self, rank: int) -> None:
+        self._channel.end(self._streams[rank])
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def rank_logs(launch: wire.Launch, channel: Channel) -> RankLogs:
+    """The files for the ranks of a launch.
+
+    Raises:
+        ProtocolError: the kernel names no folder, and its channel carries no streams.
+    """
+    if launch.log_dir is not None:
+        return _LogsOfRun(Path(launch.log_dir))
+    if not isinstance(channel, FramedChannel):
+        raise ProtocolError("the kernel names no folder for the output of ranks on its machine")
+    return _LogsSent(channel, launch.run)
