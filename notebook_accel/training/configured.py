@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from notebook_accel.training.processes import ProcessView
+from notebook_accel.training.settings import DistributedType
 from notebook_accel.training.state import AcceleratorState, GradientState
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from notebook_accel.training.data.config import DataLoaderConfiguration
+    from notebook_accel.training.parallelism import ParallelismConfig
     from notebook_accel.training.plan import Plan
-    from notebook_accel.training.settings import DistributedType, ProjectConfiguration
+    from notebook_accel.training.settings import ProjectConfiguration
 
 __all__ = ["ConfiguredView"]
 
@@ -45,6 +49,57 @@ class ConfiguredView(ProcessView):
     def mixed_precision(self) -> str:
         """ "no", "bf16" or "fp16"."""
         return self._plan.precision.name
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether weights are sharded by ``fully_shard``: so wherever they are sharded."""
+        return self.distributed_type == DistributedType.FSDP
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """How many ranks each kind of parallelism has; None for plain data parallelism."""
+        return self._plan.strategy.parallelism
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The ranks, arranged by the kinds of parallelism; None where they are just a row."""
+        return self._plan.strategy.mesh
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether the weights are in parts over a mesh."""
+        return self._plan.strategy.mesh is not None
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which share of the data this rank reads."""
+        return self._plan.strategy.data_group.index
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This rank's place among those that shard one copy of the model."""
+        return self._place_in("dp_shard")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This rank's place among those that compute each layer together."""
+        return self._place_in("tp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This rank's place in the pipeline."""
+        return self._place_in("pp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This rank's place among those that divide each sequence."""
+        return self._place_in("cp")
+
+    def _place_in(self, dimension: str) -> int:
+        mesh = self._plan.strategy.mesh
+        if mesh is None or dimension not in (mesh.mesh_dim_names or ()):
+            return 0
+        return mesh.get_local_rank(dimension)
 
     @property
     def device_placement(self) -> bool:

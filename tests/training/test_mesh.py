@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
+from notebook_accel import Accelerator, ConfigError, ParallelismConfig, notebook_launcher
 from tests.training.harness import run_ranks
-from tests.training.meshes import FLOAT_ERROR, MESHES, data, train, twin
+from tests.training.meshes import FLOAT_ERROR, MESHES, accelerator_for, data, train, twin
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -48,3 +50,83 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
         (torch.tensor(value) - torch.tensor(other["weights"][name])).abs().max().item()
         for name, value in one["weights"].items()
     )
+
+
+ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+@pytest.mark.parametrize("precision", ROUNDING)
+@pytest.mark.parametrize("mesh", ["fsdp, blocks", "fsdp x tensor"])
+def test_mixed_precision_stays_near_full_precision(mesh: str, precision: str) -> None:
+    """Each product is rounded once, so a loss of order 1 may move by a few roundings a step."""
+    ranks, shares, _ = MESHES[mesh]
+    case = {"precision": precision, "accumulate": 2, "clip": 0.5, "optimizer": "sgd"}
+    expected = twin(shares, case)
+    for result in run_ranks(train, ranks, mesh, case):
+        assert result["losses"] == pytest.approx(expected["losses"], rel=8 * ROUNDING[precision])
+        assert result["losses"] != expected["losses"]
+        assert result["norms"] == pytest.approx(expected["norms"], rel=64 * ROUNDING[precision])
+
+
+def look_around() -> dict[str, Any]:
+    accelerator = accelerator_for("fsdp x tensor")
+    mesh: Any = accelerator.torch_device_mesh
+    return {
+        "type": str(accelerator.distributed_type),
+        "names": mesh.mesh_dim_names,
+        "ranks": (accelerator.data_parallel_rank, accelerator.tensor_parallel_rank),
+        "shard": accelerator.data_parallel_shard_rank,
+        "others": (accelerator.pipeline_parallel_rank, accelerator.context_parallel_rank),
+        "is_fsdp2": accelerator.is_fsdp2 and accelerator.is_composable_parallelism_enabled,
+        "sizes": accelerator.parallelism_config.total_size,  # type: ignore[union-attr]
+    }
+
+
+def test_the_accelerator_tells_where_a_rank_stands() -> None:
+    results = run_ranks(look_around, 4)
+    assert [result["ranks"] for result in results] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [result["shard"] for result in results] == [0, 0, 1, 1]
+    for result in results:
+        assert result["type"] == "FSDP"
+        assert result["names"] == ("dp_shard", "tp")
+        assert result["is_fsdp2"]
+        assert result["sizes"] == 4
+        assert result["others"] == (0, 0)
+
+
+def train_in_launcher() -> tuple[str, list[float]]:
+    result = train("fsdp, blocks", {})
+    return "ended", result["losses"]
+
+
+def test_it_trains_in_launched_ranks() -> None:
+    run = notebook_launcher(train_in_launcher, num_processes=2, view="none")
+    expected = twin(2, {})["losses"]
+    for said, losses in run:
+        assert said == "ended"
+        assert losses == pytest.approx(expected, abs=FLOAT_ERROR * len(expected))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"tp_size": 3}, "takes 3 ranks .*tp 3.* and there are 2"),
+        ({"tp_size": 2}, "divides layers by a plan, and Linear has none"),
+        ({"tp_size": 2, "tp_plan": {"no.such": "colwise"}}, "no module of such a name"),
+        ({"tp_size": 2, "tp_plan": {"0": "sideways"}}, "'sideways' for '0': expected one of"),
+        ({"tp_size": 2, "tp_plan": {"0": "colwise"}}, r"of shape \(3, 4\) over 2 ranks"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(asked: dict[str, Any], message: str) -> None:
+    for said in run_ranks(refusal, 2, asked):
+        assert re.search(message, said)
+
+
+def refusal(asked: dict[str, Any]) -> str:
+    layer = torch.nn.Linear(4, 3)
+    model = torch.nn.Sequential(layer) if "tp_plan" in asked else layer
+    try:
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(**asked)).prepare(model)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"

@@ -78,12 +78,14 @@ class Strategy:
         scaling: the loss scaling that this package does; None where none is needed, or where
             the strategy's library does it.
         mesh: the ranks, arranged by the kinds of parallelism; None where they are just a row.
+        parallelism: how many ranks each kind of parallelism has, where there is a mesh.
         data_group: which ranks read different samples.
     """
 
     distributed_type: DistributedType | None = None
     saves_shards: bool = False
     mesh: DeviceMesh | None = None
+    parallelism: ParallelismConfig | None = None
 
     def __init__(self, request: Request) -> None:
         self.topology = request.topology

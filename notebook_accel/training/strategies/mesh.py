@@ -55,7 +55,7 @@ class MeshParallel(Strategy):
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self.plugin = request.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2)
-        self.parallelism = _resolve(request, self.plugin)
+        self.parallelism: ParallelismConfig = _resolve(request, self.plugin)
         self.saves_shards = self.plugin.saves_shards
         if request.fsdp is not None or self.parallelism.dp_shard_enabled:
             self.distributed_type = DistributedType.FSDP

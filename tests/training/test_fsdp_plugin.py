@@ -1,0 +1,147 @@
+"""How a plugin and a parallelism config take their fields, and the environment's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullStateDictConfig,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+
+from notebook_accel import (
+    Accelerator,
+    ConfigError,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
+from tests.training.single import fresh_rank  # noqa: F401
+
+Plugin = FullyShardedDataParallelPlugin
+CPU = torch.device("cpu")
+
+
+def test_the_defaults_are_accelerates() -> None:
+    plugin = Plugin()
+    assert plugin.fsdp_version == 1
+    assert plugin.sharding_strategy == ShardingStrategy.FULL_SHARD
+    assert plugin.reshard_after_forward is True
+    assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT
+    assert Plugin(fsdp_version=2).state_dict_type == StateDictType.SHARDED_STATE_DICT
+    assert plugin.auto_wrap_policy == "no_wrap"
+    assert plugin.cpu_offload is False
+    assert plugin.sync_module_states is True
+
+
+@pytest.mark.parametrize(
+    ("given", "saves_shards"),
+    [
+        ({"state_dict_config": FullStateDictConfig(), "fsdp_version": 2}, False),
+        ({"state_dict_config": ShardedStateDictConfig()}, True),
+        ({"state_dict_type": "sharded_state_dict"}, True),
+        ({"state_dict_type": StateDictType.FULL_STATE_DICT, "fsdp_version": 2}, False),
+    ],
+)
+def test_how_checkpoints_are_written(given: dict[str, Any], saves_shards: bool) -> None:
+    assert Plugin(**given).saves_shards is saves_shards
+
+
+@pytest.mark.parametrize(
+    ("given", "reshards"),
+    [
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, False),
+        ({"sharding_strategy": 1}, True),
+        ({"reshard_after_forward": ShardingStrategy.SHARD_GRAD_OP}, False),
+        ({"reshard_after_forward": "false"}, False),
+        ({"reshard_after_forward": False, "fsdp_version": 2}, False),
+    ],
+)
+def test_what_is_kept_whole_after_forward(given: dict[str, Any], reshards: bool) -> None:
+    assert Plugin(**given).reshard_after_forward is reshards
+
+
+def test_the_environment_says_what_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {
+        "FSDP_VERSION": "2",
+        "FSDP_RESHARD_AFTER_FORWARD": "false",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "A, B",
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        "FSDP_ACTIVATION_CHECKPOINTING": "true",
+        "FSDP_MIN_NUM_PARAMS": "7",
+        "ACCELERATE_USE_FSDP": "true",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_TP_SIZE": "2",
+    }
+    for name, text in said.items():
+        monkeypatch.setenv(name, text)
+    plugin = Plugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is False
+    assert plugin.auto_wrap_policy == "transformer_based_wrap"
+    assert plugin.transformer_cls_names_to_wrap == ["A", "B"]
+    assert plugin.cpu_offload is True
+    assert plugin.activation_checkpointing is True
+    assert plugin.min_num_params == 7
+    assert not plugin.saves_shards
+    assert ParallelismConfig().tp_size == 2
+    assert ParallelismConfig(tp_size=1).tp_size == 1
+    # One rank has nothing to share with others: it trains alone, whatever was asked.
+    assert str(Accelerator(cpu=True).distributed_type) == "NO"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+        ("fp16", MixedPrecisionPolicy(torch.float16, torch.float16)),
+        (MixedPrecision(torch.float16, torch.float32), (torch.float16, torch.float32)),
+        ({"param_dtype": "bfloat16"}, MixedPrecisionPolicy(torch.bfloat16)),
+        (MixedPrecisionPolicy(torch.float16), MixedPrecisionPolicy(torch.float16)),
+    ],
+)
+def test_precision_policies(given: Any, expected: Any) -> None:
+    if isinstance(expected, tuple):
+        expected = MixedPrecisionPolicy(*expected)
+    assert Plugin(mixed_precision_policy=given).precision_policy(torch.bfloat16) == expected
+
+
+@pytest.mark.parametrize("given", [True, CPUOffload(offload_params=True)])
+def test_offloading_pins_no_memory_where_there_is_no_device(given: Any) -> None:
+    policy = Plugin(cpu_offload=given).offload_policy(CPU)
+    assert isinstance(policy, CPUOffloadPolicy)
+    assert not policy.pin_memory
+
+
+def test_modules_are_ignored_by_name() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    ignored = Plugin(ignored_modules="0").ignored_parameters(model)
+    assert ignored == set(model[0].parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Plugin(fsdp_version=3), "fsdp_version=3: expected 1 or 2"),
+        (lambda: Plugin(sharding_strategy="HALF"), "expected one of FULL_SHARD, "),
+        (lambda: Plugin(auto_wrap_policy="all"), "expected one of .*, or a function"),
+        (lambda: Plugin(state_dict_type="X"), "expected one of FULL_STATE_DICT"),
+        (lambda: ParallelismConfig(tp_size=0), r"tp_size=0\): expected 1 or more"),
+        (lambda: ParallelismConfig(cp_size=2), "sequences cannot be divided"),
+        (lambda: ParallelismConfig(pp_schedule="2F"), "expected one of .*1F1B"),
+        (lambda: ParallelismConfig(num_microbatches=0), "expected 1 or more"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
