@@ -10,7 +10,16 @@ import torch
 
 from notebook_accel import Accelerator, ConfigError, ParallelismConfig, notebook_launcher
 from tests.training.harness import run_ranks
-from tests.training.meshes import FLOAT_ERROR, MESHES, accelerator_for, data, train, twin
+from tests.training.meshes import (
+    FLOAT_ERROR,
+    MESHES,
+    Tiny,
+    accelerator_for,
+    data,
+    loss_of,
+    train,
+    twin,
+)
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -130,3 +139,24 @@ def refusal(asked: dict[str, Any]) -> str:
     except ConfigError as error:
         return str(error)
     return "accepted"
+
+
+def overflow(mesh: str, bad_rank: int) -> tuple[bool, float]:
+    accelerator = accelerator_for(mesh, mixed_precision="fp16")
+    model: Any = Tiny()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    inputs, targets = data(4).tensors
+    accelerator.forward_backward(model, inputs, targets, loss_of)
+    if accelerator.process_index == bad_rank:
+        # A part that this rank alone has.
+        model.blocks[0].up.weight.grad.to_local().view(-1)[0] = float("inf")
+    optimizer.step()
+    assert accelerator.scaler is not None
+    return optimizer.step_was_skipped, accelerator.scaler.get_scale()
+
+
+@pytest.mark.parametrize("mesh", ["fsdp, blocks", "tensor", "fsdp x tensor", "replicas x fsdp"])
+def test_an_overflow_on_one_rank_skips_the_step_of_all(mesh: str) -> None:
+    ranks, _, _ = MESHES[mesh]
+    assert run_ranks(overflow, ranks, mesh, ranks - 1) == [(True, 2.0**15)] * ranks
