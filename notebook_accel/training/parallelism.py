@@ -54,7 +54,7 @@ class ParallelismConfig:
     sp_handler: Any = None
     """Accepted."""
     pp_size: int | None = None
-    """Stages of the pipeline into which the model is split, one a rank (or more, interleaved)."""
+    """Stages of the pipeline into which the model is split: not there yet beyond 1."""
     pp_schedule: str = "1F1B"
     """In which order the stages work: "1F1B", "GPipe" or "Interleaved1F1B"."""
     num_microbatches: int | None = None
@@ -72,11 +72,11 @@ class ParallelismConfig:
                 setattr(self, name, value)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"ParallelismConfig({name}={value!r}): expected 1 or more")
-        for name in ("cp_size", "sp_size"):
+        for name, what in _UNBUILT.items():
             if getattr(self, name) > 1:
                 raise ConfigError(
-                    f"ParallelismConfig({name}={getattr(self, name)}): sequences cannot be divided "
-                    "over ranks yet; use tp_size or dp_shard_size"
+                    f"ParallelismConfig({name}={getattr(self, name)}): {what} are not there yet; "
+                    "use dp_shard_size, dp_replicate_size or tp_size"
                 )
         if self.pp_schedule not in _SCHEDULES:
             raise ConfigError(
@@ -139,6 +139,11 @@ class ParallelismConfig:
 
 
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_UNBUILT = {
+    "pp_size": "pipelines",
+    "cp_size": "sequences that are divided over ranks",
+    "sp_size": "sequences that DeepSpeed divides over ranks",
+}
 _SIZES = (*(f"{name}_size" for name in _DIMENSIONS), "sp_size")
 
 

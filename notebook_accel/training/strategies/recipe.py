@@ -1,12 +1,12 @@
 """The recipe: how one model is spread over the mesh, step by step, in the order that must be kept.
 
-The order is torchtitan's. Each step works on what the one before has left:
+The order is torchtitan's (pipeline, tensor, activation checkpointing, compile, then data). Each
+step works on what the one before has left; there are no pipelines and no compiling yet:
 
 1. all ranks start from the same weights;
-2. pipeline: this rank's stages are cut out, the rest is dropped;
-3. tensor: the layers of the plan are divided over the ranks that compute them together;
-4. activation checkpointing: around whole blocks, so that it sees divided layers, not the reverse;
-5. data: what is left is sharded over the ranks that read different samples, outermost.
+2. tensor: the layers of the plan are divided over the ranks that compute them together;
+3. activation checkpointing: around whole blocks, so that it sees divided layers, not the reverse;
+4. data: what is left is sharded over the ranks that read different samples, outermost.
 """
 
 from __future__ import annotations
