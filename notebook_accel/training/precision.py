@@ -29,10 +29,12 @@ class Precision:
     ) -> None:
         self.device_type = device.type
         self.options = autocast
-        self.scaling = self.make_scaling(scaler)
+        self.scaler_options = scaler
+        self.scaling = self.make_scaling(torch.amp.GradScaler)
 
-    def make_scaling(self, options: GradScalerKwargs) -> LossScaling | None:
-        """The loss scaling that goes with this precision, None for none."""
+    def make_scaling(self, kind: type[torch.amp.GradScaler]) -> LossScaling | None:
+        """The loss scaling that goes with this precision, by a scaler of this class; None for
+        none."""
         return None
 
     def autocast(
@@ -69,10 +71,10 @@ class Float16(Precision):
     name = "fp16"
     dtype = torch.float16
 
-    def make_scaling(self, options: GradScalerKwargs) -> LossScaling | None:
-        if not options.enabled:
+    def make_scaling(self, kind: type[torch.amp.GradScaler]) -> LossScaling | None:
+        if not self.scaler_options.enabled:
             return None
-        return LossScaling(torch.amp.GradScaler(self.device_type, **options.to_kwargs()))
+        return LossScaling(kind(self.device_type, **self.scaler_options.to_kwargs()))
 
 
 _PRECISIONS: dict[str, type[Precision]] = {

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from notebook_accel.training.collectives import reduce
 from notebook_accel.training.nested import recursively_apply
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = [
+    "AgreeingScaler",
     "accept_whole_weights",
     "by_mesh",
     "like",
@@ -109,6 +111,35 @@ def step_one_by_one_where_mixed(optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             if "foreach" in group and not group["foreach"]:
                 group["foreach"] = False
+
+
+class AgreeingScaler(torch.amp.GradScaler):
+    """A loss scaler for gradients in parts: an overflow on one rank is one for all.
+
+    Torch's own unscales all gradients in one operation, which refuses plain ones beside ones in
+    parts, and agrees on overflows over the mesh of one gradient alone: replicas of the shard that
+    overflowed would step.
+    """
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    part = weight.grad
+                    local = part.to_local() if isinstance(part, DTensor) else part
+                    alike.setdefault((local.device, local.dtype), []).append(local)
+        found: dict[torch.device, torch.Tensor] = {}
+        for (device, _), parts in alike.items():
+            seen = found.setdefault(device, found_inf.to(device, copy=True))
+            torch._amp_foreach_non_finite_check_and_unscale_(parts, seen, inv_scale.to(device))
+        return {device: reduce(seen, "max") for device, seen in found.items()}
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -54,6 +54,7 @@ class MeshParallel(Strategy):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
+        self.scaling = self.precision.make_scaling(dtensors.AgreeingScaler)
         self.plugin = request.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2)
         self.parallelism: ParallelismConfig = _resolve(request, self.plugin)
         self.saves_shards = self.plugin.saves_shards
