@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 # The kernels that tests and examples start are those of the environment, not of the person.
 export JUPYTER_PREFER_ENV_PATH := 1
 
-.PHONY: help test check coverage test-chaos bench demo lab env browser clean
+.PHONY: help test check coverage test-chaos test-soak bench demo lab env browser clean
 
 help:
 	@echo 'make demo        train in a notebook, headless; writes build/demo/'
@@ -18,6 +18,7 @@ help:
 	@echo 'make check       ruff and mypy'
 	@echo 'make coverage    the tests, with the lines that they miss'
 	@echo 'make test-chaos  kill kernels, agents, templates and ranks at random'
+	@echo 'make test-soak   launch 1,000 times, and look at what that leaves behind'
 	@echo 'make bench       the figures of the README, peers beside us'
 
 test: check browser
@@ -36,6 +37,9 @@ coverage: $(READY)
 
 test-chaos: $(READY)
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+test-soak: $(READY)
+	$(BIN)/python -m tests.soak $(ARGS)
 
 bench: $(READY)
 	@for script in launch step loader closure flood faults; do \
