@@ -13,18 +13,33 @@ import traceback
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from notebook_accel.launch.run import Run
 
 __all__ = ["ConfigError", "LaunchError", "NotebookAccelError", "RunStopped", "WorkerError"]
 
 
 # Packages between a cell and the magic that it calls.
 _SHELL = {"IPython", "decorator", "decorator.py"}
+
+
+class _Run(Protocol):
+    """What an error needs to know of ``launch.run.Run``, which is built on this module."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def status(self) -> str: ...
+    @property
+    def results(self) -> list[Any]: ...
+    @property
+    def metrics(self) -> list[dict[str, Any]]: ...
+    @property
+    def log_dir(self) -> Path: ...
+    def logs(self, rank: int | None = None) -> str: ...
+    def show(self) -> None: ...
 
 
 class NotebookAccelError(RuntimeError):
@@ -34,7 +49,7 @@ class NotebookAccelError(RuntimeError):
     metrics and the results of the ranks that ended are still there.
     """
 
-    run: Run | None = None
+    run: _Run | None = None
     # What a person calls each file of the notebook's cells; set where the error is shown.
     cell_names: Mapping[str, str] = MappingProxyType({})
 

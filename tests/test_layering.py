@@ -36,8 +36,6 @@ MAY_IMPORT = {
     "cli": {"errors", "config", "launch"},
     "compat": {"errors", "config", "launch", "training", "notebook"},
 }
-# An error carries the run that it is about, and says so to a type checker alone.
-FOR_TYPES = {("errors", "launch.run")}
 # One file alone knows device types; the template asks it, in a child process that then ends.
 LATER = {("launch.template.process", "training.devices")}
 ONLY_IN_NOTEBOOK = {"IPython", "ipywidgets", "ipykernel", "jupyter_client", "comm"}
@@ -53,7 +51,6 @@ class Import:
     module: str
     line: int
     at_import: bool
-    for_types: bool
 
 
 def module_name(path: Path) -> str:
@@ -78,7 +75,7 @@ def _walk(node: ast.AST, path: Path, *, at_import: bool, for_types: bool) -> Ite
     for child in ast.iter_child_nodes(node):
         for module in _modules(child, path):
             line = getattr(child, "lineno", 0)
-            yield Import(module=module, line=line, at_import=at_import, for_types=for_types)
+            yield Import(module=module, line=line, at_import=at_import)
         typing = for_types or _is_for_types(child)
         now = at_import and not typing and not isinstance(child, _FUNCTIONS)
         yield from _walk(child, path, at_import=now, for_types=typing)
@@ -127,9 +124,8 @@ def allowed(importer: str, imported: Import) -> bool:
     layer, target = layer_of(importer), imported.module.removeprefix(f"{ROOT}.")
     if imported.module == ROOT or layer_of(imported.module) == layer:
         return True
-    known = imported.for_types and (layer, target) in FOR_TYPES
     name = importer.removeprefix(f"{ROOT}.")
-    known = known or (not imported.at_import and (name, target) in LATER)
+    known = not imported.at_import and (name, target) in LATER
     return known or _within(target, MAY_IMPORT[layer])
 
 

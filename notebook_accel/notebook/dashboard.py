@@ -235,7 +235,7 @@ class Dashboard(View):
 
     def _markup(self, state: RunState) -> str:
         paces = {rank.rank: self._throughput.of(rank.rank) for rank in state.ranks}
-        details = Details(now=time.time(), paces=paces, chosen=self._chosen, curves=self._curves)
+        details = Details(now=state.now(), paces=paces, chosen=self._chosen, curves=self._curves)
         return str(render_panel(state, details))
 
     def _note_metrics(self, state: RunState) -> None:

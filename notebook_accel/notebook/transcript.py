@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.view.plain import PlainView
@@ -48,4 +47,4 @@ class Transcript(PlainView):
 
 
 def _snapshot(run: Run) -> Snapshot:
-    return render_snapshot(run.state, run.sample_metrics(), now=time.time())
+    return render_snapshot(run.state, run.sample_metrics(), now=run.state.now())

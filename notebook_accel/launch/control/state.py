@@ -8,6 +8,7 @@ through many calls.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from functools import singledispatch
 from typing import TYPE_CHECKING
@@ -154,6 +155,7 @@ class RunState:
     Attributes:
         status: "starting", "running", "stopping", "succeeded", "failed", "stopped".
         started, ended: wall time, seconds; ``ended`` is None while it goes on.
+        began: ``time.monotonic()`` of the kernel when it started.
         notices: lines for the person, each once.
         error: the text of the run's error, once it has failed.
     """
@@ -166,10 +168,20 @@ class RunState:
     ended: float | None = None
     notices: tuple[str, ...] = ()
     error: str = ""
+    began: float | None = field(default=None, compare=False)
 
     @property
     def world_size(self) -> int:
         return len(self.ranks)
+
+    def now(self) -> float:
+        """Wall time, seconds, by the clock of the run: nobody sets it while the run goes on.
+
+        What took 10 seconds takes 10 seconds, though the system's clock was set meanwhile.
+        """
+        if self.began is None:
+            return time.time()
+        return self.started + time.monotonic() - self.began
 
     @property
     def has_ended(self) -> bool:
@@ -181,7 +193,14 @@ def starting(
 ) -> RunState:
     """The state of a run before its call was sent."""
     ranks = tuple(RankState(rank=rank) for rank in range(world_size))
-    return RunState(run=run, name=name, ranks=ranks, started=started, notices=notices)
+    return RunState(
+        run=run,
+        name=name,
+        ranks=ranks,
+        started=started,
+        notices=notices,
+        began=time.monotonic(),
+    )
 
 
 def change_rank(

@@ -215,7 +215,7 @@ class Supervisor(Conductor):
         error = verdict.failure.message if verdict.failure else ""
         notices = (*self.state.notices, *self._closing_notices(self.state))
         state = replace(
-            self.state, status=verdict.status, ended=time.time(), error=error, notices=notices
+            self.state, status=verdict.status, ended=self.state.now(), error=error, notices=notices
         )
         self._metrics.close()
         # What is large, and what holds the notebook's function: the handle has it, nobody else.

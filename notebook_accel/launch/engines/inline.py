@@ -7,7 +7,6 @@ it, and there is nothing to stop from outside.
 from __future__ import annotations
 
 import os
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -90,7 +89,7 @@ class _Inline(Conductor):
         self._kept, self.results = Results(Registry()), None
 
     def _become(self, status: str, **fields: Any) -> None:
-        ended = None if status == "running" else time.time()
+        ended = None if status == "running" else self.state.now()
         rank = replace(self.state.ranks[0], status=status, ended=ended, **fields)
         self.state = replace(self.state, ranks=(rank,), status=status, ended=ended)
 

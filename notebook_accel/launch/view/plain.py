@@ -66,7 +66,7 @@ class PlainView(View):
 
     def reopen(self, run: Run) -> None:
         """Print the summary of the run as it stands."""
-        self.write(summary_lines(run.state, now=time.time()))
+        self.write(summary_lines(run.state, now=run.state.now()))
 
     def poll(self) -> None:
         if self._run is None:
@@ -105,7 +105,7 @@ class PlainView(View):
 
     def conclude(self, run: Run) -> None:
         """Say how the run ended."""
-        self.write(summary_lines(run.state, now=time.time()))
+        self.write(summary_lines(run.state, now=run.state.now()))
 
     # ---- output ----------------------------------------------------------------------------
 

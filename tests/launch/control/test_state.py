@@ -255,3 +255,11 @@ def test_thousands_of_messages_stay_cheap(state: RunState) -> None:
     for _ in range(8):
         thousand()
     assert min(thousand() for _ in range(3)) < 3 * warm
+
+
+def test_a_clock_that_is_set_changes_no_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = starting(run="r", name="train", world_size=1, started=1000.0)
+    monkeypatch.setattr("time.time", lambda: 1000.0 - 86_400)
+    assert 0 <= state.now() - state.started < 60
+    monkeypatch.setattr("time.time", lambda: 1000.0 + 86_400)
+    assert 0 <= state.now() - state.started < 60
