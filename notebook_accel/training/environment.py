@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,9 +12,20 @@ from notebook_accel.config import parse_flag
 from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-__all__ = ["patch_environment", "read", "read_count", "read_flag"]
+__all__ = [
+    "clear_environment",
+    "get_int_from_env",
+    "parse_choice_from_env",
+    "parse_flag_from_env",
+    "patch_environment",
+    "purge_accelerate_environment",
+    "read",
+    "read_count",
+    "read_flag",
+    "str_to_bool",
+]
 
 _PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_")
 
@@ -62,6 +75,93 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Empty the environment inside a ``with`` block; after it, it is as it was."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def purge_accelerate_environment(func_or_cls: Any) -> Any:
+    """Decorate a function, or the test methods of a class, to leave no ``ACCELERATE_*`` behind.
+
+    Those that were set before keep their values.
+
+    Args:
+        func_or_cls: a function, a coroutine function, or a class; of a class, the methods that
+            it and its bases call ``test...``, or ``setUp`` and ``tearDown``.
+    """
+    if inspect.isclass(func_or_cls):
+        for name, method in inspect.getmembers(func_or_cls, inspect.isfunction):
+            if name.startswith("test") or name in ("setUp", "tearDown"):
+                setattr(func_or_cls, name, purge_accelerate_environment(method))
+        return func_or_cls
+    if inspect.iscoroutinefunction(func_or_cls):
+
+        @functools.wraps(func_or_cls)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            with _accelerate_variables_kept():
+                return await func_or_cls(*args, **kwargs)
+
+        return awaited
+
+    @functools.wraps(func_or_cls)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with _accelerate_variables_kept():
+            return func_or_cls(*args, **kwargs)
+
+    return called
+
+
+@contextmanager
+def _accelerate_variables_kept() -> Iterator[None]:
+    def present() -> dict[str, str]:
+        return {name: text for name, text in os.environ.items() if name.startswith("ACCELERATE_")}
+
+    before = present()
+    try:
+        yield
+    finally:
+        for name in present().keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Read a text such as "yes", "on" or "0" as a flag.
+
+    Args:
+        value: the text, in any case.
+        to_bool: give True or False rather than 1 or 0.
+
+    Raises:
+        ConfigError: the text is no flag.
+    """
+    flag = parse_flag("str_to_bool", value)
+    return flag if to_bool else int(flag)
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """The first of some variables that is a number of at least 0, or the default."""
+    texts = (os.environ.get(name, "").strip() for name in env_keys)
+    return next((int(text) for text in texts if text.isdecimal()), default)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """A variable as a flag, or the default where it is not set."""
+    return bool(str_to_bool(os.environ.get(key, str(default)), to_bool=True))
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """A variable as text, or the default where it is not set."""
+    return os.environ.get(key, default)
 
 
 def _find(name: str) -> str | None:

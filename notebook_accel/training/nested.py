@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import torch
 
 __all__ = [
     "concatenate",
+    "convert_outputs_to_fp32",
     "convert_to_fp32",
     "find_batch_size",
     "find_device",
@@ -17,6 +19,7 @@ __all__ = [
     "is_namedtuple",
     "leaves",
     "listify",
+    "pad_input_tensors",
     "recursively_apply",
     "send_to_device",
     "slice_tensors",
@@ -215,3 +218,34 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 def _is_half(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that gives every float16 and bfloat16 tensor of a forward's outputs as float32."""
+
+    @functools.wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(model_forward(*args, **kwargs))
+
+    return forward
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Fill up tensors with zeros until ranks can share them evenly.
+
+    Args:
+        tensor: in lists, tuples and mappings.
+        batch_size: how many samples the tensors have along ``dim``; others stay as they are.
+        num_processes: the length becomes a multiple of it.
+        dim: of the samples.
+    """
+    missing = -batch_size % num_processes
+
+    def pad(value: torch.Tensor) -> torch.Tensor:
+        if value.ndim <= dim or value.shape[dim] != batch_size:
+            return value
+        shape = list(value.shape)
+        shape[dim] = missing
+        return torch.cat((value, value.new_zeros(shape)), dim=dim)
+
+    return recursively_apply(pad, tensor, error_on_other_type=True)

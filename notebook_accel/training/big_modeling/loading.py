@@ -15,9 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
-import torch.distributed.checkpoint.state_dict as dist_state
 from safetensors import safe_open
-from torch.distributed.tensor import DTensor
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.big_modeling.device_map import device_of, is_below
@@ -108,7 +106,10 @@ def load_checkpoint_in_model(
     if "disk" in (device_map or {}).values() and offload_folder is None:
         raise ConfigError("the device map puts weights on disk: pass a folder as offload_folder")
     files = _checkpoint_files(Path(checkpoint))
-    if any(isinstance(weight, DTensor) for weight in model.parameters()):
+    if any(hasattr(weight, "device_mesh") for weight in model.parameters()):
+        # Imported here: it takes seconds, which a model that is not sharded over ranks is spared.
+        import torch.distributed.checkpoint.state_dict as dist_state
+
         state: dict[str, Any] = {n: value for file in files for n, value in _tensors(file)}
         options = dist_state.StateDictOptions(
             full_state_dict=full_state_dict,

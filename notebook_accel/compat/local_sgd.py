@@ -1,0 +1,9 @@
+"""Door: ``accelerate.local_sgd`` under our name."""
+
+from notebook_accel.training.local_sgd import (
+    LocalSGD,
+)
+
+__all__ = [
+    "LocalSGD",
+]

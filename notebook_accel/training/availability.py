@@ -1,0 +1,197 @@
+"""Which libraries and devices there are, asked without importing a library or using a device."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import operator
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch.torch_version import TorchVersion
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training import environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_COMPARISONS: dict[str, Callable[[TorchVersion, str], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+
+
+def compare_versions(library_or_version: str, operation: str, requirement_version: str) -> bool:
+    """Compare the version of an installed library, or a version, with another.
+
+    Args:
+        library_or_version: the name under which it is installed, or a version.
+        operation: "==", "!=", ">", ">=", "<" or "<=".
+        requirement_version: the version on the right of it.
+
+    Raises:
+        ConfigError: there is no such comparison.
+        PackageNotFoundError: there is no such library.
+    """
+    if operation not in _COMPARISONS:
+        raise ConfigError(f"{operation!r} is no comparison: expected {', '.join(_COMPARISONS)}")
+    found = str(library_or_version)
+    if not found[:1].isdigit():
+        found = importlib.metadata.version(found)
+    # Torch's own type compares any versions by the rules of Python packages.
+    return bool(_COMPARISONS[operation](TorchVersion(found), requirement_version))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Compare torch's version, without what stands behind a "+" in it, with another."""
+    return compare_versions(str(torch.__version__).partition("+")[0], operation, version)
+
+
+def is_installed(*modules: str) -> bool:
+    """Whether all these modules could be imported."""
+    return all(importlib.util.find_spec(name.partition(".")[0]) is not None for name in modules)
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Those of the libraries that this process has imported."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def has_device(kind: str) -> bool:
+    """Whether torch sees an accelerator of this kind."""
+    if not torch.accelerator.is_available():
+        return False
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == kind
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:  # noqa: ARG001
+    """Whether this machine computes in bfloat16."""
+    return not has_device("cuda") or torch.cuda.is_bf16_supported()
+
+
+def is_fp16_available() -> bool:
+    """Whether this machine computes in float16: every device here does, the host included."""
+    return True
+
+
+def is_rocm_available() -> bool:
+    """Whether torch was built for AMD's devices and sees one."""
+    return torch.version.hip is not None and has_device("cuda")
+
+
+def is_rich_available() -> bool:
+    """Whether tracebacks are to be shown by rich: it is there, and ``ACCELERATE_ENABLE_RICH`` set."""
+    return is_installed("rich") and environment.read_flag("ENABLE_RICH")
+
+
+def is_cuda_available() -> bool:
+    """Whether torch sees a CUDA or ROCm device."""
+    return has_device("cuda")
+
+
+is_mps_available = partial(has_device, "mps")
+is_xpu_available = partial(has_device, "xpu")
+is_npu_available = partial(has_device, "npu")
+is_mlu_available = partial(has_device, "mlu")
+is_musa_available = partial(has_device, "musa")
+is_sdaa_available = partial(has_device, "sdaa")
+is_hpu_available = partial(has_device, "hpu")
+is_neuron_available = partial(has_device, "neuron")
+
+is_aim_available = partial(is_installed, "aim")
+is_bnb_available = partial(is_installed, "bitsandbytes")
+is_4bit_bnb_available = is_bnb_available
+is_8bit_bnb_available = is_bnb_available
+is_boto3_available = partial(is_installed, "boto3")
+is_clearml_available = partial(is_installed, "clearml")
+is_comet_ml_available = partial(is_installed, "comet_ml")
+is_datasets_available = partial(is_installed, "datasets")
+is_deepspeed_available = partial(is_installed, "deepspeed")
+is_dvclive_available = partial(is_installed, "dvclive")
+is_lomo_available = partial(is_installed, "lomo_optim")
+is_matplotlib_available = partial(is_installed, "matplotlib")
+is_megatron_lm_available = partial(is_installed, "megatron")
+is_mlflow_available = partial(is_installed, "mlflow")
+is_msamp_available = partial(is_installed, "msamp")
+is_pandas_available = partial(is_installed, "pandas")
+is_peft_available = partial(is_installed, "peft")
+is_pippy_available = partial(is_installed, "torch")  # it is part of torch (pipelining)
+is_pynvml_available = partial(is_installed, "pynvml")
+is_pytest_available = partial(is_installed, "pytest")
+is_sagemaker_available = partial(is_installed, "sagemaker")
+is_schedulefree_available = partial(is_installed, "schedulefree")
+is_swanlab_available = partial(is_installed, "swanlab")
+is_tensorboard_available = partial(is_installed, "tensorboard")
+is_timm_available = partial(is_installed, "timm")
+is_torch_xla_available = partial(is_installed, "torch_xla")
+is_torchao_available = partial(is_installed, "torchao")
+is_torchdata_available = partial(is_installed, "torchdata")
+is_torchvision_available = partial(is_installed, "torchvision")
+is_trackio_available = partial(is_installed, "trackio")
+is_transformer_engine_available = partial(is_installed, "transformer_engine")
+is_transformers_available = partial(is_installed, "transformers")
+is_triton_available = partial(is_installed, "triton")
+is_wandb_available = partial(is_installed, "wandb")
+
+__all__ = [
+    "are_libraries_initialized",
+    "compare_versions",
+    "has_device",
+    "is_4bit_bnb_available",
+    "is_8bit_bnb_available",
+    "is_aim_available",
+    "is_bf16_available",
+    "is_bnb_available",
+    "is_boto3_available",
+    "is_clearml_available",
+    "is_comet_ml_available",
+    "is_cuda_available",
+    "is_datasets_available",
+    "is_deepspeed_available",
+    "is_dvclive_available",
+    "is_fp16_available",
+    "is_hpu_available",
+    "is_installed",
+    "is_lomo_available",
+    "is_matplotlib_available",
+    "is_megatron_lm_available",
+    "is_mlflow_available",
+    "is_mlu_available",
+    "is_mps_available",
+    "is_msamp_available",
+    "is_musa_available",
+    "is_neuron_available",
+    "is_npu_available",
+    "is_pandas_available",
+    "is_peft_available",
+    "is_pippy_available",
+    "is_pynvml_available",
+    "is_pytest_available",
+    "is_rich_available",
+    "is_rocm_available",
+    "is_sagemaker_available",
+    "is_schedulefree_available",
+    "is_sdaa_available",
+    "is_swanlab_available",
+    "is_tensorboard_available",
+    "is_timm_available",
+    "is_torch_version",
+    "is_torch_xla_available",
+    "is_torchao_available",
+    "is_torchdata_available",
+    "is_torchvision_available",
+    "is_trackio_available",
+    "is_transformer_engine_available",
+    "is_transformers_available",
+    "is_triton_available",
+    "is_wandb_available",
+    "is_xpu_available",
+]

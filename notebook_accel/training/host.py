@@ -1,0 +1,69 @@
+"""The machine under a rank: which cores are near its device, and how old the kernel is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.torch_version import TorchVersion
+
+from notebook_accel.training import environment
+
+__all__ = ["check_os_kernel", "set_numa_affinity"]
+
+_PCI = Path("/sys/bus/pci/devices")
+_HANGS_BEFORE = "5.5"
+_log = logging.getLogger(__name__)
+
+
+def check_os_kernel() -> None:
+    """Warn of a Linux kernel before 5.5, on which training on several devices may hang."""
+    if platform.system() != "Linux":
+        return
+    text = platform.release().partition("-")[0]
+    if TorchVersion(text) < _HANGS_BEFORE:  # compares any versions, not only torch's
+        _log.warning(
+            "this Linux kernel is %s: before %s a training on several devices may hang; upgrade "
+            "it if one does",
+            text,
+            _HANGS_BEFORE,
+        )
+
+
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Keep this process on the cores that are nearest to its CUDA device.
+
+    Nothing happens where there is no such device, or the machine does not say which cores.
+
+    Args:
+        local_process_index: the device's index.
+        verbose: log the cores; None does it in debug mode (``ACCELERATE_DEBUG_MODE``).
+    """
+    if not torch.cuda.is_available():
+        return
+    properties: Any = torch.cuda.get_device_properties(local_process_index)
+    address = (
+        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
+        f"{properties.pci_device_id:02x}.0"
+    )
+    file = _PCI / address / "local_cpulist"
+    if not file.exists():
+        return
+    cores = parse_cores(file.read_text()) & os.sched_getaffinity(0)
+    if cores:
+        os.sched_setaffinity(0, cores)
+    if environment.read_flag("DEBUG_MODE") if verbose is None else verbose:
+        _log.info("local rank %d runs on the cores %s", local_process_index, sorted(cores))
+
+
+def parse_cores(text: str) -> set[int]:
+    """The numbers in a list such as "0-3,8"."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores

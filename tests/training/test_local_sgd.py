@@ -1,0 +1,57 @@
+"""Ranks that train on their own between averages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from notebook_accel import Accelerator
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.local_sgd import LocalSGD
+from tests.training.harness import run_ranks
+from tests.training.single import fresh_rank  # noqa: F401
+
+
+def train(enabled: bool) -> list[float]:
+    """The weight after each of five steps, and after the block; gradients are 1 and 3."""
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    x = torch.tensor([[1.0 + 2 * accelerator.process_index]])
+    weights = []
+    with LocalSGD(accelerator, model, local_sgd_steps=2, enabled=enabled) as local:
+        for _ in range(5):
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+            weights.append(next(model.parameters()).item())
+    return [*weights, next(model.parameters()).item()]
+
+
+def test_weights_are_averaged_each_second_step_and_at_the_end() -> None:
+    assert run_ranks(train, 2, True) == [
+        [-1.0, -4.0, -5.0, -8.0, -9.0, -10.0],
+        [-3.0, -4.0, -7.0, -8.0, -11.0, -10.0],
+    ]
+    assert run_ranks(train, 2, False) == [[-2.0, -4.0, -6.0, -8.0, -10.0, -10.0]] * 2
+
+
+def test_one_rank_trains_as_without_it() -> None:
+    assert train(True) == [-1.0, -2.0, -3.0, -4.0, -5.0, -5.0]
+
+
+def test_models_in_parts_and_no_steps_are_refused() -> None:
+    class Sharded:
+        distributed_type = "FSDP"
+
+    fake: Any = Sharded()
+    with pytest.raises(ConfigError, match="FSDP"):
+        LocalSGD(fake, nn.Linear(1, 1), 2)
+    with pytest.raises(ConfigError, match="at least 1"):
+        LocalSGD(Accelerator(cpu=True), nn.Linear(1, 1), 0)
