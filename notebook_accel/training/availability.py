@@ -88,7 +88,7 @@ def is_rocm_available() -> bool:
 
 
 def is_rich_available() -> bool:
-    """Whether tracebacks are to be shown by rich: it is there, and ``ACCELERATE_ENABLE_RICH`` set."""
+    """Whether rich is there, and ``ACCELERATE_ENABLE_RICH`` asks for its tracebacks."""
     return is_installed("rich") and environment.read_flag("ENABLE_RICH")
 
 
