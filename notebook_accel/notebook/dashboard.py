@@ -1,10 +1,4 @@
-"""The live panel in a notebook: widgets that draw a run, and what is left of them at its end.
-
-One HTML widget holds the whole panel, since a page keeps up with one message five times a second
-but not with one a bar. Widget values may be set from any thread; printing and displaying may
-not: the output would go to whatever cell ran last. So the cell displays the panel once, under an
-id, and the end of the run replaces it by way of that id.
-"""
+"""The view of a run in a notebook: a live panel while it goes on, a summary when it has ended."""
 
 from __future__ import annotations
 
@@ -12,161 +6,82 @@ import contextvars
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
-
-import ipywidgets
+from typing import TYPE_CHECKING
 
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.progress import Throughput, last_values
 from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.notebook.live_panel import LivePanel
 from notebook_accel.notebook.panel import Details, render_panel
-from notebook_accel.notebook.snapshot import Snapshot, render_line, render_snapshot
-from notebook_accel.notebook.style import style_element
+from notebook_accel.notebook.snapshot import Snapshot, render_line, render_slim, render_snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
 
-__all__ = ["Dashboard", "Panel"]
+__all__ = ["Dashboard"]
 
 _DRAW_SECONDS = 0.2
 _CLOCK_SECONDS = 1.0
-# A server that drops messages of a flood drops the last one too: it is sent again this much
-# later, from the end of the run.
-_AGAIN_SECONDS = (1.0, 4.0)
+# A server that drops messages of a flood drops the last one too: the end is sent again this much
+# later. Only once: a page draws the summary anew, and a fold that somebody opened is closed again.
+_AGAIN_SECONDS = 1.0
 _MAX_CURVE = 60
-_ALL_RANKS = -1
-_WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-
-
-class Panel:
-    """The widgets of one panel, in the cell that made it.
-
-    Args:
-        name: of the run's function.
-        world_size: number of its ranks.
-        slot: where in the cell's output it goes.
-        clicks: how clicks get through.
-        stop: called when Stop is clicked.
-        choose: called with the rank whose output is asked for, None for all.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        world_size: int,
-        *,
-        slot: DisplaySlot,
-        clicks: ClicksAfterTheCell,
-        stop: Callable[[], None],
-        choose: Callable[[int | None], None],
-    ) -> None:
-        self._slot = slot
-        self._body = ipywidgets.HTML()
-        self._stop = clicks.stop_button(stop)
-        self._stop.add_class("na-stop")
-        self._filter = _rank_filter(world_size, choose)
-        clicks.let_through(self._filter)
-        self._style = ipywidgets.HTML(
-            str(style_element()), layout=ipywidgets.Layout(display="none")
-        )
-        self._box = ipywidgets.VBox([self._style, self._body, self._stop, self._filter])
-        self._box.add_class("na-panel")
-        self._name = name
-
-    def show(self) -> None:
-        """Display the panel in the cell that runs now."""
-        view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
-        text = f"{self._name}: a live view, which needs its kernel"
-        self._slot.show({_WIDGET_VIEW: view, "text/plain": text})
-
-    def draw(self, markup: str) -> None:
-        """Show ``markup``; a page is only told of what changed."""
-        self._body.value = markup
-
-    def stopping(self) -> None:
-        """Show that a stop was asked for."""
-        self._stop.description = "Stopping"
-        self._stop.disabled = True
-
-    def finish(self, snapshot: Snapshot) -> None:
-        """Leave the summary in place of the live panel."""
-        # A page that was reloaded has forgotten the id, and still shows the widget.
-        self._body.value = str(snapshot.html)
-        self._box.children = (self._body,)
-        self._slot.show(snapshot.bundle)
-        # A page that connects asks for the state of every widget that there is.
-        for widget in (self._style, self._stop, self._filter):
-            for part in (widget.layout, widget.style, widget):
-                part.close()
-
-    def finish_again(self, snapshot: Snapshot) -> None:
-        """Send the end once more."""
-        self._body.send_state()
-        self._slot.show(snapshot.bundle)
-
-
-def _rank_filter(world_size: int, choose: Callable[[int | None], None]) -> Any:
-    # The value None would mean that nothing is chosen, and show as an empty field.
-    options = [("all ranks", _ALL_RANKS), *((f"rank {rank}", rank) for rank in range(world_size))]
-    widget = ipywidgets.Dropdown(
-        options=options, layout=ipywidgets.Layout(width="116px"), tooltip="Whose output is shown"
-    )
-    widget.add_class("na-filter")
-
-    def changed(change: Any) -> None:
-        rank = change["new"]
-        choose(None if rank == _ALL_RANKS else rank)
-
-    widget.observe(changed, names="value")
-    return widget
+# A cell that ends before looks like any other cell.
+_SLIM_SECONDS = 1.0
 
 
 class Dashboard(View):
-    """Live panels of one run.
+    """Live panels of one run: one in the cell that launched it, one for each ``run.show()``.
 
     All drawing is done under one lock, by the thread that the cell blocks while it waits, else
     by a thread of its own. Clicks change nothing on the page by themselves.
+
+    Args:
+        clicks: how clicks get through while a cell runs.
+        is_cell: whether the run is a cell (``%%accelerate``): it gets a panel only when it lasts.
     """
 
-    def __init__(self, clicks: ClicksAfterTheCell) -> None:
+    def __init__(self, clicks: ClicksAfterTheCell, *, is_cell: bool = False) -> None:
         self._clicks = clicks
-        self._panels: list[Panel] = []
+        self._is_cell = is_cell
+        self._slot = DisplaySlot()
+        self._panels: list[LivePanel] = []
         self._lock = threading.RLock()
         self._has_changed = False
         self._has_ended = False
-        self._asked_stop = False
+        self._has_asked_stop = False
         self._run: Run | None = None
         self._state: RunState | None = None
         self._snapshot: Snapshot | None = None
-        self._chosen: int | None = None
+        self._expected = ""
         self._throughput = Throughput()
         self._curves: dict[str, deque[float]] = {}
+        self._opened_at = 0.0
         self._drawn_at = 0.0
-        self._expected: tuple[str, DisplaySlot] | None = None
 
-    # ---- what the run calls ----
+    # ---- what the run calls ----------------------------------------------------------------
 
     def expect(self, name: str) -> None:
-        self._expected = name, DisplaySlot()
-        self._expected[1].show(
-            render_line(f"{name}: starting, which takes some seconds the first time").bundle
-        )
+        self._expected = name
+        text = f"{name}: starting, which takes some seconds the first time"
+        self._slot.show(render_line(text).bundle)
 
     def abandon(self) -> None:
-        if self._expected is not None:
-            name, slot = self._expected
-            slot.show(render_line(f"{name}: not started").bundle)
+        if self._expected:
+            self._slot.show(render_line(f"{self._expected}: not started").bundle)
 
     def open(self, run: Run) -> None:
         self._run = run
         self._state = run.state
+        self._opened_at = time.monotonic()
         # ipykernel 7.0 finds the cell of a thread by its context alone.
         context = contextvars.copy_context()
-        self._add_panel(run.state)
+        if self._is_cell:
+            self._slot.show(render_slim(run.state, now=run.state.now()).bundle)
+        else:
+            self._add_panel(run.state, self._slot)
         threading.Thread(
             target=context.run, args=(self._keep_drawing,), name="notebook-accel-panel", daemon=True
         ).start()
@@ -177,6 +92,8 @@ class Dashboard(View):
             self._has_changed = True
             self._throughput.note(state, now=time.monotonic())
             self._note_metrics(state)
+            for panel in self._panels:
+                panel.read(state)
 
     def poll(self) -> None:
         self._clicks.pump()
@@ -184,31 +101,37 @@ class Dashboard(View):
 
     def close(self, state: RunState) -> None:
         with self._lock:
+            if self._run is None or self._has_ended:
+                return
             self._state = state
-            self._finish()
+            self._has_ended = True
+            if self._panels:
+                self._snapshot = render_snapshot(state, self._run.sample_metrics())
+            else:
+                self._snapshot = render_slim(state)
+                self._slot.show(self._snapshot.bundle)
+            for panel in self._panels:
+                panel.finish(self._snapshot)
 
     def reopen(self, run: Run) -> None:
         with self._lock:
-            if self._snapshot is not None:
-                DisplaySlot().show(self._snapshot.bundle)
-            elif self._state is not None:
-                self._add_panel(self._state)
+            if self._has_ended:
+                DisplaySlot().show(render_snapshot(run.state, run.sample_metrics()).bundle)
+            else:
+                self._add_panel(run.state, DisplaySlot())
 
-    # ---- drawing ----
+    # ---- drawing ---------------------------------------------------------------------------
 
-    def _add_panel(self, state: RunState) -> None:
-        slot = self._expected[1] if self._expected is not None else DisplaySlot()
-        self._expected = None
-        panel = Panel(
-            state.name,
-            state.world_size,
-            slot=slot,
-            clicks=self._clicks,
-            stop=self._ask_stop,
-            choose=self._choose,
+    def _add_panel(self, state: RunState, slot: DisplaySlot) -> None:
+        panel = LivePanel(state, slot=slot, clicks=self._clicks, stop=self._ask_stop)
+        panel.read(state)
+        panel.draw(state, self._markup(state))
+        run = f"run {self._run.id}" if self._run is not None else ""
+        panel.show(
+            f"{state.name} ({run}): a live panel, which only its kernel draws. "
+            "There, notebook_accel.runs()[-1].show() draws it again; after a restart, "
+            "notebook_accel.runs(everywhere=True) has the run's logs and metrics."
         )
-        panel.draw(self._markup(state))
-        panel.show()
         self._panels.append(panel)
 
     def _keep_drawing(self) -> None:
@@ -216,7 +139,11 @@ class Dashboard(View):
         while not self._has_ended:
             time.sleep(_DRAW_SECONDS / 2)
             self._draw()
-        self._send_again()
+        time.sleep(_AGAIN_SECONDS)
+        with self._lock:
+            for panel in self._panels:
+                if self._snapshot is not None:
+                    panel.finish_again(self._snapshot)
 
     def _draw(self) -> None:
         """Draw what is known now, where it changed or the clock moves on."""
@@ -225,17 +152,20 @@ class Dashboard(View):
             wait = _DRAW_SECONDS if self._has_changed else _CLOCK_SECONDS
             if self._state is None or self._has_ended or now < self._drawn_at + wait:
                 return
+            if not self._panels:
+                if now < self._opened_at + _SLIM_SECONDS:
+                    return
+                self._add_panel(self._state, self._slot)
             self._drawn_at = now
             self._has_changed = False
             markup = self._markup(self._state)
             for panel in self._panels:
-                panel.draw(markup)
-                if self._state.status == "stopping":
-                    panel.stopping()
+                if panel.draw(self._state, markup):
+                    self._has_changed = True
 
     def _markup(self, state: RunState) -> str:
-        paces = {rank.rank: self._throughput.of(rank.rank) for rank in state.ranks}
-        details = Details(now=state.now(), paces=paces, chosen=self._chosen, curves=self._curves)
+        throughputs = {rank.rank: self._throughput.of(rank.rank) for rank in state.ranks}
+        details = Details(now=state.now(), throughputs=throughputs, curves=self._curves)
         return str(render_panel(state, details))
 
     def _note_metrics(self, state: RunState) -> None:
@@ -245,32 +175,11 @@ class Dashboard(View):
             if not curve or curve[-1] != value:
                 curve.append(value)
 
-    def _finish(self) -> None:
-        if self._state is None or self._run is None or self._has_ended:
-            return
-        self._has_ended = True
-        self._snapshot = render_snapshot(self._state, self._run.sample_metrics())
-        for panel in self._panels:
-            panel.finish(self._snapshot)
-
-    def _send_again(self) -> None:
-        ended = time.monotonic()
-        for seconds in _AGAIN_SECONDS:
-            time.sleep(max(0.0, ended + seconds - time.monotonic()))
-            with self._lock:
-                for panel in self._panels:
-                    if self._snapshot is not None:
-                        panel.finish_again(self._snapshot)
-
-    # ---- clicks ----
+    # ---- clicks ----------------------------------------------------------------------------
 
     def _ask_stop(self) -> None:
         # A second stop would interrupt the ranks, and many people click twice.
-        if self._run is not None and not self._asked_stop:
-            self._asked_stop = True
+        if self._run is not None and not self._has_asked_stop:
+            self._has_asked_stop = True
             self._run.stop()
             self._has_changed = True
-
-    def _choose(self, rank: int | None) -> None:
-        self._chosen = rank
-        self._has_changed = True

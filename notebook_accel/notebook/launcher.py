@@ -12,13 +12,9 @@ from notebook_accel.config import ENGINES, resolve, shown
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.view import View
-from notebook_accel.launch.view.plain import PlainView
-from notebook_accel.notebook import clicks
-from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.sources import cell_sources
 from notebook_accel.notebook.tracebacks import show_in_short
-from notebook_accel.notebook.transcript import Transcript
+from notebook_accel.notebook.views import choose_view
 
 if TYPE_CHECKING:
     import os
@@ -28,7 +24,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Run
 
-__all__ = ["VIEWS", "choose_view", "notebook_launcher", "run_cell"]
+__all__ = ["notebook_launcher", "run_cell"]
 
 P = ParamSpec("P")
 
@@ -186,7 +182,7 @@ def run_cell(function: Callable[[], Any], settings: Mapping[str, Any], source: C
         return launch(
             function,
             config=chosen,
-            view=choose_view("auto"),
+            view=choose_view("auto", is_cell=True),
             sources=[source, *cell_sources(get_ipython())],
             notices=notices,
             advise=False,
@@ -236,53 +232,3 @@ def _unused(given: Mapping[str, Any], engine: str) -> list[str]:
         return []
     verb = "is" if len(names) == 1 else "are"
     return [f"{', '.join(names)} {verb} not used by {chosen.description}"]
-
-
-# ---- views ---------------------------------------------------------------------------------
-
-
-def _dashboard(kernel: Any | None, _waits: bool) -> View:
-    if kernel is None:
-        raise ConfigError(
-            "view='widgets': this code does not run in a notebook's kernel, which widgets need; "
-            "take view='text'"
-        )
-    return Dashboard(clicks.clicks_for(kernel))
-
-
-def _text(kernel: Any | None, waits: bool) -> View:
-    return PlainView() if kernel is None else Transcript(waits=waits)
-
-
-def _automatic(kernel: Any | None, waits: bool) -> View:
-    is_watched = kernel is not None and clicks.can_answer(kernel)
-    return _dashboard(kernel, waits) if is_watched else _text(kernel, waits)
-
-
-def _nothing(_kernel: Any | None, _waits: bool) -> View:
-    return View()
-
-
-# Each takes the kernel in which this code runs, None outside of one, and whether the cell waits
-# for the run.
-VIEWS: Mapping[str, Callable[[Any | None, bool], View]] = {
-    "auto": _automatic,
-    "widgets": _dashboard,
-    "text": _text,
-    "none": _nothing,
-}
-
-
-def choose_view(name: str, *, waits: bool = True) -> View:
-    """The view of that name, for the kernel or terminal in which this code runs.
-
-    Args:
-        name: "auto", "widgets", "text" or "none".
-        waits: whether the cell waits for the run.
-
-    Raises:
-        ConfigError: there is no such view, or it cannot be had here.
-    """
-    if not isinstance(name, str) or name not in VIEWS:
-        raise ConfigError(f"view={shown(name)}: expected one of {', '.join(map(repr, VIEWS))}")
-    return VIEWS[name](clicks.find_kernel(), waits)

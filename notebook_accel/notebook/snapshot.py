@@ -15,6 +15,7 @@ from notebook_accel.launch.control.plotting import metric_curves
 from notebook_accel.launch.view import summary, wording
 from notebook_accel.launch.view.progress import spread
 from notebook_accel.notebook import charts
+from notebook_accel.notebook.ansi import ansi_to_markup
 from notebook_accel.notebook.markup import Markup, element, join, message_bytes, shorten
 
 if TYPE_CHECKING:
@@ -23,31 +24,44 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.plotting import Curves, Point
     from notebook_accel.launch.control.state import RankState, RunState
 
-__all__ = ["MAX_BYTES", "Snapshot", "render_line", "render_snapshot"]
+__all__ = ["MAX_BYTES", "Snapshot", "render_line", "render_slim", "render_snapshot"]
 
 MAX_BYTES = 120_000
 _MAX_NOTICES = 8
 _MAX_PLOTS = 6
+_MAX_NAMED_METRICS = 60
 _MAX_CURVES = 8
+# Output up to this many lines stays open; of a longer one the last lines do.
+_SHORT_OUTPUT = 24
+_LAST_LINES = 10
+# All the lines that stay open together, of however many ranks.
+_MAX_OPEN_LINES = 60
 
 _LINE = "1px solid rgba(128,128,128,.3)"
-_MONO = "font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
+_FONT = "font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;font-size:13px"
 _FRAME = (
-    f"border:{_LINE};border-radius:8px;padding:10px 14px;margin:2px 0;max-width:1000px;"
-    "font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;font-size:13px;"
-    "line-height:1.5"
+    f"border:{_LINE};border-radius:8px;padding:10px 14px;margin:4px 0;max-width:1000px;"
+    f"{_FONT};line-height:1.5"
 )
-_CELL = f"text-align:left;padding:3px 22px 3px 0;border:none;border-top:{_LINE};font-size:13px"
-_NARROW = f"{_CELL};white-space:nowrap;width:1%"
-_HEAD = "text-align:left;padding:0 22px 3px 0;border:none;font-weight:normal;opacity:.65"
-_TABLE = "border:none;border-collapse:collapse;margin:8px 0 4px;width:100%;font-size:13px"
+# Jupyter's own style gives tables equal columns and cells a right alignment.
+_TABLE = (
+    "table-layout:auto;border:none;border-collapse:collapse;margin:6px 0 4px;width:auto;"
+    "font-size:13px"
+)
+_HEAD = "text-align:left;padding:0 20px 2px 0;border:none;font-weight:normal;opacity:.65"
+_CELL = "text-align:left;padding:2px 20px 2px 0;border:none;font-size:13px;vertical-align:top"
+_NARROW = f"{_CELL};white-space:nowrap"
+_MONO = "font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
 _TEXT = (
-    f"{_MONO};white-space:pre-wrap;word-break:break-word;overflow:auto;max-height:320px;"
-    "margin:4px 0;padding:6px 10px;background:rgba(128,128,128,.1);border-radius:4px;"
+    f"{_MONO};white-space:pre-wrap;word-break:break-word;overflow:auto;max-height:400px;"
+    "margin:2px 0 6px;padding:6px 10px;background:rgba(128,128,128,.1);border-radius:4px;"
     "line-height:1.4;text-align:left"
 )
+_PLAIN_TEXT = f"{_TEXT};background:none;padding:0"
 _MUTED = "opacity:.65"
 _COLOURS = {"succeeded": "#3a9a55", "failed": "#cf4f57", "stopped": "#b7791f"}
+# Pages typeset "$5 or $6" as mathematics, unless a class tells them not to.
+_NO_MATHS = "mathjax_ignore tex2jax_ignore"
 
 
 @dataclass(frozen=True)
@@ -60,17 +74,36 @@ class Snapshot:
     @property
     def bundle(self) -> dict[str, str]:
         """The summary by MIME type."""
-        return {"text/html": str(self.html), "text/plain": self.text}
+        # Without a line break: one that is followed by another would end the HTML where a
+        # notebook is converted to Markdown.
+        return {"text/html": str(self.html).replace("\n", "&#10;"), "text/plain": self.text}
 
 
 def render_line(text: str) -> Snapshot:
     """One line, framed as the summary is, for a run that is not there yet."""
     line = element("span", text, style=_MUTED)
-    return Snapshot(html=element("div", line, style=_FRAME), text=text)
+    return Snapshot(element("div", line, class_=_NO_MATHS, style=_FRAME), text)
+
+
+def render_slim(state: RunState, *, now: float | None = None, with_output: bool = True) -> Snapshot:
+    """One line about a run and what it printed, as an ordinary cell would show it.
+
+    For cells that end at once: nobody wants a table of them.
+    """
+    now = state.started if now is None else now
+    line = element("div", *_title_parts(state, summary.elapsed(state, now)), style=_FONT)
+    parts = [line, _notices(state), _output(state, _PLAIN_TEXT) if with_output else ""]
+    text = summary.summary_lines(state, now=now)[0]
+    # As far from the edge as JupyterLab puts what a cell prints: its values stand right below.
+    return Snapshot(element("div", *parts, class_=_NO_MATHS, style="padding:0 7px"), text)
 
 
 def render_snapshot(
-    state: RunState, metrics: Iterable[Mapping[str, Any]] = (), *, now: float | None = None
+    state: RunState,
+    metrics: Iterable[Mapping[str, Any]] = (),
+    *,
+    now: float | None = None,
+    with_output: bool = True,
 ) -> Snapshot:
     """The summary of a run.
 
@@ -78,110 +111,65 @@ def render_snapshot(
         state: the run's state.
         metrics: every value given to ``accelerator.log``, as ``run.metrics`` has them.
         now: wall time in seconds, for a run that still goes on.
+        with_output: whether it holds what ranks printed; not where that is printed beside it.
     """
     now = state.started if now is None else now
-    return Snapshot(_html(state, metric_curves(metrics), now), _text(state, now))
-
-
-# ---- metrics -------------------------------------------------------------------------------
-
-
-def _plots(curves: Curves) -> Markup:
-    if not curves:
-        return Markup("")
-    names = list(curves)
-    cards = [_card(name, curves[name]) for name in names[:_MAX_PLOTS]]
-    row = element("div", *cards, style="display:flex;flex-wrap:wrap;gap:6px 22px;margin:10px 0 2px")
-    hidden = names[_MAX_PLOTS : _MAX_PLOTS + 20]
-    return join(
-        [
-            row,
-            element(
-                "div", f"… and {', '.join(shorten(name, 40) for name in hidden)}", style=_MUTED
-            ),
-        ]
-        if hidden
-        else [row]
-    )
-
-
-def _card(name: str, by_rank: Mapping[int, Sequence[Point]]) -> Markup:
-    shown = dict(list(by_rank.items())[:_MAX_CURVES])
-    title = [element("b", shorten(name, 40)), f"\N{NO-BREAK SPACE} {_last(by_rank)}"]
-    parts = [element("div", *title), *_key(shown)]
-    if any(len(points) > 1 for points in shown.values()):
-        labelled = {str(rank): points for rank, points in shown.items()}
-        parts.append(charts.chart(labelled, alt=_alt(name, by_rank)))
-    return element("div", *parts)
-
-
-def _key(by_rank: Mapping[int, object]) -> list[Markup]:
-    """Which rank has which colour, where there is more than one curve."""
-    if len(by_rank) < 2:
-        return []
-    marks = [
-        element("span", "● ", element("span", f"rank {rank} ", style=_MUTED), style=_tone(index))
-        for index, rank in enumerate(by_rank)
-    ]
-    return [element("div", *marks, style="font-size:11px")]
-
-
-def _tone(index: int) -> str:
-    return f"color:{charts.COLOURS[index % len(charts.COLOURS)]}"
-
-
-def _last(by_rank: Mapping[int, Sequence[Point]]) -> str:
-    values = {rank: points[-1][1] for rank, points in by_rank.items()}
-    return spread(values) or wording.number(next(iter(values.values())))
-
-
-def _alt(name: str, by_rank: Mapping[int, Sequence[Point]]) -> str:
-    """The curve in words: where it began, where it ended."""
-    points = next(iter(by_rank.values()))
-    first, last = (wording.number(point[1]) for point in (points[0], points[-1]))
-    return f"{name}: {first} → {last} at step {wording.number(points[-1][0])}"
-
-
-# ---- html ----------------------------------------------------------------------------------
-
-
-def _html(state: RunState, curves: Curves, now: float) -> Markup:
-    """The summary, with as many lines of output as fit."""
     seconds = summary.elapsed(state, now)
-    head = [_title(state, seconds), _table(state, seconds), _notices(state), _failure(state)]
-    plots = _plots(curves)
-    for ranks, lines in ((8, 20), (8, 6), (2, 4), (0, 0)):
-        body = element("div", *head, plots, _output(state, ranks, lines), style=_FRAME)
-        if message_bytes(body) <= MAX_BYTES:
+    head = [
+        element("div", *_title_parts(state, seconds)),
+        _table(state, seconds),
+        _notices(state),
+        _failure(state),
+        _metrics(metric_curves(metrics)),
+    ]
+    for max_lines in (200, 40, 8, 0):
+        parts = [*head, _output(state, _TEXT, max_lines)] if with_output else head
+        html = element("div", *parts, class_=_NO_MATHS, style=_FRAME)
+        if message_bytes(html) <= MAX_BYTES:
             break
-    return body
+    text = [*summary.summary_lines(state, now=now), *state.notices[-_MAX_NOTICES:]]
+    return Snapshot(html, "\n".join([*text, _end(state.error, 4000)] if state.error else text))
 
 
-def _title(state: RunState, seconds: float) -> Markup:
+# ---- title, ranks, notices and failure -----------------------------------------------------
+
+
+def _title_parts(state: RunState, seconds: float) -> list[Markup | str]:
     colour = f"color:{_COLOURS.get(state.status, '#2f86d6')}"
-    return element(
-        "div",
+    return [
         element("b", shorten(state.name, 60), style="font-size:14px"),
         " ",
         element("b", f"{summary.SIGNS.get(state.status, '●')} {state.status}", style=colour),
         " ",
         element("span", f"{summary.num_ranks(state)}, {wording.span(seconds)}", style=_MUTED),
-    )
+    ]
 
 
 def _table(state: RunState, seconds: float) -> Markup:
     shown = summary.ranks_with_row(state.ranks)
-    rows = [_row(summary.rank_facts(rank, seconds), rank.status) for rank in shown]
-    head = element("tr", *(element("th", name, style=_HEAD) for name in summary.COLUMNS))
-    table = element("table", element("thead", head), element("tbody", *rows), style=_TABLE)
-    return join([table, element("div", summary.hidden_ranks(state.ranks, shown), style=_MUTED)])
-
-
-def _row(facts: Sequence[str], status: str) -> Markup:
-    colour = _COLOURS.get(status)
-    styles = [_NARROW, f"{_NARROW};color:{colour}" if colour else _NARROW, _CELL, _NARROW, _NARROW]
-    cells = [element("td", fact, style=style) for fact, style in zip(facts, styles, strict=True)]
-    return element("tr", *cells, style="background:none")
+    facts = [summary.rank_facts(rank, seconds) for rank in shown]
+    # A column that says nothing of any rank is left out.
+    columns = [index for index in range(len(summary.COLUMNS)) if any(row[index] for row in facts)]
+    head = [element("th", summary.COLUMNS[index], style=_HEAD) for index in columns]
+    rows: list[Markup] = []
+    for rank, row in zip(shown, facts, strict=True):
+        cells: list[Markup] = []
+        for index in columns:
+            name = summary.COLUMNS[index]
+            style = _CELL if name == "progress" else _NARROW
+            colour = _COLOURS.get(summary.condition(rank)) if name == "state" else None
+            cells.append(
+                element("td", row[index], style=f"{style};color:{colour}" if colour else style)
+            )
+        rows.append(element("tr", *cells, style="background:none"))
+    table = element(
+        "table",
+        element("thead", element("tr", *head)),
+        element("tbody", *rows),
+        style=_TABLE,
+    )
+    rest = summary.hidden_ranks(state.ranks, shown)
+    return join([table, element("div", rest, style=_MUTED) if rest else ""])
 
 
 def _notices(state: RunState) -> Markup:
@@ -197,7 +185,8 @@ def _failure(state: RunState) -> Markup:
     parts = [element("div", element("b", shorten(first, 500)), style=colour)]
     if rest.strip():
         fold = element("summary", "traceback")
-        parts.append(element("details", fold, element("pre", _end(rest, 12_000), style=_TEXT)))
+        text = element("pre", _end(rest.strip("\n"), 12_000), style=_TEXT)
+        parts.append(element("details", fold, text))
     return join(parts)
 
 
@@ -206,28 +195,126 @@ def _end(text: str, limit: int) -> str:
     return text if len(text) <= limit else "…" + text[-limit:]
 
 
-def _output(state: RunState, max_ranks: int, lines: int) -> Markup:
-    ranks = [rank for rank in state.ranks if rank.tail]
-    shown = sorted(ranks, key=lambda rank: rank.status != "failed")[:max_ranks]
-    blocks = [_log(rank, lines) for rank in sorted(shown, key=lambda rank: rank.rank)]
+# ---- metrics -------------------------------------------------------------------------------
+
+
+def _metrics(curves: Curves) -> Markup:
+    """Plots of the first metrics, and the last values of the others."""
+    if not curves:
+        return Markup("")
+    names = list(curves)
+    plots = [_plot(name, curves[name]) for name in names[:_MAX_PLOTS]]
+    row = "display:flex;flex-wrap:wrap;gap:8px 24px;margin:8px 0 2px"
+    parts = [element("div", *plots, style=row)]
+    others = names[_MAX_PLOTS:]
+    if others:
+        row = "display:flex;flex-wrap:wrap;gap:0 24px;margin:6px 0 2px"
+        values = [
+            element(
+                "span",
+                element("span", f"{shorten(name, 40)} ", style=_MUTED),
+                element("b", _last_value(curves[name])),
+                # Where styles are dropped, a space keeps them apart.
+                " ",
+            )
+            for name in others[:_MAX_NAMED_METRICS]
+        ]
+        hidden = len(others) - _MAX_NAMED_METRICS
+        if hidden > 0:
+            values.append(element("span", f"… and {hidden} more in run.metrics", style=_MUTED))
+        parts.append(element("div", *values, style=row))
+    return join(parts)
+
+
+def _plot(name: str, by_rank: Mapping[int, Sequence[Point]]) -> Markup:
+    shown = dict(list(by_rank.items())[:_MAX_CURVES])
+    title = [element("b", shorten(name, 40)), f"\N{NO-BREAK SPACE} {_last_value(by_rank)}"]
+    parts = [element("div", *title)]
+    if len(shown) > 1:
+        marks = [
+            element(
+                "span",
+                "● ",
+                element("span", f"rank {rank} ", style=_MUTED),
+                style=f"color:{charts.COLOURS[index % len(charts.COLOURS)]}",
+            )
+            for index, rank in enumerate(shown)
+        ]
+        parts.append(element("div", *marks, style="font-size:11px"))
+    if any(len(points) > 1 for points in shown.values()):
+        first_curve = next(iter(by_rank.values()))
+        first, last = (wording.number(value) for _, value in (first_curve[0], first_curve[-1]))
+        alt = f"{name}: {first} → {last} at step {wording.number(first_curve[-1][0])}"
+        parts.append(charts.chart({str(rank): p for rank, p in shown.items()}, alt=alt))
+    return element("div", *parts)
+
+
+def _last_value(by_rank: Mapping[int, Sequence[Point]]) -> str:
+    values = {rank: points[-1][1] for rank, points in by_rank.items()}
+    return spread(values) or wording.number(next(iter(values.values())))
+
+
+# ---- output --------------------------------------------------------------------------------
+
+
+def _output(state: RunState, style: str, max_lines: int = 200) -> Markup:
+    """What ranks printed: ranks that printed the same share a block, and short blocks are open."""
+    alike: dict[_Printed, list[int]] = {}
+    for rank in state.ranks:
+        printed = _printed(rank, max_lines)
+        if printed.total:
+            alike.setdefault(printed, []).append(rank.rank)
+    blocks: list[Markup] = []
+    room = _MAX_OPEN_LINES
+    for printed, ranks in alike.items():
+        label = wording.rank_list(ranks) if state.world_size > 1 else ""
+        num_lines = min(printed.total, _LAST_LINES if printed.is_long else _SHORT_OUTPUT)
+        # The first rank's output is what most people look for, however long.
+        is_open = not blocks or (not printed.is_long and num_lines <= room)
+        room -= num_lines if is_open else 0
+        blocks.append(_block(printed, label, style, is_open=is_open))
     return join(blocks)
 
 
-def _log(rank: RankState, lines: int) -> Markup:
-    kept = rank.tail[-lines:]
-    total = max(rank.num_lines + rank.open_line, len(kept))
-    if total > len(kept):
-        title = f"rank {rank.rank}: the last {len(kept)} of {total:,} lines"
-    else:
-        title = f"rank {rank.rank}: {total} line{'s' if total != 1 else ''} of output"
-    text = "\n".join(shorten(line, 500) for line in kept)
-    fold = element("summary", title)
-    return element("details", fold, element("pre", text, style=_TEXT), style="margin:4px 0")
+@dataclass(frozen=True)
+class _Printed:
+    """The last lines that a rank printed, and how many it printed in all."""
+
+    lines: tuple[str, ...]
+    total: int
+
+    @property
+    def is_long(self) -> bool:
+        return self.total > _SHORT_OUTPUT
 
 
-# ---- text ----------------------------------------------------------------------------------
+def _printed(rank: RankState, max_lines: int) -> _Printed:
+    lines = rank.tail
+    total = max(rank.num_lines + rank.open_line, len(lines))
+    if rank.failure is not None:
+        # A rank prints the traceback that the error shows: once is enough.
+        traceback = tuple(rank.failure.traceback.rstrip("\n").split("\n"))
+        if lines[-len(traceback) :] == traceback:
+            lines, total = lines[: -len(traceback)], total - len(traceback)
+    return _Printed(lines[-max_lines:] if max_lines else (), total)
 
 
-def _text(state: RunState, now: float) -> str:
-    lines = [*summary.summary_lines(state, now=now), *state.notices[-_MAX_NOTICES:]]
-    return "\n".join([*lines, _end(state.error, 4000)] if state.error else lines)
+def _block(printed: _Printed, label: str, style: str, *, is_open: bool) -> Markup:
+    """The output of some ranks: open, folded, or its last lines below a fold with the others."""
+    total = f"{printed.total:,} line{'' if printed.total == 1 else 's'} of output"
+    if printed.total > len(printed.lines):
+        total += f", the last {len(printed.lines)} of them here"
+    title = element("summary", f"{label}: {total}" if label else total, style=_FONT)
+    if not is_open:
+        return element("details", title, _pre(printed.lines, style))
+    if not printed.is_long:
+        name = element("div", label, style=f"{_FONT};{_MUTED}") if label else ""
+        return join([name, _pre(printed.lines, style)])
+    fold = element("details", title, _pre(printed.lines[:-_LAST_LINES], style))
+    return join([fold, _pre(printed.lines[-_LAST_LINES:], style)])
+
+
+def _pre(lines: Sequence[str], style: str) -> Markup:
+    text = Markup("\n").join(ansi_to_markup(shorten(line, 2_000)) for line in lines)
+    # A parser drops a newline right after the tag, so an empty first line needs one more.
+    return element("pre", Markup("\n") + text if text.startswith("\n") else text, style=style)

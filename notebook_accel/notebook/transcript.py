@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.notebook.display_slot import DisplaySlot
-from notebook_accel.notebook.snapshot import Snapshot, render_snapshot
+from notebook_accel.notebook.snapshot import render_slim, render_snapshot
 
 if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RunState
@@ -16,15 +16,17 @@ __all__ = ["Transcript"]
 
 
 class Transcript(PlainView):
-    """Prints as :class:`PlainView` does; the summary also stands in the notebook as HTML.
+    """Prints as :class:`PlainView` does; the summary stands in the notebook as HTML, once.
 
     Args:
-        waits: whether the cell waits for the run. Where it does not, the summary takes a slot
-            in it from the start, since nothing can be added to a cell that has ended.
+        waits: whether the cell waits for the run. Where it does not, nobody prints the ranks'
+            lines, and nothing can be added to a cell that has ended: the summary takes a slot in
+            it from the start, and holds the lines as well.
+        is_cell: whether the run is a cell (``%%accelerate``), of which one line is enough.
     """
 
-    def __init__(self, *, waits: bool = True) -> None:
-        super().__init__()
+    def __init__(self, *, waits: bool = True, is_cell: bool = False) -> None:
+        super().__init__(is_cell=is_cell)
         self._slot = DisplaySlot()
         self._waits = waits
 
@@ -34,17 +36,18 @@ class Transcript(PlainView):
             self._slot.show({"text/plain": f"{run.name}: running"})
 
     def close(self, state: RunState) -> None:
-        run = self._run
-        if run is not None and not self._waits:
-            self._slot.show(render_snapshot(state, run.sample_metrics()).bundle)
+        if self._run is not None and not self._waits:
+            self._slot.show(render_snapshot(state, self._run.sample_metrics()).bundle)
 
     def reopen(self, run: Run) -> None:
-        DisplaySlot().show(_snapshot(run).bundle)
+        snapshot = render_snapshot(run.state, run.sample_metrics(), now=run.state.now())
+        DisplaySlot().show(snapshot.bundle)
 
     def conclude(self, run: Run) -> None:
-        if self._waits:
-            self._slot.show(_snapshot(run).bundle)
-
-
-def _snapshot(run: Run) -> Snapshot:
-    return render_snapshot(run.state, run.sample_metrics(), now=run.state.now())
+        if not self._waits:
+            return
+        if self.is_short_cell(run):
+            snapshot = render_slim(run.state, with_output=False)
+        else:
+            snapshot = render_snapshot(run.state, run.sample_metrics(), with_output=False)
+        self._slot.show(snapshot.bundle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 import nbclient
@@ -55,6 +56,29 @@ def train():
 """
 LAUNCH = "run = notebook_launcher(train, num_processes=2)"
 AFTER = "print('left at', run[0] == run[1], run.status)"
+
+# Where a line of the log stands on the page; the elements that hold lines are long.
+_RANGE = """
+  const range = document.createRange();
+  const walker = document.createTreeWalker(document.querySelector('.na-blocks'), 4);
+  let found = null;
+  while (walker.nextNode()) {
+    const at = walker.currentNode.data.lastIndexOf(words);
+    if (at >= 0) found = [walker.currentNode, at];
+  }
+  if (!found) return null;
+  range.setStart(found[0], found[1]);
+  range.setEnd(found[0], found[1] + words.length);
+"""
+TOP_OF = f"(words) => {{ {_RANGE} return range.getBoundingClientRect().top }}"
+SELECT = (
+    f"(words) => {{ {_RANGE} getSelection().removeAllRanges(); getSelection().addRange(range) }}"
+)
+IN_SIGHT = f"""(words) => {{ {_RANGE}
+  const line = range.getBoundingClientRect(), box = document.querySelector('.na-scroll')
+    .getBoundingClientRect();
+  return line.top >= box.top && line.bottom <= box.bottom + 1;
+}}"""
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +162,71 @@ def test_a_blocked_cell_shows_its_ranks_live_and_stops_by_mouse(
     notebook.close()
 
 
+SPEAK = """
+import pathlib, time
+def speak(folder, lines):
+    print("\\n".join(f"line {number}" for number in range(lines)), flush=True)
+    for part in range(1, 100):
+        while not (pathlib.Path(folder) / str(part)).exists():
+            time.sleep(0.02)
+        print(f"part {part}\\n" * 5, flush=True)
+        if (pathlib.Path(folder) / "end").exists():
+            return
+"""
+SCROLL = "document.querySelector('.na-scroll')"
+
+
+def test_the_log_follows_until_somebody_scrolls_up_and_again_by_a_button(
+    lab: Lab, browser: Browser, tmp_path: Path
+) -> None:
+    launch = f"run = notebook_launcher(speak, ({str(tmp_path)!r}, 1900), num_processes=1)"
+    lab.write("log.ipynb", [SETUP, SPEAK, launch], INSTALLED)
+    notebook = lab.open(browser, "log.ipynb")
+    page = notebook.page
+    notebook.wait_until_idle()
+    notebook.run_all()
+    output = notebook.output(2)
+
+    def add(part: int) -> None:
+        (tmp_path / str(part)).touch()
+        output.get_by_text(f"part {part}").first.wait_for(timeout=30_000)
+
+    # All lines are reachable, and the newest one is in sight.
+    output.get_by_text("line 1899").wait_for(timeout=60_000)
+    page.wait_for_function(
+        "() => document.querySelector('.na-blocks').innerText.split('\\n')"
+        ".filter(line => line.startsWith('line ')).length === 1900",
+        timeout=30_000,
+    )
+    text = page.evaluate("() => document.querySelector('.na-blocks').innerText")
+    assert list(map(int, re.findall(r"line (\d+)", text))) == list(range(1900))
+    add(1)
+    assert page.evaluate(IN_SIGHT, "part 1")
+
+    # A reader who scrolled up stays where he is, with what he selected.
+    page.evaluate(f"() => {SCROLL}.scrollBy(0, -5000)")
+    page.evaluate(SELECT, "line 1500")
+    before = page.evaluate(TOP_OF, "line 1500")
+    add(2)
+    add(3)
+    assert abs(page.evaluate(TOP_OF, "line 1500") - before) < 2
+    assert page.evaluate("() => getSelection().toString()") == "line 1500"
+    assert not page.evaluate(IN_SIGHT, "part 3")
+
+    # The button follows again.
+    output.get_by_role("button", name="newest").click()
+    page.wait_for_function(IN_SIGHT, arg="part 3", timeout=30_000)
+    add(4)
+    page.wait_for_function(IN_SIGHT, arg="part 4", timeout=30_000)
+
+    # The end leaves the last lines open.
+    (tmp_path / "end").touch()
+    add(5)
+    output.get_by_text("succeeded").first.wait_for(timeout=30_000)
+    assert output.get_by_text("part 5").first.is_visible()
+    notebook.close()
+
+
 def test_a_saved_summary_shows_without_a_kernel_and_untrusted(
     lab: Lab, browser: Browser, saved: nbformat.NotebookNode
 ) -> None:
@@ -152,6 +241,5 @@ def test_a_saved_summary_shows_without_a_kernel_and_untrusted(
     image = output.locator("img[alt^='loss']")
     image.wait_for(timeout=30_000)
     assert image.evaluate("image => image.complete && image.naturalWidth") == 250
-    output.locator("summary").first.click()
     output.get_by_text("a line of rank 0").wait_for(timeout=30_000)
     notebook.page.close()

@@ -30,7 +30,7 @@ def test_a_row_says_how_far_its_rank_is() -> None:
 def test_a_rank_without_a_bar_shows_what_its_loader_counted() -> None:
     sample = wire.Sample(rank=1, batches=250, total_batches=100, pass_start=200, steps=125)
     state = after(running(2), sample)
-    page = Tags(render_panel(state, Details(now=1042.0, paces={1: 25.0})))
+    page = Tags(render_panel(state, Details(now=1042.0, throughputs={1: 25.0})))
     for words in ("125 steps", "50/100", "25.0 batch/s", "0:02"):
         assert words in page.text
 
@@ -40,20 +40,6 @@ def test_every_one_of_nested_bars_has_a_row() -> None:
     page = Tags(render_panel(state, NOW))
     assert page.text.index("epochs") < page.text.index("1/4") < page.text.index("batches")
     assert page.tags.count("progress") == 2
-
-
-def test_output_of_all_ranks_or_of_the_chosen_one() -> None:
-    state = after(
-        running(2),
-        wire.Output(rank=0, text="from zero\n"),
-        wire.Output(rank=1, text="from one\n"),
-    )
-    whole = Tags(render_panel(state, NOW)).text
-    assert "from zero" in whole
-    assert "from one" in whole
-    chosen = Tags(render_panel(state, Details(now=1042.0, chosen=1))).text
-    assert "from zero" not in chosen
-    assert "from one" in chosen
 
 
 def test_the_last_values_of_metrics_with_their_spread() -> None:
@@ -70,15 +56,14 @@ def test_the_last_values_of_metrics_with_their_spread() -> None:
 def test_nothing_from_a_rank_becomes_markup() -> None:
     state = after(
         running(2, name=HOSTILE),
-        wire.Output(rank=0, text=HOSTILE + "\n"),
         bar(1, name=HOSTILE),
         wire.Metric(rank=0, values={HOSTILE: 1.0}),
         wire.Notice(text=HOSTILE),
     )
-    page = Tags(render_panel(with_failed(state, [1], error=HOSTILE), NOW))
+    page = Tags(render_panel(state, NOW))
     assert not {"script"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on")]
-    assert page.text.count("<script>alert('x')</script>") >= 4
+    assert page.text.count("<script>alert('x')</script>") >= 3
 
 
 @pytest.mark.parametrize("num_ranks", [1, 8, 16, 128])

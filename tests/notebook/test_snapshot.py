@@ -8,7 +8,7 @@ import pytest
 
 from notebook_accel.launch import wire
 from notebook_accel.notebook.markup import message_bytes
-from notebook_accel.notebook.snapshot import MAX_BYTES, render_snapshot
+from notebook_accel.notebook.snapshot import MAX_BYTES, render_slim, render_snapshot
 from tests.notebook.states import after, metrics, running, succeeded, with_failed
 from tests.notebook.test_markup import HOSTILE, Tags
 
@@ -32,7 +32,7 @@ KEPT_TAGS = {
     "thead",
     "tr",
 }
-KEPT_ATTRIBUTES = {"alt", "height", "src", "style", "width"}
+KEPT_ATTRIBUTES = {"alt", "class", "height", "src", "style", "width"}
 LOST_STYLES = ("var(", "currentColor", "font-variant-numeric", "color-scheme", "stroke", "url(")
 
 
@@ -57,7 +57,6 @@ def test_it_holds_ranks_metrics_output_and_traceback() -> None:
         "2 ranks, 42.0 s",
         "300 steps",
         "400 MB",
-        "rank 0: 2 lines of output",
         "last of zero",
         "last of one",
         "one line for you",
@@ -108,9 +107,64 @@ def test_it_is_no_larger_than_its_limit() -> None:
     assert len(snapshot.text) < MAX_BYTES
 
 
-def test_lines_before_the_last_ones_are_counted() -> None:
-    state = after(running(1), wire.Output(rank=0, text="x\n" * 150, skipped=1000))
-    assert "rank 0: the last 20 of 1,150 lines" in Tags(render_snapshot(state).html).text
+def test_short_output_stays_open_and_of_a_long_one_its_end_does() -> None:
+    state = after(running(1), wire.Output(rank=0, text="one\ntwo\n"))
+    page = Tags(render_snapshot(state).html)
+    assert "details" not in page.tags
+    assert "one\ntwo" in page.text
+    state = after(running(1), wire.Output(rank=0, text="x\n" * 149 + "end\n", skipped=1000))
+    page = Tags(render_snapshot(state).html)
+    assert page.tags.count("details") == 1
+    assert "1,150 lines of output, the last 150 of them here" in page.text
+    assert page.text.endswith("end")
+
+
+def test_ranks_that_printed_the_same_share_a_block() -> None:
+    same = [wire.Output(rank=rank, text="hello\n") for rank in (0, 1, 3)]
+    state = after(running(4), *same, wire.Output(rank=2, text="other\n"))
+    page = Tags(render_snapshot(state).html)
+    assert page.text.count("hello") == 1
+    assert "ranks 0-1 and 3hello" in page.text
+    assert "rank 2other" in page.text
+    assert "details" not in page.tags
+
+
+def test_a_traceback_stands_with_the_error_and_not_in_the_output_too() -> None:
+    text = "Traceback (most recent call last):\n  Cell In[3], line 7\nValueError: bad\n"
+    raised = wire.Raised(
+        rank=0, kind="exception", type_name="ValueError", text="bad", traceback=text
+    )
+    state = after(running(1), wire.Output(rank=0, text=f"before\n{text}"), raised)
+    state = replace(state, error=f"rank 0 failed: ValueError: bad\n\n{text}", status="failed")
+    page = Tags(render_snapshot(state).html)
+    assert page.text.count("Cell In[3], line 7") == 1
+    assert "before" in page.text
+
+
+def test_no_metric_vanishes_without_a_word() -> None:
+    names = [f"metric-{number}" for number in range(30)]
+    page = Tags(render_snapshot(running(1), metrics(names, ranks=1)).html)
+    assert [name for name in names if name not in page.text] == []
+    names = [f"metric-{number}" for number in range(100)]
+    page = Tags(render_snapshot(running(1), metrics(names, ranks=1, steps=2)).html)
+    assert "… and 34 more in run.metrics" in page.text
+
+
+def test_a_cell_that_ended_at_once_has_one_line_and_its_output() -> None:
+    state = after(running(2, name="In[3]"), wire.Output(rank=0, text="hello\n"))
+    snapshot = render_slim(succeeded(state))
+    page = Tags(snapshot.html)
+    assert "table" not in page.tags
+    assert page.text == "In[3] ✓ succeeded 2 ranks, 42.0 srank 0hello"
+    assert snapshot.text == "In[3]: succeeded, 2 ranks, 42.0 s"
+
+
+def test_a_page_takes_it_as_one_block_of_html_and_sees_no_mathematics() -> None:
+    state = after(running(1), wire.Output(rank=0, text="costs $5\n\nor $6\n"))
+    bundle = render_snapshot(state).bundle
+    assert "\n" not in bundle["text/html"]
+    assert "costs $5\n\nor $6" in Tags(bundle["text/html"]).text
+    assert "mathjax_ignore" in bundle["text/html"]
 
 
 def test_a_run_that_goes_on_shows_how_long_it_has_taken() -> None:

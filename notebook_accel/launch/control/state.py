@@ -32,7 +32,8 @@ __all__ = [
 ]
 
 ENDED = ("succeeded", "failed", "stopped")
-_MAX_TAIL_LINES = 200
+# As many as a live panel can show.
+_MAX_TAIL_LINES = 2000
 _MAX_BARS = 500
 
 

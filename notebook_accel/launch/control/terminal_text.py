@@ -15,7 +15,7 @@ _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]+[0-~]|\x1b[@-Z\\-_]"
 )
 # Of a longer line the end is shown: it is progress, printed as dots or by a carriage return.
-_MAX_LINE = 10_000
+_MAX_LINE = 4_000
 
 
 def strip_escapes(text: str) -> str:

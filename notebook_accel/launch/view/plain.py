@@ -15,7 +15,7 @@ from notebook_accel.launch.system.token_bucket import TokenBucket
 from notebook_accel.launch.view import View, wording
 from notebook_accel.launch.view.new_lines import LineReader, NewLines
 from notebook_accel.launch.view.progress import Throughput, progress_lines
-from notebook_accel.launch.view.summary import summary_lines
+from notebook_accel.launch.view.summary import elapsed, summary_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +29,7 @@ __all__ = ["PlainView"]
 _MAX_RANKS_WITH_PROGRESS = 16
 _MAX_METRICS = 8
 _MAX_WIDTH = 2000
+_SHORT_SECONDS = 1.0
 
 
 class PlainView(View):
@@ -39,6 +40,8 @@ class PlainView(View):
         burst: lines of output that may be printed at once.
         lines_per_second: how many more may be printed each second.
         progress_seconds: time between two lines about a rank's progress.
+        is_cell: whether the run is a cell (``%%accelerate``), of which one line is enough where
+            it ends within a second.
     """
 
     def __init__(
@@ -48,10 +51,12 @@ class PlainView(View):
         burst: int = 400,
         lines_per_second: float = 20.0,
         progress_seconds: float = 10.0,
+        is_cell: bool = False,
     ) -> None:
         self._stream = stream
         self._budget = TokenBucket(burst, lines_per_second)
         self._progress_seconds = progress_seconds
+        self._is_cell = is_cell
         self._run: Run | None = None
         self._readers: dict[int, LineReader] = {}
         self._last_progress: dict[int, str] = {}
@@ -105,7 +110,12 @@ class PlainView(View):
 
     def conclude(self, run: Run) -> None:
         """Say how the run ended."""
-        self.write(summary_lines(run.state, now=run.state.now()))
+        lines = summary_lines(run.state, now=run.state.now())
+        self.write(lines[:1] if self.is_short_cell(run) else lines)
+
+    def is_short_cell(self, run: Run) -> bool:
+        """Whether this is a cell that ended at once, of which nobody wants a table."""
+        return self._is_cell and elapsed(run.state, run.state.now()) < _SHORT_SECONDS
 
     # ---- output ----------------------------------------------------------------------------
 

@@ -71,7 +71,13 @@ def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[
     lines = [_line_of_bar(bar) for bar in bars]
     if bars[0].closed or rank.has_ended:
         return lines
-    return [_with_remaining(lines[0], _seconds_left(bars)), *lines[1:]]
+    # Of the first epoch: what its training took, while it evaluates.
+    spent = sum(
+        bar.elapsed
+        for bar in rank.bars
+        if bar.depth == 1 and bar.closed and bar.bar > bars[0].bar and bar not in bars
+    )
+    return [_with_remaining(lines[0], _seconds_left(bars, spent)), *lines[1:]]
 
 
 def progress_text(rank: RankState, *, throughput: float | None = None) -> str:
@@ -115,11 +121,15 @@ def _with_remaining(line: ProgressLine, seconds: float | None) -> ProgressLine:
     return ProgressLine(**{**vars(line), "remaining": remaining})
 
 
-def _seconds_left(bars: Sequence[BarState]) -> float | None:
+def _seconds_left(bars: Sequence[BarState], spent: float = 0.0) -> float | None:
     """Seconds until the outermost of nested bars is full; None where nobody knows.
 
     An outer bar moves rarely: the bar inside it says how far the item is that it works on, and
     how long one takes while none has been finished yet.
+
+    Args:
+        bars: the outermost bar, and the bars inside it.
+        spent: seconds that the first item took before the bar inside it was opened.
     """
     outer, inner = bars[0], bars[1:]
     if outer.total is None or outer.n >= outer.total:
@@ -131,8 +141,10 @@ def _seconds_left(bars: Sequence[BarState]) -> float | None:
         return (outer.total - outer.n) / outer.rate if outer.rate else None
     if outer.rate:
         seconds_an_item = 1 / outer.rate
+    elif inner[0].total and inner[0].rate:
+        seconds_an_item = spent + inner[0].total / inner[0].rate
     else:
-        seconds_an_item = inner[0].total / inner[0].rate if inner[0].total and inner[0].rate else 0
+        return None
     return left_of_item + max(0.0, outer.total - outer.n - 1) * seconds_an_item
 
 

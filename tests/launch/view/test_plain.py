@@ -77,9 +77,9 @@ def test_lines_beyond_the_budget_are_counted() -> None:
 
 def test_lines_that_the_state_no_longer_holds_are_counted() -> None:
     shown = Shown()
-    assert shown.poll(after(running(2), output(0, "".join(f"{n}\n" for n in range(1000))))) == [
-        "[rank 0] … 800 lines not shown, whole in /runs/1",
-        *(f"[rank 0] {n}" for n in range(800, 1000)),
+    assert shown.poll(after(running(2), output(0, "".join(f"{n}\n" for n in range(3000))))) == [
+        "[rank 0] … 2,600 lines not shown, whole in /runs/1",
+        *(f"[rank 0] {n}" for n in range(2600, 3000)),
     ]
 
 

@@ -1,0 +1,178 @@
+"""The log of the live panel: one widget a block of lines, in a box that scrolls.
+
+Nothing but core widgets and CSS. The box lays its content out from the bottom up
+(``column-reverse``), so that a page shows the newest line, and goes on doing so, until somebody
+scrolls up; then the browser keeps what he sees in place. A new box starts at the bottom again,
+which is what the button does.
+
+Widgets are used again for newer blocks: each has a place in the box by its ``order``, so that none
+is ever taken out, and the page draws no other anew.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+
+from notebook_accel.notebook.log_window import LogWindow
+from notebook_accel.notebook.markup import message_bytes
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.notebook.clicks import ClicksAfterTheCell
+
+__all__ = ["LogView", "close_widget"]
+
+# For 2,000 lines, where lines are short; blocks of long lines have fewer.
+_MAX_WIDGETS = 24
+# What may be sent at a time, beside the panel itself.
+_BYTES_A_DRAW = 6_000
+_ALL_RANKS = -1
+
+
+class LogView:
+    """The log of one panel: which ranks it shows, and what its page has of them.
+
+    Args:
+        state: the run's state.
+        clicks: how clicks get through.
+    """
+
+    def __init__(self, state: RunState, clicks: ClicksAfterTheCell) -> None:
+        self._all_ranks = LogWindow(range(state.world_size))
+        self._window = self._all_ranks
+        self._chosen: int | None = None
+        self._is_follow_asked = False
+        # The number of the block that each widget shows.
+        self._shown: dict[int, int] = {}
+        self._has_output = False
+        self._blocks = ipywidgets.VBox()
+        self._blocks.add_class("na-blocks")
+        self._scroll = self._make_scroll_box()
+        options = [("all ranks", _ALL_RANKS)]
+        options += [(f"rank {rank}", rank) for rank in range(state.world_size)]
+        self._filter = ipywidgets.Dropdown(options=options, tooltip="Whose output is shown")
+        self._filter.add_class("na-filter")
+        self._filter.observe(self._on_choice, names="value")
+        self._follow = ipywidgets.Button(
+            description="↓ newest", tooltip="Go to the newest line and follow the output"
+        )
+        self._follow.add_class("na-follow")
+        self._follow.on_click(self._on_follow)
+        for widget in (self._filter, self._follow):
+            clicks.let_through(widget)
+        self._title = ipywidgets.HTML("output")
+        self._title.add_class("na-log-title")
+        parts = [self._title, self._filter, self._follow]
+        if state.world_size == 1:
+            parts.remove(self._filter)
+        self._bar = ipywidgets.HBox(parts)
+        self._bar.add_class("na-log-bar")
+        self.box = ipywidgets.VBox([self._bar, self._scroll])
+        self.box.add_class("na-log")
+        self.box.add_class("na-empty")
+
+    def read(self, state: RunState) -> None:
+        """Take what ranks printed since the last call."""
+        self._all_ranks.read(state)
+        if self._window is not self._all_ranks:
+            self._window.read(state)
+
+    def draw(self, state: RunState) -> bool:
+        """Send the page what it lacks, as much as may be sent at a time; True where more waits."""
+        if self._chosen is None and self._window is not self._all_ranks:
+            self._switch_to(self._all_ranks, state)
+        elif self._chosen is not None and self._window.ranks != (self._chosen,):
+            self._switch_to(LogWindow([self._chosen]), state)
+        if self._is_follow_asked:
+            self._is_follow_asked = False
+            old, self._scroll = self._scroll, self._make_scroll_box()
+            self.box.children = (self._bar, self._scroll)
+            close_widget(old)
+        if not self._has_output and not self._window.is_empty:
+            self._has_output = True
+            self.box.remove_class("na-empty")
+        return self._send_blocks()
+
+    def close(self) -> None:
+        """Close all widgets: a page that connects asks for the state of each that there is."""
+        for widget in (
+            *self._blocks.children,
+            self._blocks,
+            self._scroll,
+            self._filter,
+            self._follow,
+        ):
+            close_widget(widget)
+        for widget in (self._title, self._bar, self.box):
+            close_widget(widget)
+
+    # ---- clicks: they only leave a note, since they may come from another thread ----
+
+    def _on_choice(self, change: dict[str, Any]) -> None:
+        self._chosen = None if change["new"] == _ALL_RANKS else change["new"]
+
+    def _on_follow(self, _button: Any) -> None:
+        self._is_follow_asked = True
+
+    # ---- drawing ----
+
+    def _switch_to(self, window: LogWindow, state: RunState) -> None:
+        self._window = window
+        window.read(state)
+        window.forget_sent()
+        for index in list(self._shown):
+            self._clear(index)
+        self._is_follow_asked = True
+
+    def _send_blocks(self) -> bool:
+        numbers = self._window.block_numbers
+        num_bytes = 0
+        while num_bytes < _BYTES_A_DRAW and (block := self._window.next_block()) is not None:
+            if block.number < numbers.stop - _MAX_WIDGETS:
+                # There are so many blocks because their lines are long: the newest ones are shown.
+                continue
+            markup = str(self._window.render(block))
+            num_bytes += message_bytes(markup)
+            self._show(block.number, markup)
+        for index, number in list(self._shown.items()):
+            if number < numbers.start:
+                self._clear(index)
+        return num_bytes >= _BYTES_A_DRAW
+
+    def _show(self, number: int, markup: str) -> None:
+        # Blocks stand in the page's own order too, for screen readers and for copied text, but
+        # for the seam between the oldest and the newest one.
+        index = number % _MAX_WIDGETS
+        if index >= len(self._blocks.children):
+            self._add_widgets(index + 1 - len(self._blocks.children))
+        widget = self._blocks.children[index]
+        widget.value = markup
+        widget.layout.order = str(number)
+        self._shown[index] = number
+
+    def _clear(self, index: int) -> None:
+        self._blocks.children[index].value = ""
+        del self._shown[index]
+
+    def _add_widgets(self, number: int) -> None:
+        """Add widgets to the box, all at once: each time the page is told the whole list."""
+        widgets = list(self._blocks.children)
+        for _ in range(number):
+            # They share one style: each of its own would be one more message and model.
+            style = {"style": widgets[0].style} if widgets else {}
+            widgets.append(ipywidgets.HTML(layout=ipywidgets.Layout(order="0"), **style))
+        self._blocks.children = widgets
+
+    def _make_scroll_box(self) -> Any:
+        box = ipywidgets.Box([self._blocks])
+        box.add_class("na-scroll")
+        return box
+
+
+def close_widget(widget: Any) -> None:
+    """Close a widget with its layout and style, which are widgets of their own."""
+    for part in (widget.layout, getattr(widget, "style", None), widget):
+        if part is not None:
+            part.close()

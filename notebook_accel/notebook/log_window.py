@@ -1,0 +1,196 @@
+"""The newest lines of ranks, cut into blocks of which a page is sent only what it has not.
+
+    state --> LogWindow.read --> blocks --> LogWindow.next_block --> one widget a block
+
+A block is closed when it is full and never changes again. So the page keeps what it has: a
+selection stays, a reader who scrolled up stays where he is, and a message holds new lines only.
+In a flood the newest block is sent first, and those before it as soon as there is time; lines that
+were passed over meanwhile are marked by an ellipsis.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from notebook_accel.launch.control.terminal_text import strip_escapes
+from notebook_accel.launch.view.new_lines import LineReader
+from notebook_accel.notebook.ansi import ansi_to_markup
+from notebook_accel.notebook.markup import Markup, element, join, shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from notebook_accel.launch.control.state import RunState
+
+__all__ = ["MAX_LINES", "LogBlock", "LogWindow"]
+
+MAX_LINES = 2000
+# A block is one message at most, and a panel may send 20 KB at a time.
+_BLOCK_LINES = 100
+_BLOCK_BYTES = 8_000
+# Of a longer line the start is shown: a page with a line of a megabyte stands still.
+_LINE_CHARACTERS = 2_000
+_LINE_BYTES = 8_000
+# The element around lines of one rank, and that around text in a colour.
+_LABEL_BYTES = 90
+_COLOUR_BYTES = 50
+
+
+@dataclass
+class LogBlock:
+    """Some lines that belong together, each with its rank.
+
+    Attributes:
+        number: counts the blocks of a window.
+        lines: (rank, text); the rank is None for a line of the window's own.
+        is_sent: whether the page has the block as it is.
+        follows_gap: whether the page lacks the block before this one.
+    """
+
+    number: int
+    lines: list[tuple[int | None, str]] = field(default_factory=list)
+    num_bytes: int = 0
+    is_sent: bool = False
+    follows_gap: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.lines) >= _BLOCK_LINES or self.num_bytes >= _BLOCK_BYTES
+
+
+class LogWindow:
+    """The last :data:`MAX_LINES` lines of some ranks, in the order in which they were read.
+
+    Args:
+        ranks: the ranks whose lines are shown. Of several, each line has its rank beside it.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._readers = {rank: LineReader() for rank in ranks}
+        self._blocks: deque[LogBlock] = deque()
+        self._num_blocks = 0
+        self._num_lines = 0
+        # Lines without an end yet, by rank: shown below all others.
+        self._open_lines: dict[int, str] = {}
+
+    def read(self, state: RunState) -> None:
+        """Take the lines that ranks printed since the last read."""
+        news = {
+            number: reader.read(state.ranks[number]) for number, reader in self._readers.items()
+        }
+        # Of 128 ranks that print at once nobody could see more.
+        limit = max(20, MAX_LINES // max(1, sum(bool(found.lines) for found in news.values())))
+        for number, found in news.items():
+            lines = found.lines[-limit:]
+            num_missing = found.num_missing + len(found.lines) - len(lines)
+            if num_missing:
+                text = f"… {num_missing:,} lines of rank {number} are in run.logs({number})"
+                self._append(None, text)
+            for line in lines:
+                self._append(number, line)
+        newest = {n: state.ranks[n].tail[-1] for n in self._readers if state.ranks[n].open_line}
+        if newest != self._open_lines:
+            self._open_lines = newest
+            self._newest_block().is_sent = False
+        while self._num_lines - len(self._blocks[0].lines) >= MAX_LINES if self._blocks else False:
+            self._num_lines -= len(self._blocks.popleft().lines)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose lines are shown."""
+        return tuple(self._readers)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was printed yet."""
+        return not self._blocks
+
+    @property
+    def block_numbers(self) -> range:
+        """The numbers of the blocks that the page should show."""
+        return range(self._num_blocks - len(self._blocks), self._num_blocks)
+
+    def next_block(self) -> LogBlock | None:
+        """Take the newest block that the page lacks, as sent; None where it has them all."""
+        after: LogBlock | None = None
+        for block in reversed(self._blocks):
+            if not block.is_sent:
+                before = self._block_before(block)
+                block.follows_gap = before is not None and not before.is_sent
+                block.is_sent = True
+                if after is not None and after.follows_gap:
+                    # The page has what comes before that one from now on.
+                    after.is_sent = False
+                return block
+            after = block
+        return None
+
+    def forget_sent(self) -> None:
+        """Send all blocks again: a page that shows another window has none of them."""
+        for block in self._blocks:
+            block.is_sent = False
+
+    def render(self, block: LogBlock) -> Markup:
+        """The lines of a block as HTML, those that have no end yet below the newest one's."""
+        lines = list(block.lines)
+        if block is self._blocks[-1]:
+            lines += self._open_lines.items()
+        groups = [element("div", "…", class_="na-gap")] if block.follows_gap else []
+        for rank, group in groupby(lines, key=lambda line: line[0]):
+            text = Markup("\n").join(ansi_to_markup(_cut(line)) for _, line in group)
+            # A parser drops a newline right after the tag, so an empty first line needs one more.
+            text = Markup("\n") + text if text.startswith("\n") else text
+            has_label = rank is not None and len(self._readers) > 1
+            label = element("span", str(rank), class_="na-tag", title=f"rank {rank}")
+            groups.append(
+                element(
+                    "div",
+                    label if has_label else "",
+                    element("pre", text),
+                    class_="na-lines" if rank is not None else "na-lines na-gap",
+                )
+            )
+        return join(groups)
+
+    def _append(self, rank: int | None, line: str) -> None:
+        block = self._newest_block()
+        if block.is_full:
+            block = self._add_block()
+        is_labelled = not block.lines or block.lines[-1][0] != rank
+        block.num_bytes += min(_markup_bytes(line), _LINE_BYTES) + _LABEL_BYTES * is_labelled
+        block.lines.append((rank, line))
+        block.is_sent = False
+        self._num_lines += 1
+
+    def _newest_block(self) -> LogBlock:
+        return self._blocks[-1] if self._blocks else self._add_block()
+
+    def _add_block(self) -> LogBlock:
+        if self._blocks and self._open_lines:
+            # The open lines move below the new block.
+            self._blocks[-1].is_sent = False
+        block = LogBlock(self._num_blocks)
+        self._num_blocks += 1
+        self._blocks.append(block)
+        return block
+
+    def _block_before(self, block: LogBlock) -> LogBlock | None:
+        index = block.number - self.block_numbers.start - 1
+        return self._blocks[index] if index >= 0 else None
+
+
+def _markup_bytes(line: str) -> int:
+    """About how many bytes a line takes as HTML in a message."""
+    num_special = sum(map(line.count, "<>&'\""))
+    return len(line.encode(errors="replace")) + 4 * num_special + _COLOUR_BYTES * line.count("\x1b")
+
+
+def _cut(line: str) -> str:
+    """The line, cut where it is so long that a page would stand still."""
+    text = line[:_LINE_CHARACTERS]
+    if _markup_bytes(text) > _LINE_BYTES:
+        text = shorten(strip_escapes(text), _LINE_BYTES)
+    return text if len(line) <= _LINE_CHARACTERS else f"{text}… ({len(line):,} characters)"

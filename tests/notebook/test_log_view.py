@@ -1,0 +1,101 @@
+"""The widgets of the log, without a page: what each message would say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from notebook_accel.launch import wire
+from notebook_accel.notebook.clicks import ClicksAfterTheCell
+from notebook_accel.notebook.log_view import LogView
+from tests.notebook.states import after, running
+from tests.notebook.test_markup import Tags
+
+
+def output(rank: int, text: str) -> wire.Output:
+    return wire.Output(rank=rank, text=text)
+
+
+def blocks(view: LogView) -> list[Any]:
+    """The widgets of the blocks, as the page lays them out."""
+    shown = [widget for widget in view._blocks.children if widget.value]
+    return sorted(shown, key=lambda widget: int(widget.layout.order))
+
+
+def text(view: LogView) -> str:
+    return "\n".join(Tags(widget.value).text for widget in blocks(view))
+
+
+def draw_all(view: LogView, state: Any) -> None:
+    while view.draw(state):
+        pass
+
+
+def test_new_lines_change_the_newest_block_alone() -> None:
+    state = after(running(1), output(0, "".join(f"line {n}\n" for n in range(250))))
+    view = LogView(state, ClicksAfterTheCell(None))
+    view.read(state)
+    draw_all(view, state)
+    assert text(view).splitlines() == [f"line {n}" for n in range(250)]
+    changed: list[Any] = []
+    for widget in view._blocks.children:
+        widget.observe(lambda change: changed.append(change["owner"]), names="value")
+    state = after(state, output(0, "line 250\n"))
+    view.read(state)
+    draw_all(view, state)
+    assert changed == [blocks(view)[-1]]
+    assert text(view).endswith("line 250")
+
+
+def test_widgets_are_used_again_and_lines_stay_in_order() -> None:
+    state = running(1)
+    view = LogView(state, ClicksAfterTheCell(None))
+    for start in range(0, 20_000, 500):
+        state = after(state, output(0, "".join(f"line {n}\n" for n in range(start, start + 500))))
+        view.read(state)
+        view.draw(state)
+    draw_all(view, state)
+    numbers = [int(line.split()[1]) for line in text(view).splitlines()]
+    assert numbers == list(range(numbers[0], 20_000))
+    assert len(numbers) >= 2000
+    assert len(view._blocks.children) <= 28
+
+
+def test_the_chosen_rank_is_shown_alone_and_then_all_again() -> None:
+    state = after(running(2), output(0, "zero\n"), output(1, "one\n"))
+    view = LogView(state, ClicksAfterTheCell(None))
+    view.read(state)
+    draw_all(view, state)
+    assert text(view) == "0zero1one"
+    view._filter.value = 1
+    draw_all(view, state)
+    assert text(view) == "one"
+    state = after(state, output(0, "more\n"))
+    view.read(state)
+    draw_all(view, state)
+    assert text(view) == "one"
+    view._filter.value = -1
+    draw_all(view, state)
+    assert text(view) == "0zero1one0more"
+
+
+def test_the_button_makes_a_box_that_starts_at_the_newest_line() -> None:
+    state = after(running(1), output(0, "a\n"))
+    view = LogView(state, ClicksAfterTheCell(None))
+    view.read(state)
+    view.draw(state)
+    before = view.box.children[-1]
+    view._follow.click()
+    view.draw(state)
+    assert view.box.children[-1] is not before
+    assert view.box.children[-1].children == (view._blocks,)
+
+
+def test_it_takes_no_room_before_anything_was_printed() -> None:
+    state = running(1)
+    view = LogView(state, ClicksAfterTheCell(None))
+    view.draw(state)
+    assert "na-empty" in view.box._dom_classes
+    state = after(state, output(0, "a\n"))
+    view.read(state)
+    view.draw(state)
+    assert "na-empty" not in view.box._dom_classes

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from notebook_accel.launch import wire
+from notebook_accel.notebook.log_window import MAX_LINES, LogWindow
+from notebook_accel.notebook.markup import message_bytes
+from tests.notebook.states import after, running
+from tests.notebook.test_markup import HOSTILE, Tags
+
+
+def output(rank: int, text: str, skipped: int = 0) -> wire.Output:
+    return wire.Output(rank=rank, text=text, skipped=skipped)
+
+
+def send_all(window: LogWindow) -> dict[int, str]:
+    """The HTML of every block that the page lacks, by number."""
+    sent = {}
+    while (block := window.next_block()) is not None:
+        sent[block.number] = str(window.render(block))
+    return sent
+
+
+def test_a_page_is_sent_only_what_it_lacks() -> None:
+    window = LogWindow([0])
+    state = after(running(1), output(0, "".join(f"line {n}\n" for n in range(150))))
+    window.read(state)
+    first = send_all(window)
+    assert list(first) == [1, 0]
+    assert "line 99" in first[0]
+    window.read(state)
+    assert send_all(window) == {}
+    window.read(after(state, output(0, "one more\n")))
+    second = send_all(window)
+    assert list(second) == [1]
+    assert "one more" in second[1]
+
+
+def test_two_thousand_lines_are_there_and_in_order() -> None:
+    window = LogWindow([0])
+    state = running(1)
+    for start in range(0, 5000, 500):
+        state = after(state, output(0, "".join(f"line {n}\n" for n in range(start, start + 500))))
+        window.read(state)
+    blocks = send_all(window)
+    assert sorted(blocks) == list(window.block_numbers)
+    text = Tags("\n".join(blocks[number] for number in sorted(blocks))).text
+    numbers = [int(line.split()[1]) for line in text.splitlines() if line]
+    assert numbers == list(range(numbers[0], 5000))
+    assert len(numbers) >= MAX_LINES
+
+
+def test_of_several_ranks_each_line_says_whose_it_is() -> None:
+    window = LogWindow([0, 1])
+    window.read(after(running(2), output(0, "a\nb\n"), output(1, "c\n")))
+    (block,) = send_all(window).values()
+    page = Tags(block)
+    assert page.text == "0a\nb1c"
+    assert [value for name, value in page.attributes if name == "title"] == ["rank 0", "rank 1"]
+    window = LogWindow([1])
+    window.read(after(running(2), output(0, "a\n"), output(1, "c\n")))
+    (block,) = send_all(window).values()
+    assert Tags(block).text == "c"
+
+
+def test_a_line_without_an_end_is_shown_below_the_others_until_it_has_one() -> None:
+    window = LogWindow([0, 1])
+    state = after(running(2), output(0, "half"), output(1, "whole\n"))
+    window.read(state)
+    assert Tags(send_all(window)[0]).text == "1whole0half"
+    window.read(after(state, output(0, " and half\n")))
+    assert Tags(send_all(window)[0]).text == "1whole0half and half"
+
+
+def test_an_empty_first_line_stays() -> None:
+    window = LogWindow([0])
+    window.read(after(running(1), output(0, "\nb\n")))
+    assert "<pre>\n\nb</pre>" in send_all(window)[0]
+
+
+def test_what_the_state_lacks_is_named() -> None:
+    window = LogWindow([0])
+    window.read(after(running(1), output(0, "x\n", skipped=1234)))
+    assert "1,234 lines of rank 0 are in run.logs(0)" in Tags(send_all(window)[0]).text
+
+
+def test_in_a_flood_the_newest_lines_come_first_and_a_gap_is_marked_until_it_is_filled() -> None:
+    window = LogWindow([0])
+    state = after(running(1), output(0, "x\n" * 100))
+    window.read(state)
+    assert window.next_block() is not None
+    window.read(after(state, output(0, "y\n" * 250)))
+    newest = window.next_block()
+    assert newest is not None
+    assert newest.number == 3
+    assert "…" in window.render(newest)
+    rest = send_all(window)
+    assert list(rest) == [2, 3, 1]
+    assert not [number for number in (1, 3) if "…" in rest[number]]
+    assert "…" not in window.render(newest)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [HOSTILE, "x" * 1_000_000, "<" * 9999, '"\\' * 999, "語" * 5000, "\x1b[31mx\x1b[0m" * 900],
+)
+def test_a_block_fits_into_a_message_whatever_ranks_print(line: str) -> None:
+    window = LogWindow([0, 1])
+    state = running(2)
+    for _ in range(30):
+        state = after(state, output(0, line + "\n"), output(1, line + "\n"))
+        window.read(state)
+    blocks = send_all(window)
+    assert max(map(message_bytes, blocks.values())) < 20_000
+    page = Tags("".join(blocks.values()))
+    assert set(page.tags) <= {"div", "pre", "span"}
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+
+
+def test_a_long_line_says_how_long_it_is() -> None:
+    window = LogWindow([0])
+    window.read(after(running(1), output(0, "x" * 3_500 + "\n")))
+    assert "x… (3,500 characters)" in Tags(send_all(window)[0]).text
+
+
+def test_reading_a_flood_of_many_ranks_takes_a_fraction_of_the_time_between_two_updates() -> None:
+    state = running(128)
+    for rank in range(128):
+        state = after(state, output(rank, "line of output\n" * 400))
+    window = LogWindow(range(128))
+    began = time.process_time()
+    window.read(state)
+    assert time.process_time() - began < 0.05
