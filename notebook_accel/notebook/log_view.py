@@ -26,8 +26,8 @@ __all__ = ["LogView", "close_widget"]
 
 # For 2,000 lines, where lines are short; blocks of long lines have fewer.
 _MAX_WIDGETS = 24
-# What may be sent at a time, beside the panel itself.
-_BYTES_A_DRAW = 6_000
+# One block at a time, and a second one where the first was small.
+_BYTES_A_DRAW = 2_000
 _ALL_RANKS = -1
 
 
@@ -136,10 +136,13 @@ class LogView:
             markup = str(self._window.render(block))
             num_bytes += message_bytes(markup)
             self._show(block.number, markup)
+        if num_bytes >= _BYTES_A_DRAW:
+            return True
+        # Blocks that the window has dropped; in a flood their widgets are used again instead.
         for index, number in list(self._shown.items()):
             if number < numbers.start:
                 self._clear(index)
-        return num_bytes >= _BYTES_A_DRAW
+        return False
 
     def _show(self, number: int, markup: str) -> None:
         # Blocks stand in the page's own order too, for screen readers and for copied text, but

@@ -73,6 +73,8 @@ class LogWindow:
         self._blocks: deque[LogBlock] = deque()
         self._num_blocks = 0
         self._num_lines = 0
+        # Whether the page lacks the block before the oldest one here.
+        self._has_dropped_unsent = False
         # Lines without an end yet, by rank: shown below all others.
         self._open_lines: dict[int, str] = {}
 
@@ -95,8 +97,10 @@ class LogWindow:
         if newest != self._open_lines:
             self._open_lines = newest
             self._newest_block().is_sent = False
-        while self._num_lines - len(self._blocks[0].lines) >= MAX_LINES if self._blocks else False:
-            self._num_lines -= len(self._blocks.popleft().lines)
+        while self._blocks and self._num_lines - len(self._blocks[0].lines) >= MAX_LINES:
+            dropped = self._blocks.popleft()
+            self._num_lines -= len(dropped.lines)
+            self._has_dropped_unsent = not dropped.is_sent
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -118,8 +122,9 @@ class LogWindow:
         after: LogBlock | None = None
         for block in reversed(self._blocks):
             if not block.is_sent:
-                before = self._block_before(block)
-                block.follows_gap = before is not None and not before.is_sent
+                index = block.number - self.block_numbers.start
+                before = self._blocks[index - 1] if index else None
+                block.follows_gap = not before.is_sent if before else self._has_dropped_unsent
                 block.is_sent = True
                 if after is not None and after.follows_gap:
                     # The page has what comes before that one from now on.
@@ -176,10 +181,6 @@ class LogWindow:
         self._num_blocks += 1
         self._blocks.append(block)
         return block
-
-    def _block_before(self, block: LogBlock) -> LogBlock | None:
-        index = block.number - self.block_numbers.start - 1
-        return self._blocks[index] if index >= 0 else None
 
 
 def _markup_bytes(line: str) -> int:
