@@ -1,4 +1,10 @@
-"""Which prepared loader is being iterated now, and where it stands."""
+"""Which prepared loader is being iterated now, and where it stands.
+
+Accumulation (is this the last batch?), ``gather_for_metrics`` (how many samples are repeats?) and
+checkpoints ask here. Loops nest (an evaluation within an epoch) and are left in the middle, so the
+passes form a stack: a pass comes on top whenever it gives a batch, and leaves it when its iterator
+ends, is closed, or is collected.
+"""
 
 from __future__ import annotations
 

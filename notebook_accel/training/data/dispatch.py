@@ -1,5 +1,13 @@
 """Loaders whose data rank 0 alone reads.
 
+::
+
+    rank 0: _lead     read a round -> divide (rounds) -> header to all, buffers scattered
+    others: _follow   header -> room for the buffer -> scattered into -> this rank's part
+
+Invariant: each rank takes part in the same collectives a round, whatever it gets of it: a header
+that says that there is no more, or that reading failed, is what ends the pass for the others.
+
 A round is sent as one header (the structure of each rank's batch, with what is not a tensor) and
 one buffer a rank, which holds its tensors.
 """
@@ -118,6 +126,8 @@ class DataLoaderDispatcher(PreparedLoader):
                 yield dealt.parts[0]
 
     def _follow(self, position: Position) -> Iterator[Part]:
+        # The header is pickled by rank 0, a member of the same group: what it holds is trusted as
+        # much as that rank's code is.
         while True:
             (packed,) = broadcast_object_list([None])
             header = pickle.loads(packed)

@@ -1,4 +1,9 @@
-"""Results of a batch from all ranks, without those of repeated samples."""
+"""Results of a batch from all ranks, without those of repeated samples.
+
+What was repeated to fill the last round up stands behind all that is real, so that joined in order
+of the ranks the first ``LastRound.real`` rows are the samples. Where ranks have batches of
+different sizes, each cuts its own repeats first, and the rest is joined by its length.
+"""
 
 from __future__ import annotations
 

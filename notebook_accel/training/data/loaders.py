@@ -1,5 +1,11 @@
 """Prepared loaders: torch DataLoaders whose batches are this rank's, and lie on its device.
 
+One pass, from the samples to the loop::
+
+    sampler (this rank's part) -> _IndexSource (from batch n on) -> torch's own iterator, workers
+      -> _read: batches as the dataset made them
+      -> _give: one ahead, moved to the device, Position kept -> the loop
+
 The pass runs one batch ahead of the loop, so that the last batch is known to be the last while
 the loop has it (:class:`~notebook_accel.training.data.active.Position`). What a pass costs beyond
 torch's own is a few attribute reads a batch: everything that can be is decided at its start.
@@ -91,7 +97,10 @@ class _Progress:
 
 
 class _IndexSource:
-    """What torch's iterators read: the loader's sampler, from batch ``start`` on."""
+    """What torch's iterators read: the loader's sampler, from batch ``start`` on.
+
+    So a resumed epoch runs through the indices of what it skips, and loads none of it.
+    """
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -302,6 +311,8 @@ class PreparedLoader(DataLoader[Any]):
         return super().__len__()
 
     def __iter__(self) -> Any:
+        # In this order: the restored states are shared next, and the states that a checkpoint in
+        # the middle of this pass will keep are those from which its order was drawn.
         start = self._restore()
         self._synchronize()
         self._progress.generators = self._generator_states()
@@ -326,7 +337,11 @@ class PreparedLoader(DataLoader[Any]):
         return int(restored["given"]) if skip is None else skip
 
     def _synchronize(self) -> None:
-        """Give every rank rank 0's random states, so that all run through the same order."""
+        """Give every rank rank 0's random states, so that all run through the same order.
+
+        Every rank of the world, not of the data group alone: ranks that hold one model together
+        must read the same samples.
+        """
         if num_ranks() == 1:
             return
         for rng_type in self.rng_types:
@@ -340,7 +355,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def _get_iterator(self) -> Any:
         # Torch draws the base seed of the workers from the loader's generator, alike on all
-        # ranks once it is synchronized: the ranks would then augment their samples alike.
+        # ranks once it is synchronized: the ranks would then augment their samples alike. Each
+        # share of the data gets a seed of its own, which ranks that read the same share agree on.
         own = self.generator
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=own))
         seed += self._options.process_index * _SPREAD
@@ -365,11 +381,17 @@ class PreparedLoader(DataLoader[Any]):
         count, active = context.count_batch, active_loaders(context)
         stack, total, receive = active.stack, self._count_total(), self._receiver(position)
         position.loader = self
+        # The loop has `batch` while `following` is read already: that there is none says that
+        # the batch at hand is the last, which is what closes a window of accumulation and cuts
+        # repeated samples. `finally` runs also where the loop breaks out, so that a pass which
+        # nobody follows any more never answers for the loader that does run.
         try:
             batch = next(source, _NONE)
             if batch is not _NONE and receive is not None:
                 batch = receive(batch)
             for following in source:
+                # Before the batch is given: a stop that was asked for leaves here, on all ranks
+                # at the same count.
                 count(total)
                 if not stack or stack[-1] is not position:
                     active.put_on_top(position)

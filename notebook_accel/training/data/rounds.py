@@ -1,5 +1,11 @@
 """How the batches that one rank has read are divided over all of them.
 
+::
+
+    rank 0 reads    [0 1 2] [3 4 5]   [6 7 8] [9]
+                     rank 0  rank 1    joined: 6 7 8 9 -> rank 0: 6 7, rank 1: 8 9
+                    alike: as they are
+
 Where the batches of a round are alike, each goes whole to its rank. Else they are joined, filled
 up from the first batch of the pass and divided evenly; those that don't join, and those of a
 user's own batch sampler, stay whole.
@@ -64,6 +70,7 @@ class RoundDealer:
             ConfigError: a batch that has to be divided has no rows.
         """
         while batches := [*itertools.islice(raw, self.batches_a_round)]:
+            # A round that lacks batches is dropped whole, as the samplers do.
             if len(batches) < self.batches_a_round and self.drop_last:
                 return
             if self.first is None:
@@ -78,6 +85,7 @@ class RoundDealer:
         is_joined = None not in sizes and (self.batches_a_round == 1 or not self.keeps_batches)
         joined = _try_to_join(batches) if is_joined else None
         rows = None if joined is None else count_rows(joined)
+        # More rows than samples: a collate function made several of one, which would be parted.
         if rows is None or rows > self._most_rows:
             return self._deal_whole(batches)
         if self.is_uneven:

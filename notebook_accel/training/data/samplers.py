@@ -1,8 +1,19 @@
 """Which samples each rank gets.
 
 Every rank runs through the whole order and takes its own part of each *round*, the batches that
-the ranks work on at the same step. The last round may lack samples: it is filled up from the
-start of the data, is dealt out as it is, or is dropped.
+the ranks work on at the same step. With 2 ranks, 8 samples and batches of 3::
+
+    order    0 1 2 | 3 4 5     6 7 . | . . .
+             rank 0  rank 1    rank 0  rank 1
+             first round       last round: lacks 4 samples
+
+The last round is filled up from the start of the data (``6 7 0`` and ``1 2 3``), is dealt out as
+it is, or is dropped. What was repeated stands behind all that is real, in order of the ranks:
+``gather_for_metrics`` cuts it off by that, from what :class:`LastRound` says.
+
+No rank tells another what it reads, so this holds only while the order is the same everywhere:
+loaders see to it as a pass begins. "Ranks" here are shares of the data: ranks that hold one model
+together read the same share, and count as one in ``num_processes`` and ``process_index``.
 
 The batches of torch's own ``BatchSampler`` are nothing but its samples in groups, so a round is
 filled up sample by sample. The batches of a user's own batch sampler may have a meaning (images
@@ -56,6 +67,8 @@ class TailBatch(NamedTuple):
     last_round: LastRound
 
 
+# A sample of an iterable dataset's last round. The dataset may run in a worker process, so what
+# it knows of the round can reach the loader with the samples alone.
 class _TailSample(NamedTuple):
     sample: Any
     last_round: LastRound
@@ -132,6 +145,8 @@ class BatchSamplerShard(BatchSampler):
                 "split_batches out"
             )
         share = share_of(self.batch_size or 0, num_processes, split_batches)
+        # Samples a round, and which of them are this rank's. Without a batch size (a user's own
+        # batch sampler) both are empty, and whole batches are dealt instead.
         self._capacity = share * num_processes
         self._mine = slice(share * process_index, share * (process_index + 1))
 
@@ -182,6 +197,7 @@ class BatchSamplerShard(BatchSampler):
             return length_of(self.batch_sampler)
         if self._deals_samples:
             whole, rest = divmod(self._num_samples, self._capacity)
+            # Of an uneven last round this rank has something once those before it are served.
             needed = self._mine.start
         elif self.split_batches:
             return length_of(self.batch_sampler)
@@ -200,6 +216,7 @@ class BatchSamplerShard(BatchSampler):
 
     def _deal_samples(self) -> Iterator[list[Any]]:
         capacity, mine = self._capacity, self._mine
+        # The samples come from the sampler itself: what its batch sampler skips is skipped here.
         samples = itertools.islice(self.sampler, self._num_skipped, None)
         first = samples_of_round = [*itertools.islice(samples, capacity)]
         while len(samples_of_round) == capacity:
@@ -209,6 +226,7 @@ class BatchSamplerShard(BatchSampler):
             return
         filled = _fill(samples_of_round, first, capacity) if self.even_batches else samples_of_round
         batch = filled[mine]
+        # Before the yield: the loader asks for it while the loop has the batch.
         self.last_round = LastRound(len(samples_of_round), len(batch), len(samples_of_round[mine]))
         if batch:
             yield batch
@@ -256,6 +274,7 @@ class BatchSamplerShard(BatchSampler):
             rows = len(batch) if isinstance(batch, Sized) else None
             is_repeated = self.process_index >= num_batches
             kept = 0 if is_repeated else 1 if rows is None else rows
+            # Batches may differ in size, so that no rank knows how many samples all have: -1.
             self.last_round = LastRound(-1, rows, kept)
             yield batch
 
@@ -324,6 +343,7 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
+        # A generator made anew each time: an order that was begun and left is the same again.
         epoch = self.epoch
         seeded = torch.Generator().manual_seed(_as_seed(self.initial_seed + epoch))
         order = RandomSampler(
@@ -409,6 +429,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         samples, capacity, mine = iter(self.dataset), self._capacity, self._mine
         samples_of_round = [*itertools.islice(samples, capacity)]
+        # The first round is kept only where it may be needed: a sample can be large.
         fills = self.even_batches and not self.drop_last
         first = samples_of_round if fills else []
         while len(samples_of_round) == capacity:
