@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from notebook_accel.launch.control.export import script_of
 from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.stores import MetricStore, RunFolder
 from notebook_accel.launch.engines import engine_named
-from notebook_accel.launch.engines.base import Job, Opening, PreparedCall, Start
+from notebook_accel.launch.engines.base import Job, Opening, PreparedCall, Start, begin_call
 from notebook_accel.launch.payload import notebook_state
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.transport.packet import pack
@@ -24,13 +25,14 @@ from notebook_accel.launch.view import GuardedView, View
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.engines.base import RankPlan
     from notebook_accel.launch.payload import CellSource
 
-__all__ = ["launch"]
+__all__ = ["Session", "launch"]
 
 _WAIT_SECONDS = 0.05
 _KILL_SECONDS = 10.0
@@ -117,6 +119,140 @@ def launch(
     return run
 
 
+class Session:
+    """Ranks that stay between calls: each call finds in them what the ones before it left.
+
+    Its ranks end with :meth:`close`, or with this process. After a call that did not return on
+    every rank the ranks leave their process group; the next one makes it anew.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: LaunchConfig,
+        view: View | None = None,
+        name: str = "session",
+        imports: Sequence[str] = (),
+    ) -> None:
+        """Start the ranks. Calls may be sent at once; they begin when the ranks are ready.
+
+        Args:
+            config: how to launch.
+            view: shows that the ranks come, if that takes long; each call has a view of its own.
+            name: what the person calls the session.
+            imports: modules that each rank imports first.
+
+        Raises:
+            ConfigError: the engine has no ranks that could stay, or there are more ranks than
+                accelerators.
+            LaunchError: the ranks could not be started.
+        """
+        preflight.check_platform()
+        start = Start(
+            name=name,
+            config=config,
+            environment=_environment(config),
+            view=GuardedView(view or View()),
+            imports=tuple(imports),
+        )
+        engine = engine_named(config.engine)
+        engine.warm_up(start)
+        plan = engine.plan_ranks(start)
+        preflight.check_machine(config, plan.world_size)
+        self._start = start
+        self._folder = RunFolder.make()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._folder.remove)
+            self._folder.make_logs(plan.world_size)
+            message = _launch_message(start, plan, run=self._folder.id)
+            with held():
+                self._pool = engine.start(start, plan, message, log_dir=self._folder.path)
+                self._pool.start()
+            undo.pop_all()
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        view: View,
+        sources: Sequence[CellSource] = (),
+        block: bool = True,
+        timeout: float | None = None,
+        notices: Sequence[str] = (),
+    ) -> Run:
+        """Call ``function(*args, **kwargs)`` on every rank.
+
+        The arguments are those of :func:`launch`.
+
+        Raises:
+            LaunchError: another call goes on, or a rank has ended; the message says what to do.
+            WorkerError, RunStopped, TimeoutError: as ``Run.wait``, with ``block``.
+        """
+        view = GuardedView(view)
+        preflight.check_wait(block=block, timeout=timeout)
+        preflight.check_call(function, args, kwargs)
+        self._pool.check_free()
+        job = Job(
+            function=function,
+            args=tuple(args),
+            kwargs=dict(kwargs or {}),
+            name=getattr(function, "__name__", type(function).__name__),
+            config=self._start.config,
+            environment=self._start.environment,
+            sources=tuple(sources),
+            view=view,
+            timeout=timeout,
+            advise=False,
+        )
+        world_size = len(self._pool.processes)
+        with _opening(job, _pack(job), world_size, notices, session=self._folder) as opening:
+            assert opening.call is not None
+            begin_call(self._pool, job, opening, opening.call, last=False)
+        if block:
+            with _kept_for_its_error(opening.run):
+                _wait(opening.run, view)
+        return opening.run
+
+    @property
+    def status(self) -> str:
+        """ "starting", "ready", "busy" (in a call), "broken" (a rank has ended) or "ended"."""
+        if self._pool.ended.is_set():
+            return "ended"
+        processes = {process.status for process in self._pool.processes}
+        if "ended" in processes:
+            return "broken"
+        if self._pool.is_in_call:
+            return "busy"
+        return "starting" if "starting" in processes else "ready"
+
+    @property
+    def processes(self) -> tuple[state.ProcessState, ...]:
+        """What is known of each rank's process, in the order of the ranks."""
+        return self._pool.processes
+
+    @property
+    def log_dir(self) -> Path:
+        """Folder with a file of all output for each rank."""
+        return self._folder.path
+
+    def stacks(self, rank: int | None = None) -> str:
+        """Where each rank's Python stands now."""
+        return "\n".join(f"rank {rank}\n{text}" for rank, text in self._pool.stacks(rank))
+
+    def close(self, grace: float = 10.0) -> None:
+        """End the ranks, after the call that they are in; at once after ``grace`` seconds."""
+        self._pool.leave()
+        if not self._pool.ended.wait(grace):
+            self.kill()
+
+    def kill(self) -> None:
+        """End the ranks and all that they started, now."""
+        self._pool.kill()
+        self._pool.ended.wait(_KILL_SECONDS)
+
+
 def _open(job: Job, notices: list[str]) -> Run:
     engine = engine_named(job.config.engine)
     if engine.needs_payload:
@@ -125,9 +261,36 @@ def _open(job: Job, notices: list[str]) -> Run:
     engine.warm_up(job)
     plan = engine.plan_ranks(job)
     preflight.check_machine(job.config, plan.world_size)
-    folder = RunFolder.make()
+    with _opening(job, packed, plan.world_size, (*notices, *plan.notices)) as opening:
+        message = None
+        if packed is not None:
+            message = _launch_message(job, plan, run=opening.folder.id)
+        engine.open(job, replace(opening, plan=plan, launch=message))
+    return opening.run
+
+
+@contextlib.contextmanager
+def _opening(
+    job: Job,
+    packed: payload.PackedCall | None,
+    world_size: int,
+    notices: Sequence[str],
+    session: RunFolder | None = None,
+) -> Iterator[Opening]:
+    """A run with its folder, for a block that begins it; where it does not, nothing is left.
+
+    Args:
+        job: what is called.
+        packed: it, packed; None where nothing is sent.
+        world_size: number of ranks.
+        notices: lines for the person that are known already.
+        session: the folder of the session whose ranks are called.
+    """
+    folder = RunFolder.make(remove_old=session is None)
     with contextlib.ExitStack() as undo:
         undo.callback(folder.remove)
+        if session is not None:
+            folder.link_logs(session, world_size)
         metrics = MetricStore(folder.path)
         undo.callback(metrics.close)
         run = Run(
@@ -136,38 +299,29 @@ def _open(job: Job, notices: list[str]) -> Run:
             folder=folder,
             metrics=metrics,
             view=job.view,
-            source=partial(_script, job, plan.world_size),
+            source=partial(_script, job, world_size),
         )
-        launch_message = call = None
+        call = None
         if packed is not None:
-            notices = [*notices, *packed.notices]
-            launch_message = _launch_message(job, plan, run=folder.id)
+            notices = [*packed.notices, *notices]
             call = _prepare_call(packed, advise=job.advise)
         first = state.starting(
             run=folder.id,
             name=job.name,
-            world_size=plan.world_size,
+            world_size=world_size,
             started=time.time(),
-            notices=(*notices, *plan.notices),
+            notices=tuple(notices),
+            session="" if session is None else session.id,
         )
-        opening = Opening(
-            run=run,
-            plan=plan,
-            state=first,
-            folder=folder,
-            metrics=metrics,
-            launch=launch_message,
-            call=call,
-        )
+        opening = Opening(run=run, state=first, folder=folder, metrics=metrics, call=call)
         try:
             with _kept_for_its_error(run):
-                engine.open(job, opening)
+                yield opening
         finally:
             if run.has_begun:
                 undo.pop_all()
             for fd in call.fds if call is not None else ():
                 os.close(fd)
-    return run
 
 
 @contextlib.contextmanager

@@ -319,11 +319,18 @@ class Run:
         """
         if rank is not None:
             self._check_rank(rank)
-            return self._folder.read_log(rank % len(self))
+            return self._read_log(rank % len(self))
         return "".join(self._labelled(rank) for rank in range(len(self)))
 
+    def _read_log(self, rank: int) -> str:
+        if not self.state.session:
+            return self._folder.read_log(rank)
+        # The files have what other calls of the session printed too.
+        part = self.state.ranks[rank]
+        return self._folder.read_log(rank, part.log_start or 0, part.log_end)
+
     def _labelled(self, rank: int) -> str:
-        text = self._folder.read_log(rank)
+        text = self._read_log(rank)
         # Not splitlines(): a form feed ends no line.
         lines = text.removesuffix("\n").split("\n") if text else []
         return "".join(f"[rank {rank}] {line}\n" for line in lines)

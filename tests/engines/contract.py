@@ -18,7 +18,7 @@ import pytest
 
 from notebook_accel import LaunchError, RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.launcher import Session, launch
 from notebook_accel.launch.run import Run, runs
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
@@ -583,6 +583,198 @@ class EngineContract:
         both = [self.launch(train, number, block=False) for number in range(3)]
         assert [run.results for run in both] == [[0, 0], [1, 1], [2, 2]]
 
+    # ---- sessions --------------------------------------------------------------------------
+
+    @pytest.fixture
+    def session(self) -> Iterator[Session]:
+        """Two ranks that stay between calls."""
+        config = LaunchConfig(engine=self.engine, num_processes=2, devices="cpu")
+        session = Session(config=config)
+        yield session
+        session.close()
+        assert session.status == "ended"
+
+    def test_two_calls_in_the_same_ranks(self, session: Session) -> None:
+        def first(start: int) -> tuple[int, int]:
+            import __main__
+            from notebook_accel import Accelerator
+
+            accelerator = Accelerator()
+            print("first")
+            __main__.kept = [start]  # type: ignore[attr-defined]
+            return os.getpid(), accelerator.num_processes
+
+        def second() -> tuple[int, list[int], list[int]]:
+            import torch
+
+            import __main__
+            from notebook_accel import Accelerator
+
+            accelerator = Accelerator()
+            print("second")
+            ranks = accelerator.gather(torch.tensor([accelerator.process_index]))
+            return os.getpid(), __main__.kept, ranks.tolist()  # type: ignore[attr-defined]
+
+        one = session.call(first, (7,), view=View())
+        two = session.call(second, view=View())
+        assert [size for _, size in one] == [2, 2]
+        assert [kept for _, kept, _ in two] == [[7], [7]]
+        assert [ranks for _, _, ranks in two] == [[0, 1], [0, 1]]
+        pids = [pid for pid, _ in one]
+        assert pids == [pid for pid, _, _ in two] == one.pids == two.pids
+        assert (one.status, two.status, session.status) == ("succeeded", "succeeded", "ready")
+        assert (one.logs(), two.logs()) == (
+            "[rank 0] first\n[rank 1] first\n",
+            "[rank 0] second\n[rank 1] second\n",
+        )
+
+    def test_a_call_in_which_one_rank_raises_is_followed_by_a_good_one(
+        self, session: Session
+    ) -> None:
+        def meet(what: str) -> int:
+            import torch
+
+            from notebook_accel import Accelerator
+
+            accelerator = Accelerator()
+            if what == "raise" and accelerator.process_index == 1:
+                raise ValueError("bad cell")
+            total = accelerator.reduce(torch.tensor([accelerator.process_index + 1]))
+            return int(total)
+
+        assert session.call(meet, ("go",), view=View()).results == [3, 3]
+        for _ in range(2):
+            with pytest.raises(WorkerError) as caught:
+                session.call(meet, ("raise",), view=View())
+            assert (caught.value.rank, caught.value.ranks) == (1, [1])
+            assert isinstance(caught.value.__cause__, ValueError)
+            assert session.status == "ready"
+            assert session.call(meet, ("go",), view=View()).results == [3, 3]
+
+    def test_plain_groups_after_a_call_that_failed(self, session: Session) -> None:
+        def meet(raises: bool) -> float:
+            import torch
+            import torch.distributed as dist
+
+            if not dist.is_initialized():
+                dist.init_process_group("gloo")
+            if raises and dist.get_rank() == 0:
+                raise KeyError("rank 0, whose store the others use")
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            return float(total)
+
+        assert session.call(meet, (False,), view=View()).results == [2.0, 2.0]
+        with pytest.raises(WorkerError) as caught:
+            session.call(meet, (True,), view=View())
+        assert caught.value.ranks == [0]
+        assert session.call(meet, (False,), view=View()).results == [2.0, 2.0]
+
+    @pytest.mark.parametrize("where", ["in Python", "in a collective", "in collectives, for ever"])
+    def test_a_call_that_is_interrupted_is_followed_by_a_good_one(
+        self, session: Session, where: str, tmp_path: Path
+    ) -> None:
+        def meet(where: str, folder: str) -> int:
+            import torch
+
+            import __main__
+            from notebook_accel import Accelerator
+
+            accelerator = Accelerator()
+            __main__.kept = 5  # type: ignore[attr-defined]
+            Path(folder, os.environ["RANK"]).touch()
+            if where == "in Python" or (
+                where == "in a collective" and accelerator.process_index == 1
+            ):
+                time.sleep(600)
+            if where == "in collectives, for ever":
+                _talk_for_ever()
+            return int(accelerator.reduce(torch.tensor([1])))
+
+        def kept() -> int:
+            import __main__
+
+            return __main__.kept  # type: ignore[attr-defined,no-any-return]
+
+        both = [tmp_path / "0", tmp_path / "1"]
+        with pytest.raises(KeyboardInterrupt) as caught:  # noqa: SIM117
+            with _interrupts_when(lambda: all(path.exists() for path in both)):
+                session.call(meet, (where, str(tmp_path)), view=View())
+        assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
+        assert session.status == "ready"
+        assert session.call(kept, view=View()).results == [5, 5]
+        assert session.call(meet, ("go", str(tmp_path)), view=View()).results == [2, 2]
+
+    def test_ranks_that_wait_in_the_store_for_one_that_failed(self, session: Session) -> None:
+        def meet(raises: bool) -> int:
+            from notebook_accel import Accelerator
+
+            if raises and os.environ["RANK"] == "1":
+                raise ValueError("before the group is made")
+            return Accelerator().num_processes
+
+        with pytest.raises(WorkerError) as caught:
+            session.call(meet, (True,), view=View())
+        assert 1 in caught.value.ranks
+        assert session.call(meet, (False,), view=View()).results == [2, 2]
+
+    def test_a_stop_ends_the_call_and_keeps_the_session(self, session: Session) -> None:
+        def loop() -> int:
+            from notebook_accel.launch import rank
+
+            while not rank.current().should_stop():
+                rank.current().count_step()
+                time.sleep(0.001)
+            return os.getpid()
+
+        for _ in range(2):
+            run = session.call(loop, view=View(), block=False)
+            eventually(lambda run=run: run.state.ranks[0].steps > 3, within=BUSY, what="it runs")  # type: ignore[misc]
+            with pytest.raises(LaunchError, match="still in a call"):
+                session.call(loop, view=View())
+            run.stop()
+            assert run.wait(BUSY).results == run.pids
+            assert run.status == "stopped"
+        assert session.status == "ready"
+
+    def test_an_interrupt_between_calls_does_nothing(self, session: Session) -> None:
+        pids = session.call(os.getpid, view=View()).results
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
+        assert session.call(os.getpid, view=View()).results == pids
+
+    def test_a_rank_that_dies_between_calls_is_noticed(self, session: Session) -> None:
+        pids = session.call(os.getpid, view=View()).results
+        os.kill(pids[1], signal.SIGKILL)
+        eventually(lambda: session.status == "broken", within=SOON, what="it is noticed")
+        with pytest.raises(LaunchError, match=r"rank 1 was killed by SIGKILL.*start them again"):
+            session.call(os.getpid, view=View())
+
+    def test_a_rank_that_dies_in_a_call(self, session: Session) -> None:
+        def die() -> None:
+            _join_group()
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            _talk_for_ever()
+
+        with pytest.raises(WorkerError) as caught:
+            session.call(die, view=View())
+        assert (caught.value.rank, caught.value.signal) == (1, "SIGKILL")
+        assert session.status == "broken"
+
+    def test_a_killed_call_ends_the_session(self, session: Session) -> None:
+        def hold() -> None:
+            _hold_the_gil()
+
+        run = session.call(hold, view=View(), block=False)
+        eventually(lambda: run.status == "running", within=BUSY, what="it runs")
+        run.kill()
+        with pytest.raises(RunStopped):
+            run.wait(BUSY)
+        eventually(lambda: session.status == "ended", within=CLEAN, what="its ranks are gone")
+        with pytest.raises(LaunchError, match="start them again"):
+            session.call(hold, view=View())
+
     # ---- the kernel goes -------------------------------------------------------------------
 
     @pytest.mark.parametrize("forked", [False, True])
@@ -607,6 +799,20 @@ class EngineContract:
                 os.kill(child, signal.SIGKILL)
         assert len(ours) >= 6
 
+    def test_a_kernel_killed_between_calls_leaves_nobody(self, tmp_path: Path) -> None:
+        import subprocess
+
+        script = _SESSION_KERNEL.format(
+            prelude=self.prelude, engine=self.engine, folder=str(tmp_path)
+        )
+        kernel = subprocess.Popen([sys.executable, "-c", script])
+        eventually((tmp_path / "idle").exists, within=30, what="the session waits")
+        ours = [process.pid for process in below(kernel.pid)]
+        os.kill(kernel.pid, signal.SIGKILL)
+        kernel.wait()
+        eventually(lambda: gone(ours), within=3, what="nothing of ours is left")
+        assert len(ours) >= 6
+
     def test_launch_error_when_the_template_dies_while_forking(self) -> None:
         source = template()
         source.wait_until_ready()
@@ -621,7 +827,7 @@ class EngineContract:
 _KERNEL = """
 import ctypes, os, pathlib, subprocess, sys, time
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.launcher import Session, launch
 from notebook_accel.launch.view import View
 {prelude}
 folder = pathlib.Path({folder!r})
@@ -640,6 +846,24 @@ if {forked}:
     if not child:
         time.sleep(600)
     (folder / "child").write_text(str(child))
+time.sleep(600)
+"""
+
+
+_SESSION_KERNEL = """
+import os, pathlib, subprocess, time
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import Session
+from notebook_accel.launch.view import View
+{prelude}
+folder = pathlib.Path({folder!r})
+os.environ["NOTEBOOK_ACCEL_RUNS"] = str(folder / "runs")
+def begin():
+    import subprocess
+    subprocess.Popen(["setsid", "sleep", "600"])
+session = Session(config=LaunchConfig(engine={engine!r}, num_processes=2, devices="cpu"))
+session.call(begin, view=View())
+(folder / "idle").touch()
 time.sleep(600)
 """
 

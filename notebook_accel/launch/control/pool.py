@@ -37,7 +37,7 @@ from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.launch.transport.scoreboard import StopPoint, leave_after
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from notebook_accel.launch.control.agent_link import AgentLink
@@ -98,6 +98,8 @@ class RankPool:
         self._lock = threading.Lock()
         # Guards the channels; nothing is done under it that may block.
         self._channel_lock = threading.Lock()
+        # The thread's turn: whoever has it keeps the thread from hearing anything.
+        self._turn = threading.Lock()
         self._call: Supervisor | None = None
         self._num_calls = 0
         self._group_generation = 0
@@ -141,9 +143,7 @@ class RankPool:
             LaunchError: a call is running, or a rank process has ended.
         """
         with held(), self._lock:
-            problem = self._why_no_call()
-            if problem:
-                raise LaunchError(problem)
+            self.check_free()
             self._num_calls += 1
             message = wire.Call(
                 run=self.run,
@@ -163,8 +163,17 @@ class RankPool:
             # An agent that is dead already is the thread's to tell.
             self.send(message, fds)
 
+    def check_free(self) -> None:
+        """Refuse what cannot be called now.
+
+        Raises:
+            LaunchError: a call is running, or a rank process has ended.
+        """
+        problem = self._why_no_call()
+        if problem is not None:
+            raise LaunchError(problem)
+
     def _why_no_call(self) -> str | None:
-        """What stands against a new call, as a sentence with its remedy; None for nothing."""
         if self._call is not None:
             return "the ranks are still in a call: wait for it (run.wait()) or stop it (run.stop())"
         if self._lost:
@@ -176,6 +185,12 @@ class RankPool:
         if self._is_leaving:
             return "the ranks were told to leave: start them again"
         return None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Have the thread hear and draw nothing inside of the block, as while a call is opened."""
+        with held(), self._turn:
+            yield
 
     @property
     def is_in_call(self) -> bool:
@@ -245,19 +260,24 @@ class RankPool:
                 is_idle = self._call is None and self._kill_asked is None
                 self._watch_writable(selector)
                 events = selector.select(_IDLE_SECONDS if is_idle else _TICK_SECONDS)
-                for link in [key.data for key, _ in events]:
-                    try:
-                        self._take(link)
-                    except (EOFError, OSError, ProtocolError) as error:
-                        selector.unregister(link.channel.fileno())
-                        self._lose(link, link.how_it_ended() or f"was lost ({error})")
-                    except Exception as error:  # nobody else would ever end these ranks
-                        _log.warning("run %s cannot be followed", self.run, exc_info=True)
-                        selector.unregister(link.channel.fileno())
-                        what = f"{type(error).__name__}: {error}"
-                        self._lose(link, f"said what could not be understood ({what})")
-                self._tick()
+                with self._turn:
+                    for link in [key.data for key, _ in events]:
+                        self._hear(selector, link)
+                    self._tick()
         self._finish()
+
+    def _hear(self, selector: selectors.BaseSelector, link: AgentLink) -> None:
+        """Take what an agent says; one that cannot be followed any more is lost."""
+        try:
+            self._take(link)
+        except (EOFError, OSError, ProtocolError) as error:
+            selector.unregister(link.channel.fileno())
+            self._lose(link, link.how_it_ended() or f"was lost ({error})")
+        except Exception as error:  # nobody else would ever end these ranks
+            _log.warning("run %s cannot be followed", self.run, exc_info=True)
+            selector.unregister(link.channel.fileno())
+            what = f"{type(error).__name__}: {error}"
+            self._lose(link, f"said what could not be understood ({what})")
 
     def _watch_writable(self, selector: selectors.BaseSelector) -> None:
         """Have the selector wake when a socket that was full takes more."""

@@ -158,6 +158,8 @@ class RunState:
         started, ended: wall time, seconds; ``ended`` is None while it goes on.
         began: ``time.monotonic()`` of the kernel when it started.
         notices: lines for the person, each once.
+        session: id of the session whose ranks were called; empty where they were started for
+            this call alone. The files of output are the session's.
         error: the text of the run's error, once it has failed.
     """
 
@@ -170,6 +172,7 @@ class RunState:
     notices: tuple[str, ...] = ()
     error: str = ""
     began: float | None = field(default=None, compare=False)
+    session: str = ""
 
     @property
     def world_size(self) -> int:
@@ -190,7 +193,13 @@ class RunState:
 
 
 def starting(
-    *, run: str, name: str, world_size: int, started: float, notices: tuple[str, ...] = ()
+    *,
+    run: str,
+    name: str,
+    world_size: int,
+    started: float,
+    notices: tuple[str, ...] = (),
+    session: str = "",
 ) -> RunState:
     """The state of a run before its call was sent."""
     ranks = tuple(RankState(rank=rank) for rank in range(world_size))
@@ -201,6 +210,7 @@ def starting(
         started=started,
         notices=notices,
         began=time.monotonic(),
+        session=session,
     )
 
 

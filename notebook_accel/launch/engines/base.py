@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from notebook_accel.errors import ConfigError
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.pool import RankPool
@@ -147,20 +148,21 @@ class Opening:
 
     Attributes:
         run: the handle; it gets its conductor.
-        plan: which ranks it gets.
         state: before anything of it exists.
         folder: of its logs and metrics.
         metrics: where they are written.
-        launch, call: what is sent; None for engines that send nothing.
+        call: what is sent to the ranks; None for engines that send nothing.
+        plan: which ranks are to be started for it.
+        launch: what starts the ranks; None where there are some, or none are needed.
     """
 
     run: Run
-    plan: RankPlan
     state: RunState
     folder: RunFolder
     metrics: MetricStore
-    launch: wire.Launch | None
     call: PreparedCall | None
+    plan: RankPlan | None = None
+    launch: wire.Launch | None = None
 
 
 class Engine(ABC):
@@ -193,11 +195,33 @@ class Engine(ABC):
 
     @abstractmethod
     def open(self, job: Job, opening: Opening) -> Conductor:
-        """Start the ranks; gives who conducts them.
+        """Start ranks for this one call; gives who conducts it.
+
+        Args:
+            job: what is called.
+            opening: the run of the call.
 
         Raises:
             LaunchError: they could not be started; nothing is left of them.
         """
+
+    def start(self, job: Start, plan: RankPlan, launch: wire.Launch, *, log_dir: Path) -> RankPool:
+        """Start ranks that stay between calls; gives the pool of them, not yet listened to.
+
+        Args:
+            job: what is asked of them.
+            plan: which ranks there are.
+            launch: what their agents are sent, each with its own ranks.
+            log_dir: folder of the files with the ranks' output.
+
+        Raises:
+            ConfigError: this engine has none that could stay.
+            LaunchError: they could not be started; nothing is left of them.
+        """
+        raise ConfigError(
+            f"a session needs ranks that stay between calls, and {self.description} has none: "
+            "choose another engine"
+        )
 
 
 class AgentEngine(Engine):
@@ -212,17 +236,6 @@ class AgentEngine(Engine):
         """
 
     def start(self, job: Start, plan: RankPlan, launch: wire.Launch, *, log_dir: Path) -> RankPool:
-        """Start rank processes; gives the pool of them, to which nobody listens yet.
-
-        Args:
-            job: what is asked of them.
-            plan: which ranks there are.
-            launch: what their agents are sent, each with its own ranks.
-            log_dir: folder of the files with the ranks' output.
-
-        Raises:
-            LaunchError: they could not be started; nothing is left of them.
-        """
         with held():
             links = self.start_agents(job, plan, run=launch.run)
             pool = RankPool(links, run=launch.run, grace=job.config.grace, log_dir=log_dir)
@@ -232,6 +245,7 @@ class AgentEngine(Engine):
             return pool
 
     def open(self, job: Job, opening: Opening) -> Conductor:
+        assert opening.plan is not None
         assert opening.launch is not None
         assert opening.call is not None
         with held():
@@ -265,8 +279,10 @@ def begin_call(
         labels={source.filename: source.label for source in job.sources},
         folder=opening.folder,
     )
-    with held():
+    with pool.paused():
+        pool.check_free()
         try:
+            opening.run.attach(supervisor)
             pool.begin_call(
                 supervisor,
                 payload=call.payload,
@@ -274,10 +290,10 @@ def begin_call(
                 grace=job.config.grace,
                 last=last,
             )
-            opening.run.attach(supervisor)
             job.view.open(opening.run.without_results())
         except BaseException:
-            if supervisor.number:
+            # Of a session, only what was sent: its ranks are not this call's alone.
+            if supervisor.number or last:
                 supervisor.kill()
             raise
         finally:

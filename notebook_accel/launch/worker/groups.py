@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from notebook_accel.launch import rank
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -42,11 +44,14 @@ def disconnect() -> None:
     Whoever waits on one of them gets an error, in this process and in the others. Connections
     of the user's own to other programs stay.
     """
-    store = int(os.environ.get("MASTER_PORT", "0"))
+    reserved = rank.current().store
+    stores = {int(os.environ.get("MASTER_PORT", "0")), reserved.port if reserved else 0}
     peers = {address for pid in _other_ranks() for address in _local_addresses(pid)}
     for connection in psutil.Process().net_connections("tcp"):
-        ports = {end.port for end in (connection.laddr, connection.raddr) if end}
-        if connection.raddr and (connection.raddr in peers or store in ports):
+        if not connection.raddr or connection.laddr.port in stores:
+            # Where this rank serves the store, others may have come for the next group already.
+            continue
+        if connection.raddr in peers or connection.raddr.port in stores:
             # Of a duplicate: the descriptor itself stays its owner's to close.
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as end:
                 end.shutdown(socket.SHUT_RDWR)

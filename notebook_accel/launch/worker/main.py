@@ -122,7 +122,8 @@ class _Worker:
         self._row = inherited.board.row(inherited.spec.local_rank)
         self._setup_error: BaseException | None = None
         self._group_generation = 0
-        self._num_calls = 0
+        # The agent's; the first call puts one of its own in its place, which stays.
+        self._agents_main = sys.modules["__main__"]
         self._may_disconnect = False
 
     def serve(self) -> int:
@@ -177,7 +178,7 @@ class _Worker:
             context=self._context,
             interrupts=self._interrupts,
             is_interrupted=lambda: self._row.interrupted_call == message.call,
-            keep_main=self._num_calls > 1,
+            keep_main=sys.modules["__main__"] is not self._agents_main,
             setup_error=self._setup_error,
         )
         self._interrupts.install()
@@ -192,7 +193,6 @@ class _Worker:
         return outcome.exitcode
 
     def _enter_call(self, message: wire.Call) -> None:
-        self._num_calls += 1
         if message.group_generation != self._group_generation:
             self._group_generation = message.group_generation
             self._leave_group()
@@ -207,9 +207,9 @@ class _Worker:
             )
 
     def _leave_group(self) -> None:
-        if groups.has_group():
-            groups.disconnect()
-            groups.close_group()
+        groups.disconnect()
+        groups.close_group()
+        torch_fixes.forget_half_made_groups()
 
     def _wait_for_others(self) -> None:
         """Stay until all ranks ended: what they still have to read may be in our sockets.

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-__all__ = ["keep_backward_from_stashing", "listen_on", "watch_new_groups"]
+__all__ = [
+    "forget_half_made_groups",
+    "keep_backward_from_stashing",
+    "listen_on",
+    "watch_new_groups",
+]
 
 _KEY = "context"
 
@@ -98,3 +103,16 @@ def _replace_init(store: Any) -> None:
         plain(self, *args, **kwargs)
 
     store.__init__ = __init__
+
+
+def forget_half_made_groups() -> None:
+    """Let the next process group of this rank meet that of a rank which made fewer.
+
+    Torch names a default group by a count of the groups that were made before. Leaving the group
+    sets it back, but where making one failed there is nothing to leave, and the ranks would wait
+    for each other under different names, for ever.
+    """
+    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    world: Any = getattr(module, "_world", None)
+    if hasattr(world, "group_count") and not module.is_initialized():
+        world.group_count = 0
