@@ -83,6 +83,11 @@ from notebook_accel.training.big_modeling.offload_store import (
     offload_weight,
     save_offload_index,
 )
+from notebook_accel.training.big_modeling.quantized import (
+    BnbQuantizationConfig,
+    has_4bit_bnb_layers,
+    load_and_quantize_model,
+)
 from notebook_accel.training.big_modeling.sizes import (
     calculate_maximum_sizes,
     compute_module_sizes,
@@ -191,6 +196,7 @@ from notebook_accel.training.topology import (
 
 __all__ = [
     "AutocastKwargs",
+    "BnbQuantizationConfig",
     "CustomDtype",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
@@ -240,6 +246,7 @@ __all__ = [
     "get_int_from_env",
     "get_max_layer_size",
     "get_max_memory",
+    "has_4bit_bnb_layers",
     "has_compiled_regions",
     "has_offloaded_params",
     "honor_type",
@@ -296,6 +303,7 @@ __all__ = [
     "is_wandb_available",
     "is_xpu_available",
     "listify",
+    "load_and_quantize_model",
     "load_checkpoint_in_model",
     "load_offloaded_weight",
     "load_state_dict",

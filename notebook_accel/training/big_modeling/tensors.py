@@ -204,7 +204,9 @@ def _as_own_class(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     if type(new) is type(old) and new.requires_grad == old.requires_grad:
         return new
     own: dict[str, Any] = vars(old) if _is_quantised(old) else {}
-    return type(old)(new, requires_grad=old.requires_grad, **own)
+    made = type(old)(new, requires_grad=old.requires_grad, **own)
+    # A parameter of bitsandbytes quantises its value when it is moved, to where it is too.
+    return made.to(new.device) if own and new.device.type != "meta" else made
 
 
 def _is_quantised(tensor: torch.Tensor) -> bool:
