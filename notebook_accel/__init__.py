@@ -15,6 +15,10 @@ _fetch, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("notebook-accel")
     found = _fetch(name)
     if name == "notebook_launcher":
         from notebook_accel.notebook.warming import warm_kernel

@@ -43,3 +43,5 @@ from .training.settings import ProjectConfiguration as ProjectConfiguration
 from .training.state import AcceleratorState as AcceleratorState
 from .training.state import GradientState as GradientState
 from .training.state import PartialState as PartialState
+
+__version__: str

@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import re
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import pytest
@@ -43,6 +44,7 @@ def test_a_public_class_or_function_says_what_it_does(name: str) -> None:
 def test_the_stub_is_one_plain_reexport_a_line() -> None:
     lines = (PACKAGE / "__init__.pyi").read_text().splitlines()
     code = [line for line in lines if line.strip() and not line.startswith("#")]
+    code.remove("__version__: str")
     pattern = re.compile(r"from \.[\w.]+ import (\w+) as \1")
     assert [line for line in code if not pattern.fullmatch(line)] == []
     assert len(code) == len(NAMES), "a name is listed twice"
@@ -63,6 +65,10 @@ def test_a_door_holds_nothing_but_reexports(path: Path) -> None:
     values = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
     literal = (ast.List, ast.Tuple, ast.Name, ast.Attribute, ast.BinOp)
     assert all(isinstance(value, literal) for value in values)
+
+
+def test_the_version_is_the_installed_one() -> None:
+    assert notebook_accel.__version__ == version("notebook-accel")
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

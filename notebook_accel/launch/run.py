@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from notebook_accel.config import LaunchConfig, check_seconds
 from notebook_accel.errors import ConfigError, NotebookAccelError, RunStopped, WorkerError
 from notebook_accel.launch.control.interrupts import Latch
-from notebook_accel.launch.control.plotting import plot_metrics
+from notebook_accel.launch.control.plotting import number_steps, plot_metrics
 from notebook_accel.launch.control.state import Progress
 from notebook_accel.launch.control.stores import MetricReader, run_folders
 from notebook_accel.launch.control.verdict import Failure
@@ -356,6 +356,9 @@ class Run:
     def to_pandas(self) -> Any:
         """The metrics as a pandas DataFrame.
 
+        ``time`` is a datetime (UTC). A value that was logged without a step has its own count as
+        one: how many values of that name its rank had logged before, as in :meth:`plot`.
+
         Raises:
             ImportError: pandas is not installed.
         """
@@ -363,7 +366,10 @@ class Run:
             import pandas as pd
         except ImportError:
             raise ImportError("run.to_pandas() needs pandas: pip install pandas") from None
-        return pd.DataFrame(self.metrics, columns=["time", "rank", "step", "name", "value"])
+        rows = number_steps(self.metrics)
+        table = pd.DataFrame(rows, columns=["time", "rank", "step", "name", "value"])
+        table["time"] = pd.to_datetime(table["time"], unit="s", utc=True)
+        return table
 
     def plot(self, *names: str) -> Any:
         """Draw metrics over their steps with matplotlib, a line a rank.

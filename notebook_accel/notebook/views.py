@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from notebook_accel.config import shown
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
+from notebook_accel.launch.view.terminal import TerminalView
 from notebook_accel.notebook import clicks
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.transcript import Transcript
@@ -45,7 +47,9 @@ def _widgets(caller: _Caller) -> View:
 
 def _text(caller: _Caller) -> View:
     if caller.kernel is None:
-        return PlainView(is_cell=caller.is_cell)
+        # Bars that move in their place need a terminal; in a file each move would be a line.
+        kind = TerminalView if sys.stdout.isatty() else PlainView
+        return kind(is_cell=caller.is_cell)
     return Transcript(waits=caller.waits, is_cell=caller.is_cell)
 
 

@@ -107,7 +107,8 @@ def _end(agent: int, run: str) -> None:
 _ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 _HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 _ASK_FOR_MORE = (
-    "no accelerator is visible: 1 rank on the CPU; num_processes=2 would train on two ranks"
+    "no accelerator is visible: 1 rank on the CPU; num_processes=2 would train on two ranks "
+    "(%%accelerate -n 2 in a cell)"
 )
 
 

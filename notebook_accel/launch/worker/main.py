@@ -36,6 +36,7 @@ from notebook_accel.launch.worker import (
     late_threads,
     notebook_state,
     output,
+    standard_input,
     torch_fixes,
 )
 from notebook_accel.launch.worker.call import run_call
@@ -95,6 +96,7 @@ def main(inherited: Inherited) -> None:
     processes.reset_signals()
     interrupts = Interrupts()
     output.redirect(inherited.log)
+    standard_input.install()
     faulthandler.register(STACKS_SIGNAL, file=inherited.stacks, all_threads=True, chain=False)
     sys.exit(_Worker(inherited, interrupts).serve())
 

@@ -1,0 +1,75 @@
+"""A run in a terminal: lines as in the plain view, and a bar a rank that moves in its place."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+from tqdm import tqdm
+
+from notebook_accel.launch.view.plain import PlainView
+from notebook_accel.launch.view.progress import ProgressLine, progress_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.run import Run
+
+__all__ = ["TerminalView"]
+
+_DRAW_SECONDS = 0.2
+# More bars than this would fill a small window.
+_MAX_BARS = 8
+
+
+class TerminalView(PlainView):
+    """Draws the ranks' bars below the lines, by tqdm.
+
+    Args:
+        stream: the terminal; None for ``sys.stdout`` at the time.
+        is_cell: as for :class:`PlainView`.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, is_cell: bool = False) -> None:
+        super().__init__(stream, progress_seconds=_DRAW_SECONDS, is_cell=is_cell)
+        self._terminal = stream
+        self._bars: dict[int, tqdm[Any]] = {}
+
+    def write(self, lines: Sequence[str]) -> None:
+        if lines:
+            # It takes the bars away, and draws them again below.
+            tqdm.write("\n".join(lines), file=self._terminal or sys.stdout)
+
+    def print_progress(self, state: RunState) -> None:
+        for rank in state.ranks[:_MAX_BARS]:
+            lines = progress_lines(rank, throughput=self._throughput.of(rank.rank))
+            if lines[0].count:
+                self._draw(rank.rank, lines)
+
+    def conclude(self, run: Run) -> None:
+        for bar in self._bars.values():
+            bar.close()
+        self._bars.clear()
+        super().conclude(run)
+
+    def _draw(self, rank: int, lines: Sequence[ProgressLine]) -> None:
+        """Draw the outermost bar of a rank, with the labels and counts of those inside it."""
+        if rank not in self._bars:
+            self._bars[rank] = tqdm(
+                total=1.0,
+                position=len(self._bars),
+                leave=False,
+                dynamic_ncols=True,
+                file=self._terminal or sys.stdout,
+                bar_format="{desc} |{bar}|",
+            )
+        bar = self._bars[rank]
+        bar.n = lines[0].fraction or 0.0
+        labels = [line.label for line in lines if line.label]
+        bar.set_description_str(f"rank {rank}  {' > '.join(labels)}", refresh=False)
+        left = f"{lines[0].remaining} left" if lines[0].remaining else ""
+        facts = [*(line.count for line in lines), lines[-1].rate, left]
+        # Not as a postfix, before which tqdm puts a comma.
+        bar.bar_format = "{desc} |{bar}| " + "  ".join(fact for fact in facts if fact)
+        bar.refresh()

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from notebook_accel.launch.control.plotting import metric_curves, number_steps
+
+
+def row(name: str, value: float, *, rank: int = 0, step: int | None = None) -> dict[str, object]:
+    return {"time": 1.0, "rank": rank, "step": step, "name": name, "value": value}
+
+
+def test_a_value_without_a_step_has_its_own_count() -> None:
+    rows = [
+        row("a", 1.0),
+        row("b", 2.0),
+        row("a", 3.0),
+        row("a", 4.0, rank=1),
+        row("a", 5.0, step=9),
+    ]
+    assert [found["step"] for found in number_steps(rows)] == [0, 0, 1, 0, 9]
+    assert metric_curves(rows) == {
+        "a": {0: [(0.0, 1.0), (1.0, 3.0), (9.0, 5.0)], 1: [(0.0, 4.0)]},
+        "b": {0: [(0.0, 2.0)]},
+    }
+    assert rows[0]["step"] is None
+
+
+def test_a_table_has_steps_and_datetimes() -> None:
+    pandas = pytest.importorskip("pandas")
+    from notebook_accel import Accelerator, notebook_launcher
+
+    def train() -> None:
+        accelerator = Accelerator()
+        for value in (3.0, 2.0):
+            accelerator.log({"loss": value})
+
+    table = notebook_launcher(train, num_processes=1, view="none").to_pandas()
+    assert list(table["step"]) == [0, 1]
+    assert pandas.api.types.is_datetime64_any_dtype(table["time"])
+    assert abs(table["time"].iloc[0] - pandas.Timestamp.now("UTC")) < pandas.Timedelta(minutes=5)

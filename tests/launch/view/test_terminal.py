@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import io
+import re
+from types import SimpleNamespace
+from typing import Any
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.view.terminal import TerminalView
+from tests.notebook.states import after, running, succeeded
+
+
+def test_bars_move_in_their_place_and_lines_stand_above_them() -> None:
+    stream = io.StringIO()
+    view = TerminalView(stream)
+    run: Any = SimpleNamespace(state=running(2), log_dir="")
+    view.open(run)
+    bars = [
+        wire.Bar(rank=rank, bar=number, name=name, n=1, total=4, rate=2.0)
+        for rank in (0, 1)
+        for number, name in ((1, "epochs"), (2, "train"))
+    ]
+    state = after(running(2), *bars, wire.Output(rank=1, text="a line\n"))
+    run.state = state
+    view.poll()
+    view.print_progress(state)
+    text = stream.getvalue()
+    assert "[rank 1] a line\n" in text
+    for rank in (0, 1):
+        assert re.search(rf"\rrank {rank}  epochs > train \|.*\| 1/4  1/4  2.00 it/s", text)
+    run.state = succeeded(state)
+    view.settle()
+    assert "train: succeeded, 2 ranks" in stream.getvalue().rpartition("\r")[2]
+    assert "|" not in stream.getvalue().rpartition("\r")[2]
+
+
+def test_a_rank_that_says_nothing_has_no_bar() -> None:
+    stream = io.StringIO()
+    view = TerminalView(stream)
+    view.open(SimpleNamespace(state=running(1), log_dir=""))  # type: ignore[arg-type]
+    view.print_progress(running(1))
+    assert stream.getvalue() == ""

@@ -1,0 +1,39 @@
+"""What code that asks a person finds in a rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from notebook_accel import WorkerError, notebook_launcher
+
+
+def asks() -> None:
+    input("name? ")
+
+
+def breaks() -> None:
+    breakpoint()
+
+
+def debugs() -> None:
+    import pdb
+
+    pdb.set_trace()
+    print("beyond")
+
+
+def reads() -> None:
+    import sys
+
+    sys.stdin.read()
+
+
+@pytest.mark.parametrize("function", [asks, breaks, debugs, reads])
+def test_the_error_names_the_way_out(function: object) -> None:
+    with pytest.raises(WorkerError, match='engine="inline"'):
+        notebook_launcher(function, num_processes=1, view="none")  # type: ignore[arg-type]
+
+
+def test_a_breakpoint_that_is_switched_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONBREAKPOINT", "0")
+    notebook_launcher(breaks, num_processes=1, view="none")
