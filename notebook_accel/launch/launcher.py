@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.errors import LaunchError
 from notebook_accel.launch import payload, preflight, wire
 from notebook_accel.launch.control import state
+from notebook_accel.launch.control.environment import num_threads_of, rank_environment
 from notebook_accel.launch.control.export import script_of
 from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.stores import MetricStore, RunFolder
@@ -36,26 +36,6 @@ __all__ = ["Session", "launch"]
 
 _WAIT_SECONDS = 0.05
 _KILL_SECONDS = 10.0
-# What a kernel leaves in its environment that would mislead a rank: names and beginnings. What
-# torchelastic sets is named exactly: ROLE_ARN or GROUP_ID are somebody's own.
-_KERNELS_OWN = ("JPY_", "PYDEVD_")
-_KERNELS_OWN_NAMES = (
-    "MPLBACKEND",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_NAME",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "TORCHELASTIC_ERROR_FILE",
-    "TORCHELASTIC_MAX_RESTARTS",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_USE_AGENT_STORE",
-)
 
 
 def launch(
@@ -101,7 +81,7 @@ def launch(
         kwargs=dict(kwargs or {}),
         name=getattr(function, "__name__", type(function).__name__),
         config=config,
-        environment=_environment(config),
+        environment=rank_environment(config),
         sources=tuple(sources),
         view=view,
         timeout=timeout,
@@ -359,7 +339,7 @@ def _pack(job: Job) -> payload.PackedCall:
 
 def _launch_message(job: Start, plan: RankPlan, *, run: str) -> wire.Launch:
     """What starts the rank processes of a run; the engine adds each agent's ranks and folder."""
-    num_threads = _num_threads(job.environment, plan.world_size)
+    num_threads = num_threads_of(job.environment, plan.world_size)
     environment = {
         **job.environment,
         "OMP_NUM_THREADS": str(num_threads),
@@ -416,63 +396,6 @@ def _lost_models(last: RunState, packed: payload.PackedCall) -> list[str]:
         "it was; return what you want to keep"
     )
     return [lost]
-
-
-def _environment(config: LaunchConfig) -> dict[str, str]:
-    """The environment of the ranks: the notebook's, less what is the kernel's own."""
-    kept = {
-        name: text
-        for name, text in os.environ.items()
-        if not name.startswith(_KERNELS_OWN) and name not in _KERNELS_OWN_NAMES
-    }
-    return {**_defaults(), **kept, **_chosen(config), **(config.env or {})}
-
-
-def _defaults() -> dict[str, str]:
-    """Collectives of one machine stay on its loopback, unless the person says otherwise."""
-    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-
-
-def _chosen(config: LaunchConfig) -> dict[str, str]:
-    chosen = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(config.use_port or 0)}
-    if config.mixed_precision is not None:
-        chosen["ACCELERATE_MIXED_PRECISION"] = config.mixed_precision
-        chosen["NOTEBOOK_ACCEL_MIXED_PRECISION"] = config.mixed_precision
-    if isinstance(config.devices, tuple):
-        chosen["CUDA_VISIBLE_DEVICES"] = _among_visible(config.devices)
-        chosen["ACCELERATE_USE_CPU"] = "false"
-    if config.backend is not None:
-        chosen["NOTEBOOK_ACCEL_BACKEND"] = config.backend
-    if config.debug:
-        chosen["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-        chosen["NOTEBOOK_ACCEL_DEBUG"] = "1"
-    return chosen
-
-
-def _among_visible(devices: Sequence[int]) -> str:
-    """The chosen indices, counted among the accelerators that the notebook sees."""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if visible and max(devices) >= len(visible):
-        raise LaunchError(
-            f"devices={list(devices)}, but CUDA_VISIBLE_DEVICES={','.join(visible)} leaves only "
-            f"the indices 0 to {len(visible) - 1}"
-        )
-    return ",".join(visible[index] if visible else str(index) for index in devices)
-
-
-def _num_threads(environment: Mapping[str, str], world_size: int) -> int:
-    """Threads of a rank: what the person set, or an equal share of the cores."""
-    given = environment.get("OMP_NUM_THREADS", "")
-    if given.isdigit() and int(given):
-        return int(given)
-    return max(1, _num_cores() // world_size)
-
-
-def _num_cores() -> int:
-    """The cores that this process may use, where the system says that."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _wait(run: Run, view: View) -> None:

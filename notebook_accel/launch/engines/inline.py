@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.launch.control.environment import ON_CPU
 from notebook_accel.launch.control.interrupts import Latch
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.verdict import Failure
@@ -58,7 +59,7 @@ class InlineEngine(Engine):
 
 
 def _device(job: Job) -> dict[str, str]:
-    return {"ACCELERATE_USE_CPU": "true"} if job.config.devices == "cpu" else {}
+    return ON_CPU if job.config.devices == "cpu" else {}
 
 
 class _Inline(Conductor):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from notebook_accel.config import check_enough_devices
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.control.agent_link import AgentLink
+from notebook_accel.launch.control.environment import ON_CPU, WITHOUT_DEVICES
 from notebook_accel.launch.engines.base import AgentEngine, RankPlan
 from notebook_accel.launch.system import processes, scratch
 from notebook_accel.launch.template.handle import template
@@ -38,12 +39,12 @@ class LocalEngine(AgentEngine):
     def plan_ranks(self, job: Start) -> RankPlan:
         wanted = job.config.num_processes
         if job.config.devices == "cpu":
-            return RankPlan.of_sizes(wanted or 1, environment={**_ON_CPU, **_HIDDEN})
+            return RankPlan.of_sizes(wanted or 1, environment={**ON_CPU, **WITHOUT_DEVICES})
         available = _num_devices(job)
         _check_chosen(job.config.devices, available)
         if not available:
             notices = () if wanted else (_ASK_FOR_MORE,)
-            return RankPlan.of_sizes(wanted or 1, environment=_ON_CPU, notices=notices)
+            return RankPlan.of_sizes(wanted or 1, environment=ON_CPU, notices=notices)
         if wanted is not None and job.config.backend != "gloo":
             check_enough_devices(wanted, available)
         return RankPlan.of_sizes(wanted or available)
@@ -103,9 +104,6 @@ def _end(agent: int, run: str) -> None:
     scratch.remove(run, used_by=killed)
 
 
-# Accelerate makes a world of 1 on a CPU unless it is told that this is meant.
-_ON_CPU = {"ACCELERATE_USE_CPU": "true"}
-_HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 _ASK_FOR_MORE = (
     "no accelerator is visible: 1 rank on the CPU; num_processes=2 would train on two ranks "
     "(%%accelerate -n 2 in a cell)"

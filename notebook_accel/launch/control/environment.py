@@ -1,0 +1,99 @@
+"""The environment variables that ranks get, before an engine adds those of each of them.
+
+    the notebook's, less what is its kernel's own  <-  what the settings ask for  <-  ``env=``
+
+What stands further right wins. What the notebook does not set has a default: collectives of one
+machine stay on its loopback.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from notebook_accel.errors import LaunchError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from notebook_accel.config import LaunchConfig
+
+__all__ = ["ON_CPU", "WITHOUT_DEVICES", "num_threads_of", "rank_environment"]
+
+# Accelerate makes a world of 1 on a CPU unless it is told that this is meant.
+ON_CPU = {"ACCELERATE_USE_CPU": "true"}
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+WITHOUT_DEVICES = {_VISIBLE: ""}
+_DEFAULTS = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+# What a kernel leaves in its environment that would mislead a rank: names and beginnings. What
+# torchelastic sets is named exactly: ROLE_ARN or GROUP_ID are somebody's own.
+_KERNELS_OWN = ("JPY_", "PYDEVD_")
+_KERNELS_OWN_NAMES = (
+    "MPLBACKEND",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_NAME",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+
+
+def rank_environment(config: LaunchConfig) -> dict[str, str]:
+    """The variables of every rank of a launch with these settings.
+
+    Raises:
+        LaunchError: the settings choose accelerators that the notebook does not see.
+    """
+    kept = {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(_KERNELS_OWN) and name not in _KERNELS_OWN_NAMES
+    }
+    return {**_DEFAULTS, **kept, **_asked_for(config), **(config.env or {})}
+
+
+def _asked_for(config: LaunchConfig) -> dict[str, str]:
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(config.use_port or 0)}
+    if config.mixed_precision is not None:
+        variables["ACCELERATE_MIXED_PRECISION"] = config.mixed_precision
+        variables["NOTEBOOK_ACCEL_MIXED_PRECISION"] = config.mixed_precision
+    if isinstance(config.devices, tuple):
+        variables[_VISIBLE] = _among_visible(config.devices)
+        variables["ACCELERATE_USE_CPU"] = "false"
+    if config.backend is not None:
+        variables["NOTEBOOK_ACCEL_BACKEND"] = config.backend
+    if config.debug:
+        variables["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        variables["NOTEBOOK_ACCEL_DEBUG"] = "1"
+    return variables
+
+
+def _among_visible(devices: Sequence[int]) -> str:
+    """The chosen indices, counted among the accelerators that the notebook sees."""
+    visible = [name for name in os.environ.get(_VISIBLE, "").split(",") if name]
+    if visible and max(devices) >= len(visible):
+        raise LaunchError(
+            f"devices={list(devices)}, but {_VISIBLE}={','.join(visible)} leaves only "
+            f"the indices 0 to {len(visible) - 1}"
+        )
+    return ",".join(visible[index] if visible else str(index) for index in devices)
+
+
+def num_threads_of(environment: Mapping[str, str], world_size: int) -> int:
+    """Threads of a rank: what the person set as OMP_NUM_THREADS, or an equal share of the cores."""
+    given = environment.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given):
+        return int(given)
+    # Not every system says which cores a process may use.
+    can_ask = hasattr(os, "sched_getaffinity")
+    num_cores = len(os.sched_getaffinity(0)) if can_ask else os.cpu_count() or 1
+    return max(1, num_cores // world_size)

@@ -1,0 +1,62 @@
+"""The variables of ranks: whose word counts, and what a kernel keeps to itself."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from notebook_accel import LaunchError
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.control.environment import num_threads_of, rank_environment
+
+
+def test_whose_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    config = LaunchConfig(use_port=29_501, mixed_precision="bf16", env={"MINE": "1", "A": "2"})
+    found = rank_environment(config)
+    assert found["GLOO_SOCKET_IFNAME"] == "lo"
+    assert found["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert found["MASTER_PORT"] == "29501"
+    assert found["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert (found["MINE"], found["A"]) == ("1", "2")
+    assert rank_environment(LaunchConfig(env={"MASTER_PORT": "5"}))["MASTER_PORT"] == "5"
+
+
+def test_what_a_kernel_keeps_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = ("JPY_PARENT_PID", "PYDEVD_USE_FRAME_EVAL", "MPLBACKEND", "RANK", "ROLE_RANK")
+    kept = ("ROLE_ARN", "GROUP_ID", "IPYTHONDIR", "HOME_OF_RANK", "TORCHELASTIC_LOG_LEVEL")
+    for name in (*gone, *kept):
+        monkeypatch.setenv(name, "somebody's")
+    found = rank_environment(LaunchConfig())
+    assert [name for name in gone if name in found] == []
+    assert {found[name] for name in kept} == {"somebody's"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "seen"),
+    [(None, [2, 0], "2,0"), ("5,7,9", [2, 0], "9,5"), ("GPU-a,GPU-b", [1], "GPU-b")],
+)
+def test_devices_are_counted_among_those_that_the_notebook_sees(
+    visible: str | None, devices: list[int], seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert rank_environment(LaunchConfig(devices=devices))["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_a_device_that_the_notebook_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    with pytest.raises(LaunchError, match=r"devices=\[2\].*0 to 1"):
+        rank_environment(LaunchConfig(devices=[2]))
+
+
+def test_threads_are_shared_among_the_ranks() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert num_threads_of({}, 1) == cores
+    assert num_threads_of({}, 10 * cores) == 1
+    assert num_threads_of({"OMP_NUM_THREADS": "3"}, 10) == 3
+    assert num_threads_of({"OMP_NUM_THREADS": "all"}, 1) == cores
