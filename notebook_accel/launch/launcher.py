@@ -131,7 +131,7 @@ class Session:
         start = Start(
             name=name,
             config=config,
-            environment=_environment(config),
+            environment=rank_environment(config),
             view=GuardedView(view or View()),
             imports=tuple(imports),
         )
