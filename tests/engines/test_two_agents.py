@@ -89,12 +89,17 @@ class TestTwoAgents(EngineContract):
 
             _join_group()
             me, step = dist.get_rank(), 0
+
+            def count() -> bool:
+                # Ranks come one after the other: a stop finds some that passed, some that did not.
+                time.sleep(0.005 * me)
+                if reads:
+                    return not rank.current().should_stop()
+                rank.current().count_batch()
+                return True
+
             try:
-                while not (reads and rank.current().should_stop()):
-                    if not reads:
-                        rank.current().count_batch()
-                    # Each is slow now and then: a stop often comes between two ranks' questions.
-                    time.sleep(0.002 * ((step + me) % 4))
+                while count():
                     dist.all_reduce(torch.ones(1))
                     rank.current().count_step()
                     step += 1
