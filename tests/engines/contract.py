@@ -343,6 +343,59 @@ class EngineContract:
         assert str(exitcode or name) in str(error)
         assert seconds < SOON
 
+    def test_a_rank_speaks_for_itself_alone(self) -> None:
+        def train() -> str:
+            from notebook_accel.launch import rank, wire
+
+            context: Any = rank.current()
+            own = {"run": context.run, "call": context.call, "process": os.getpid()}
+            if context.rank == 1:
+                packet = wire.Packet(header=b"forged")
+                context._send(wire.RankEnded(run=context.run, rank=0, signal=9))
+                context._send(wire.Metric(rank=0, values={"loss": 1.0}, **own))
+                context._send(wire.Returned(rank=0, value=packet, call=99, run=context.run))
+            time.sleep(0.3)
+            return f"of rank {context.rank}"
+
+        run = self.launch(train)
+        assert run.results == ["of rank 0", "of rank 1"]
+        assert [row["rank"] for row in run.metrics] == [1]
+
+    @pytest.mark.parametrize("how", ["returns", "raises", "exits"])
+    def test_a_forked_child_that_comes_back_is_no_rank(self, how: str) -> None:
+        def train(how: str) -> int:
+            child = os.fork()
+            if child:
+                return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if how == "raises":
+                raise ValueError("in the child")
+            if how == "exits":
+                sys.exit(3)
+            return -1
+
+        code = {"returns": 0, "raises": 1, "exits": 3}[how]
+        assert self.launch(train, how).results == [code, code]
+
+    def test_what_is_left_to_do_after_the_return_is_bounded(self, tmp_path: Path) -> None:
+        def train(folder: str) -> float:
+            import atexit
+            import multiprocessing
+
+            def tidy_up() -> None:
+                Path(folder, f"tidied-{os.environ['RANK']}").touch()
+                if os.environ["RANK"] == "1":
+                    time.sleep(600)
+
+            atexit.register(tidy_up)
+            # Not a daemon: multiprocessing waits for its end.
+            multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+            return time.time()
+
+        run = self.launch(train, str(tmp_path))
+        assert time.time() - max(run) < BUSY
+        assert run.status == "succeeded"
+        assert sorted(path.name for path in tmp_path.glob("tidied-*")) == ["tidied-0", "tidied-1"]
+
     def test_an_exception_that_cannot_be_pickled(self) -> None:
         def train(marker: str) -> None:
             class Odd(Exception):

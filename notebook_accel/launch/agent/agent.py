@@ -53,6 +53,9 @@ _BUSY_PENDING = 4096
 # How long the last messages wait for a kernel that does not read.
 _FLUSH_SECONDS = 1200.0
 
+# Beside how a call ended.
+_FROM_RANKS = (wire.RankReady, wire.CallStarted, wire.Metric, wire.Bar, wire.Notice)
+
 _STAGES = {
     wire.Stop: Stage.STOP,
     wire.Interrupt: Stage.INTERRUPT,
@@ -361,10 +364,18 @@ class Agent:
         self, rank: RankProcess, messages: Sequence[tuple[wire.Message, list[int]]]
     ) -> None:
         for message, fds in messages:
-            if message.call in (0, self._call):
-                self._channel.post(self._noted(rank, message), fds)
+            if self._may_say(rank, message):
+                # Whatever it says of itself: user code can write to the channel of its rank.
+                stamped = msgspec.structs.replace(message, rank=rank.rank)
+                self._channel.post(self._noted(rank, stamped), fds)
             for fd in fds:
                 os.close(fd)
+
+    def _may_say(self, rank: RankProcess, message: wire.Message) -> bool:
+        """Whether a rank may say this now: it is no agent, and a call ends once."""
+        if isinstance(message, (wire.Returned, wire.Raised)):
+            return rank.is_in_call and message.call == self._call
+        return isinstance(message, _FROM_RANKS) and message.call in (0, self._call)
 
     def _noted(self, rank: RankProcess, message: wire.Message) -> wire.Message:
         """The message as it is passed on, once the agent has acted on it."""

@@ -109,16 +109,26 @@ def _run(
         interrupts.end_call()
     except BaseException as error:  # the process boundary: whatever it is, the notebook is told
         interrupts.end_call()
-        _end_in_forked_child(context)
+        _end_in_forked_child(context, error)
         return _raised(error, context, call)
     return outcome
 
 
-def _end_in_forked_child(context: LaunchedContext) -> None:
-    """A child that the function forked, and that came back here, is no rank: it ends."""
-    if not context.is_own_process:
-        _flush_output()
-        os._exit(0)
+def _end_in_forked_child(context: LaunchedContext, error: BaseException | None = None) -> None:
+    """A child that the function forked, and that came back here, is no rank: it ends.
+
+    Its exit code is what Python would have given it.
+    """
+    if context.is_own_process:
+        return
+    code = 0
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        code = 1
+        _write_error(format_error(error, caller=__file__))
+    _flush_output()
+    os._exit(code & 0xFF)
 
 
 def _returned(value: object, context: LaunchedContext, call: payload.Call | None) -> Outcome:

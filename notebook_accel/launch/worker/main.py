@@ -14,6 +14,7 @@ stays. A SIGINT reaches user code only inside of a call (interrupts.py).
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import faulthandler
@@ -34,6 +35,7 @@ from notebook_accel.launch.worker import (
     bars,
     groups,
     late_threads,
+    leaving,
     notebook_state,
     output,
     standard_input,
@@ -95,10 +97,15 @@ def main(inherited: Inherited) -> None:
             os.close(fd)
     processes.reset_signals()
     interrupts = Interrupts()
-    output.redirect(inherited.log)
+    # Of functions that this process calls at its end, only those that are registered here.
+    atexit._clear()
+    worker = _Worker(inherited, interrupts)
+    output.redirect(inherited.log, on_full_disk=worker.tell_full_disk)
     standard_input.install()
     faulthandler.register(STACKS_SIGNAL, file=inherited.stacks, all_threads=True, chain=False)
-    sys.exit(_Worker(inherited, interrupts).serve())
+    code = worker.serve()
+    leaving.finish(code)
+    sys.exit(code)
 
 
 class _Worker:
@@ -152,6 +159,14 @@ class _Worker:
         torch_fixes.watch_new_groups(self._note_group)
         for name in self._inherited.launch.imports:
             import_module(name)
+
+    def tell_full_disk(self) -> None:
+        """Say that output of this rank is lost."""
+        log_dir = self._inherited.launch.log_dir or "of the logs"
+        self._context.notice(
+            f"disk full: what rank {self._context.rank} prints is lost from here on. Make room on "
+            f"the disk of {log_dir}, or set NOTEBOOK_ACCEL_RUNS to a folder on another one"
+        )
 
     def _note_group(self) -> None:
         self._context.made_group = True

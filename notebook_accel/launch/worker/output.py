@@ -6,20 +6,55 @@ to it, in order, and it outlives everybody who reads it.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.system import processes
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 __all__ = ["redirect"]
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
-def redirect(fd: int) -> None:
-    """Send all that this process prints to ``fd``, a line at a time."""
+
+def redirect(fd: int, *, on_full_disk: Callable[[], None]) -> None:
+    """Send all that this process prints to ``fd``, a line at a time.
+
+    Args:
+        fd: of the file for this rank's output.
+        on_full_disk: called once, when the disk has no room for what is printed. That is lost;
+            a ``print`` in the user's function does not raise for it.
+    """
     for number in (1, 2):
         os.dup2(fd, number)
     processes.line_buffer_c_output()
     for name, number in (("stdout", 1), ("stderr", 2)):
-        stream = open(number, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
+        file = io.BufferedWriter(_LogFile(number, on_full_disk))
+        stream = io.TextIOWrapper(file, errors="replace", line_buffering=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+class _LogFile(io.FileIO):
+    """A file that takes everything, and loses what the disk has no room for."""
+
+    def __init__(self, fd: int, on_full: Callable[[], None]) -> None:
+        super().__init__(fd, "w", closefd=False)
+        self._on_full = on_full
+        self._is_full = False
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+        if not self._is_full:
+            self._is_full = True
+            self._on_full()
+        return memoryview(data).nbytes

@@ -116,7 +116,7 @@ def test_reading_a_file_that_grew_much_needs_little_memory(growing: Growing) -> 
 _PRINTS = """
 import ctypes, logging, os, subprocess, sys, warnings
 from notebook_accel.launch.worker.output import redirect
-redirect(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+redirect(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND), on_full_disk=lambda: None)
 print("python")
 print("no newline ", end="", flush=True)
 sys.stderr.write("error\\n")

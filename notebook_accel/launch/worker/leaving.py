@@ -1,0 +1,54 @@
+"""What is left to do in a rank once its last call has been told: bounded, whatever it is.
+
+    threads of the user's end -> functions registered with atexit -> children are ended -> exit
+
+The result is safe by then. A child that nobody waits for (idle workers of joblib wait 300 s for
+more work) must not keep the cell.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+
+import psutil
+
+from notebook_accel.launch.system import processes
+
+__all__ = ["finish"]
+
+# For the functions that the user registered, and for children to end by SIGTERM.
+_ATEXIT_SECONDS = 5.0
+_CHILDREN_SECONDS = 1.0
+
+
+def finish(code: int) -> None:
+    """Wait for the user's threads, run what was registered with ``atexit``, end the children.
+
+    Args:
+        code: the exit code of the process, should it have to be ended from here.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    too_long = threading.Timer(_ATEXIT_SECONDS, _give_up, (code,))
+    too_long.daemon = True
+    too_long.start()
+    # multiprocessing ends its processes without them.
+    atexit._run_exitfuncs()
+    too_long.cancel()
+    _end_children()
+
+
+def _give_up(code: int) -> None:
+    processes.kill_tree(child.pid for child in psutil.Process().children())
+    os._exit(code)
+
+
+def _end_children() -> None:
+    children = psutil.Process().children()
+    for child in children:
+        with contextlib.suppress(psutil.Error):
+            child.terminate()
+    _, stubborn = psutil.wait_procs(children, timeout=_CHILDREN_SECONDS)
+    processes.kill_tree(child.pid for child in stubborn)
