@@ -23,9 +23,8 @@ from tests.training.meshes import (
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "sgd, uneven end": {"optimizer": "sgd", "samples": 13},
+    "uneven end, clipping by value": {"optimizer": "sgd", "samples": 13, "clip_value": 0.01},
     "accumulation, clipping a window": {"accumulate": 2, "clip": 0.05, "whole": True},
-    "clipping by value": {"clip_value": 0.01, "optimizer": "sgd"},
 }
 
 
