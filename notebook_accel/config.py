@@ -157,8 +157,12 @@ class LaunchConfig:
         """The settings that differ from the defaults, as plain values."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         default = {field.name: field.default for field in fields(self)}
-        plain = {name: _plain(value) for name, value in given.items()}
-        return {name: value for name, value in plain.items() if given[name] != default[name]}
+        changed = {name: value for name, value in given.items() if value != default[name]}
+        # YAML has lists, and no tuples.
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in changed.items()
+        }
 
 
 def default_config_path() -> Path:
@@ -433,9 +437,3 @@ def _as_indices(value: Any) -> tuple[int, ...]:
         return ()
     indices = [_as_index(part) for part in parts]
     return tuple(index for index in indices if index is not None) if None not in indices else ()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    return dict(value) if isinstance(value, Mapping) else value

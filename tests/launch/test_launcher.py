@@ -328,6 +328,24 @@ def test_a_function_that_reads_is_not_interrupted_in_a_long_step() -> None:
     assert run.status == "stopped"
 
 
+def test_times_that_are_none_end_no_run(tmp_path: Path) -> None:
+    def train(folder: str) -> int:
+        while not os.path.exists(f"{folder}/go"):
+            time.sleep(0.01)
+        return 1
+
+    run = on_cpu(train, str(tmp_path), n=1, block=False)
+    for value in ("3", -1, float("nan"), True, [1]):
+        with pytest.raises(ConfigError, match="seconds"):
+            run.wait(value)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="seconds"):
+            run.stop(value)  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError):
+        run.wait(0)
+    (tmp_path / "go").touch()
+    assert run.wait(SOON).results == [1]
+
+
 def test_the_grace_of_a_stop_is_kept() -> None:
     def train() -> None:
         from notebook_accel.launch import rank

@@ -84,10 +84,13 @@ class _Script:
             return
         self.seen.add(name)
         if isinstance(value, types.ModuleType):
-            self.imports[_import_line(value.__name__, name)] = None
-        elif _is_importable(value):
-            line = f"from {_public_module(value)} import {_alias(value.__qualname__, name)}"
+            module = value.__name__
+            line = f"import {module}" if module == name else f"import {module} as {name}"
             self.imports[line] = None
+        elif _is_importable(value):
+            own = value.__qualname__
+            alias = own if own == name else f"{own} as {name}"
+            self.imports[f"from {_public_module(value)} import {alias}"] = None
         elif source := self._source_of(name, value):
             self._copy_source(value, source)
         else:
@@ -111,10 +114,12 @@ class _Script:
 
     def _pickled(self, value: Any) -> str:
         self.needs_load = True
-        return f"_unpickled({base64.b85encode(_pickle(value)).decode()!r})"
+        file = io.BytesIO()
+        cloudpickle.Pickler(file).dump(value)
+        return f"_unpickled({base64.b85encode(file.getvalue()).decode()!r})"
 
     def _copy_source(self, value: Any, source: str) -> None:
-        self.sources.append((_place(value), source))
+        self.sources.append((_sort_key(value), source))
         known = _globals_of(value)
         for used in sorted(_names_in(source) & known.keys()):
             self.define(used, known[used])
@@ -132,14 +137,6 @@ class _Script:
             f'\nif __name__ == "__main__":\n    {call}\n',
         ]
         return "\n".join(part for part in parts if part.strip())
-
-
-def _import_line(module: str, name: str) -> str:
-    return f"import {module}" if module == name else f"import {module} as {name}"
-
-
-def _alias(qualname: str, name: str) -> str:
-    return qualname if qualname == name else f"{qualname} as {name}"
 
 
 def _is_definition(value: Any) -> bool:
@@ -225,10 +222,11 @@ def _globals_of(value: Any) -> Mapping[str, Any]:
     return vars(sys.modules[value.__module__])
 
 
-def _place(value: Any) -> int:
-    """Where a definition stands: classes first, each after those that it derives from.
+def _sort_key(value: Any) -> int:
+    """Sorts definitions: classes first, each after those that it derives from, then functions.
 
-    A class body may use the classes before it; functions are only called at the end.
+    The body of a class runs where it stands, and may use the classes before it. A function runs
+    when it is called, at the end of the script, when everything is defined.
     """
     return len(value.__mro__) if isinstance(value, type) else sys.maxsize
 
@@ -238,9 +236,3 @@ def _functions(value: Any) -> list[types.FunctionType]:
         return [value]
     parts = [inspect.unwrap(part) for part in vars(value).values() if callable(part)]
     return [part for part in parts if isinstance(part, types.FunctionType)]
-
-
-def _pickle(value: Any) -> bytes:
-    file = io.BytesIO()
-    cloudpickle.Pickler(file).dump(value)
-    return file.getvalue()
