@@ -11,6 +11,11 @@ and gloo and NCCL are told to use that interface:
 A group that is destroyed and made again finds the same server, and none of the first one's keys;
 with a server a group, a rank that is early would connect to the old one, which is about to close.
 A group that the user made is used as it is.
+
+TORCH_GLOO_LAZY_INIT is left alone. It moves the connections of the full mesh from here to the
+first collective: from here to its end 48 ranks took 0.8 s without and 1.0 s with it, 128 ranks 8.9
+and 7.0 s (2 busy cores; 6 s of them the exchange of addresses, one by one, through the store). And
+a rank whose peer died before the two first met may wait for ever (pytorch/gloo#520).
 """
 
 from __future__ import annotations

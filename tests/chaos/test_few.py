@@ -5,9 +5,12 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.__main__ import Chaos
 
 
+@pytest.mark.serial
 def test_a_few_deaths() -> None:
     # A short folder: sockets get their paths there.
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
