@@ -254,9 +254,8 @@ def warm() -> None:
 
     ``NOTEBOOK_ACCEL_WARM=0`` in the environment keeps it from being started before a launch.
     """
-    # At the priority of any other process: one without privileges could lower it, but never
-    # raise it again for the ranks. On 2 cores, torch's import in the kernel took as long beside
-    # the template's as alone.
+    # At the priority of any other process: one without privileges could lower its own, but never
+    # raise it again, and the ranks would inherit it.
     if parse_flag("NOTEBOOK_ACCEL_WARM", os.environ.get("NOTEBOOK_ACCEL_WARM") or "1"):
         template()
 
