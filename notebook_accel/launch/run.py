@@ -409,9 +409,20 @@ class Run:
         target.write_text(self._source(target.name), encoding="utf-8")
         return target
 
-    def show(self) -> None:
-        """Draw the view of this run again, here."""
-        self._view.reopen(self.without_results())
+    def show(self, rank: int | None = None) -> None:
+        """Draw the view of this run again, here; of a ``rank``, what it displayed instead.
+
+        Figures and other rich output of rank 0 are shown while the cell waits for the run; those
+        of the others by this.
+
+        Raises:
+            IndexError: there is no such rank.
+        """
+        if rank is None:
+            self._view.reopen(self.without_results())
+        else:
+            self._check_rank(rank)
+            self._view.show_displays(self.without_results(), rank % len(self))
 
     def __repr__(self) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"

@@ -32,6 +32,7 @@ __all__ = [
     "Credit",
     "Data",
     "Devices",
+    "Displayed",
     "DumpStacks",
     "ForkAgent",
     "Forked",
@@ -139,6 +140,12 @@ class Bar(Message, frozen=True, kw_only=True):
     unit: str = "it"
     postfix: str = ""
     closed: bool = False
+
+
+class Displayed(Message, frozen=True, kw_only=True):
+    """Something that the rank displayed, by MIME type; binary data in base64, as Jupyter has it."""
+
+    data: dict[str, str]
 
 
 class Notice(Message, frozen=True, kw_only=True):
@@ -474,6 +481,7 @@ _Any = Union[
     CallStarted,
     Metric,
     Bar,
+    Displayed,
     Notice,
     Returned,
     Raised,

@@ -13,6 +13,7 @@ from notebook_accel.launch.view.progress import Throughput, last_values
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.live_panel import LivePanel
 from notebook_accel.notebook.panel import Details, render_panel
+from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
 from notebook_accel.notebook.snapshot import Snapshot, render_line, render_slim, render_snapshot
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Dashboard(View):
         self._expected = ""
         self._throughput = Throughput()
         self._curves: dict[str, deque[float]] = {}
+        self._displays = RankDisplays()
         self._opened_at = 0.0
         self._drawn_at = 0.0
 
@@ -98,6 +100,12 @@ class Dashboard(View):
     def poll(self) -> None:
         self._clicks.pump()
         self._draw()
+        if self._state is not None:
+            self._displays.show_new(self._state)
+
+    def settle(self) -> None:
+        if self._run is not None:
+            self._displays.show_new(self._run.state)
 
     def close(self, state: RunState) -> None:
         with self._lock:
@@ -117,8 +125,12 @@ class Dashboard(View):
         with self._lock:
             if self._has_ended:
                 DisplaySlot().show(render_snapshot(run.state, run.sample_metrics()).bundle)
+                show_displays(run.state)
             else:
                 self._add_panel(run.state, DisplaySlot())
+
+    def show_displays(self, run: Run, rank: int) -> None:
+        show_displays(run.state, rank)
 
     # ---- drawing ---------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
 from notebook_accel.notebook.snapshot import render_slim, render_snapshot
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Transcript(PlainView):
     def __init__(self, *, waits: bool = True, is_cell: bool = False) -> None:
         super().__init__(is_cell=is_cell)
         self._slot = DisplaySlot()
+        self._displays = RankDisplays()
         self._waits = waits
 
     def open(self, run: Run) -> None:
@@ -42,6 +44,15 @@ class Transcript(PlainView):
     def reopen(self, run: Run) -> None:
         snapshot = render_snapshot(run.state, run.sample_metrics(), now=run.state.now())
         DisplaySlot().show(snapshot.bundle)
+        show_displays(run.state)
+
+    def show_displays(self, run: Run, rank: int) -> None:
+        show_displays(run.state, rank)
+
+    def poll(self) -> None:
+        super().poll()
+        if self._run is not None:
+            self._displays.show_new(self._run.state)
 
     def conclude(self, run: Run) -> None:
         if not self._waits:
@@ -50,4 +61,5 @@ class Transcript(PlainView):
             snapshot = render_slim(run.state, with_output=False)
         else:
             snapshot = render_snapshot(run.state, run.sample_metrics(), with_output=False)
+        self._displays.show_new(run.state)
         self._slot.show(snapshot.bundle)

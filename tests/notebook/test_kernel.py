@@ -226,6 +226,31 @@ def test_an_executed_notebook_holds_the_summary_once(tmp_path: Path) -> None:
     assert outputs[3][-1]["text"].endswith("[0]\n")
 
 
+def test_what_rank_0_displays_stands_below_the_panel(kernel: Kernel) -> None:
+    run(
+        kernel,
+        """
+        def draw(rank=None):
+            import os
+            from IPython.display import HTML, display
+            import matplotlib.pyplot as plt
+            plt.plot([1, 2])
+            plt.show()
+            display(HTML("<i>from " + os.environ["RANK"] + "</i>"))
+        """,
+    )
+    for allow_stdin in (True, False):
+        code = "run = notebook_launcher(draw, num_processes=2)"
+        reply = run(kernel, code, allow_stdin=allow_stdin)
+        shown = [output["data"] for output in reply.outputs]
+        assert [data for data in shown if "image/png" in data] != []
+        assert "<i>from 0</i>" in [data.get("text/html") for data in shown]
+        assert "<i>from 1</i>" not in [data.get("text/html") for data in shown]
+        assert sum("succeeded" in data["text/plain"] for data in shown) == 1
+    shown = [output["data"] for output in run(kernel, "run.show(1)").outputs]
+    assert "<i>from 1</i>" in [data.get("text/html") for data in shown]
+
+
 # ---- the magic -----------------------------------------------------------------------------
 
 

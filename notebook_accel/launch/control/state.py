@@ -35,6 +35,9 @@ ENDED = ("succeeded", "failed", "stopped")
 # As many as a live panel can show.
 _MAX_TAIL_LINES = 2000
 _MAX_BARS = 500
+# Of each rank; a view has shown older ones by then.
+_MAX_DISPLAYS = 20
+_MAX_DISPLAY_BYTES = 8_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,7 @@ class RankState:
         num_lines: lines of output that were ended so far, skipped ones included.
         skipped_lines: lines that only the file has.
         log_start, log_end: bytes of its file between which its output of this call lies.
+        displays: the newest of what it displayed, by MIME type; ``num_displays`` counts all.
         failure: how its function ended, where it raised.
         exitcode, signal: how its process ended, where it did; ``ended_by_us`` where its agent had
             ended the process, or this call in it because another rank failed.
@@ -132,6 +136,8 @@ class RankState:
     skipped_lines: int = 0
     log_start: int | None = None
     log_end: int = 0
+    displays: tuple[dict[str, str], ...] = ()
+    num_displays: int = 0
     returned: bool = False
     returned_none: bool = False
     made_group: bool | None = None
@@ -254,6 +260,21 @@ def _(message: wire.Metric, state: RunState) -> RunState:
         return replace(rank, metrics={**rank.metrics, **last})
 
     return change_rank(state, message.rank, change)
+
+
+@apply.register
+def _(message: wire.Displayed, state: RunState) -> RunState:
+    def change(rank: RankState) -> RankState:
+        displays = (*rank.displays, message.data)[-_MAX_DISPLAYS:]
+        while len(displays) > 1 and sum(map(_num_bytes, displays)) > _MAX_DISPLAY_BYTES:
+            displays = displays[1:]
+        return replace(rank, displays=displays, num_displays=rank.num_displays + 1)
+
+    return change_rank(state, message.rank, change)
+
+
+def _num_bytes(data: dict[str, str]) -> int:
+    return sum(map(len, data.values()))
 
 
 @apply.register

@@ -55,6 +55,9 @@ class View:
     def reopen(self, run: Run) -> None:
         """Show the run once more, in whatever is being displayed now (``run.show()``)."""
 
+    def show_displays(self, run: Run, rank: int) -> None:
+        """Show what a rank displayed: figures and the like (``run.show(rank)``)."""
+
 
 class GuardedView(View):
     """Another view, whose errors end no training: the first of each method is logged.
@@ -89,6 +92,9 @@ class GuardedView(View):
 
     def reopen(self, run: Run) -> None:
         self._view.reopen(run)
+
+    def show_displays(self, run: Run, rank: int) -> None:
+        self._view.show_displays(run, rank)
 
     def _guard(self, method: Callable[..., None], *args: Any) -> None:
         try:

@@ -33,6 +33,7 @@ from notebook_accel.launch.system import processes
 from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.launch.worker import (
     bars,
+    displays,
     groups,
     late_threads,
     leaving,
@@ -155,6 +156,7 @@ class _Worker:
         """Take the notebook's surroundings; import what the launch names."""
         _enter_environment(self._inherited)
         bars.install()
+        displays.install()
         torch_fixes.keep_backward_from_stashing()
         torch_fixes.watch_new_groups(self._note_group)
         for name in self._inherited.launch.imports:
@@ -269,13 +271,8 @@ def _enter_environment(inherited: Inherited) -> None:
 
 
 def _give_notebook_names() -> None:
-    """What a notebook has beside Python's own names: ``display`` prints, there is no shell."""
-
-    def display(*objects: object, **_: object) -> None:
-        for value in objects:
-            sys.stdout.write(f"{value!r}\n")
-
-    vars(builtins).update(display=display, get_ipython=lambda: None)
+    """What a notebook has beside Python's own names, ``display`` aside: there is no shell."""
+    vars(builtins).update(get_ipython=lambda: None)
 
 
 def _store_port(inherited: Inherited) -> rank.StorePort | None:

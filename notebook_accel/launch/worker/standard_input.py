@@ -15,8 +15,8 @@ __all__ = ["install"]
 
 _WAY_OUT = (
     "nobody can answer in a rank: breakpoint(), pdb and input() work in the notebook's process "
-    'alone. Launch with num_processes=1, engine="inline" (or run the cell without %%accelerate), and hand '
-    "over as arguments what would be typed"
+    'alone. Launch with num_processes=1, engine="inline" (or run the cell without %%accelerate), '
+    "and hand over as arguments what would be typed"
 )
 
 

@@ -1,0 +1,150 @@
+"""What a rank displays (figures, tables, HTML, Markdown, images) is sent to the notebook.
+
+In a notebook ``display(x)`` and ``plt.show()`` draw below the cell; a rank has no cell, and IPython
+would print a ``repr`` there. So the functions of that name are replaced in the modules that have
+them, right after their import; nothing is imported here. Values are turned into data by MIME type
+by the methods that Jupyter knows (``_repr_html_`` and the like), and text alone is printed.
+"""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import contextlib
+import io
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch import rank, wire
+from notebook_accel.launch.system.token_bucket import TokenBucket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from importlib.machinery import ModuleSpec
+
+__all__ = ["install", "mime_bundle"]
+
+# A page with more of it stands still, and a notebook keeps it for good.
+_MAX_BYTES = 2_000_000
+# Figures in a loop: that many at once, and then one every two seconds.
+_BURST = 20
+_PER_SECOND = 0.5
+
+_METHODS = (
+    ("_repr_html_", "text/html"),
+    ("_repr_markdown_", "text/markdown"),
+    ("_repr_svg_", "image/svg+xml"),
+    ("_repr_png_", "image/png"),
+    ("_repr_jpeg_", "image/jpeg"),
+    ("_repr_latex_", "text/latex"),
+)
+
+
+def install() -> None:
+    """Have ``display`` and ``plt.show`` of this process send what they are given."""
+    display = _make_display()
+    vars(builtins).update(display=display)
+
+    def show(*_args: object, **_options: object) -> None:
+        pyplot: Any = sys.modules["matplotlib.pyplot"]
+        for number in pyplot.get_fignums():
+            display(pyplot.figure(number))
+        pyplot.close("all")
+
+    def replace_display(module: Any) -> None:
+        module.display = display
+
+    def replace_show(module: Any) -> None:
+        module.show = show
+
+    for name, change in (
+        ("IPython.core.display_functions", replace_display),
+        # The module that has it in IPython 7.
+        ("IPython.core.display", replace_display),
+        ("matplotlib.pyplot", replace_show),
+    ):
+        if name in sys.modules:
+            change(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, _AfterImport(name, change))
+
+
+class _AfterImport:
+    """A finder that changes one module right after its import."""
+
+    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
+        self._name = name
+        self._change = change
+
+    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute: Callable[[Any], None] = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                self._change(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def _make_display() -> Callable[..., None]:
+    bucket = TokenBucket(_BURST, _PER_SECOND)
+
+    def display(*values: Any, raw: bool = False, **_options: object) -> None:
+        for value in values:
+            data = dict(value) if raw else mime_bundle(value)
+            text = str(data.get("text/plain", ""))
+            context = rank.current()
+            if set(data) == {"text/plain"} or not isinstance(context, rank.LaunchedContext):
+                sys.stdout.write(f"{text}\n")
+            elif sum(map(len, data.values())) > _MAX_BYTES:
+                size = sum(map(len, data.values())) / 1e6
+                limit = _MAX_BYTES / 1e6
+                sys.stdout.write(
+                    f"{text} (not shown: {size:.1f} MB, the limit is {limit:.0f} MB)\n"
+                )
+            elif not bucket.try_take():
+                sys.stdout.write(f"{text} (not shown: this rank displays too much)\n")
+            else:
+                context.tell(wire.Displayed, data=data)
+
+    return display
+
+
+def mime_bundle(value: Any) -> dict[str, str]:
+    """``value`` as data by MIME type, as Jupyter would show it; binary data in base64."""
+    found: dict[str, Any] = {"text/plain": repr(value)}
+    # A class has the methods too, but they are for its instances.
+    if not isinstance(value, type):
+        for method, mime in _METHODS:
+            # What a person's object does there is his own: it is shown by another method then.
+            with contextlib.suppress(Exception):
+                found[mime] = getattr(value, method)()
+        with contextlib.suppress(Exception):
+            bundle = value._repr_mimebundle_(include=None, exclude=None)
+            found.update(bundle[0] if isinstance(bundle, tuple) else bundle)
+    if type(value).__module__ == "matplotlib.figure" and "image/png" not in found:
+        found["image/png"] = _png(value)
+    return {mime: _as_text(data) for mime, data in found.items() if _as_text(data)}
+
+
+def _png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", bbox_inches="tight")
+    return buffer.getvalue()
+
+
+def _as_text(data: object) -> str:
+    """Text as it is, bytes in base64; "" for what is neither, such as a bundle's metadata."""
+    if isinstance(data, tuple):
+        data = data[0]
+    if isinstance(data, bytes):
+        return base64.b64encode(data).decode()
+    return data if isinstance(data, str) else ""
