@@ -7,6 +7,11 @@ fetching ``notebook_launcher`` also starts the process from which ranks will be 
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import importlib.util
+from typing import Any
+
 import lazy_loader
 
 # The doors in compat/ open under the paths that Accelerate's users import.
@@ -14,14 +19,18 @@ __path__ = [*__path__, f"{__path__[0]}/compat"]
 _fetch, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
+    """Give a public name, the version, or a module: ``accelerate.utils.set_seed`` needs no import
+    of ``accelerate.utils``, which Accelerate's own start has done."""
+    if name in __all__:
+        found = _fetch(name)
+        if name == "notebook_launcher":
+            from notebook_accel.notebook.warming import warm_kernel
+
+            warm_kernel()
+        return found
     if name == "__version__":
-        from importlib.metadata import version
-
-        return version("notebook-accel")
-    found = _fetch(name)
-    if name == "notebook_launcher":
-        from notebook_accel.notebook.warming import warm_kernel
-
-        warm_kernel()
-    return found
+        return importlib.metadata.version("notebook-accel")
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,6 +34,7 @@ __all__ = [
     "parse_flag",
     "resolve",
     "shown",
+    "write_basic_config",
 ]
 
 # Name of each engine, and how many ranks it can have; None: any number.
@@ -175,6 +176,29 @@ def default_config_path() -> Path:
         return Path(platformdirs.user_config_dir("notebook-accel")) / "config.yaml"
     except RuntimeError as error:
         raise ConfigError(f"there is no default config file: {error}") from None
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
+) -> Path | bool:
+    """Save a config file, unless there is one already.
+
+    Args:
+        mixed_precision: "no", "bf16" or "fp16".
+        save_location: the file; None is the default config file, which every launch uses.
+
+    Returns:
+        its path; False where there was one, which stays as it is.
+
+    Raises:
+        ConfigError: the precision makes no sense.
+    """
+    path = default_config_path() if save_location is None else Path(save_location)
+    config = LaunchConfig(mixed_precision=mixed_precision)
+    if path.exists():
+        return False
+    config.save(path)
+    return path
 
 
 def resolve(

@@ -16,6 +16,9 @@ from notebook_accel.training.data.samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
 )
+from notebook_accel.training.data.standalone import (
+    prepare_data_loader,
+)
 
 __all__ = [
     "BatchSamplerShard",
@@ -25,5 +28,6 @@ __all__ = [
     "SeedableRandomSampler",
     "SkipBatchSampler",
     "SkipDataLoader",
+    "prepare_data_loader",
     "skip_first_batches",
 ]

@@ -54,12 +54,15 @@ if TYPE_CHECKING:
         KwargsHandler,
         ProjectConfiguration,
     )
+    from notebook_accel.training.strategies import Strategy
 
     Path_ = str | os.PathLike[str]
 
 __all__ = ["Accelerator"]
 
 _Item = TypeVar("_Item")
+# Where a rank keeps the strategy of its newest Accelerator.
+_STRATEGY = "strategy"
 
 
 class Accelerator(WindowView):
@@ -140,6 +143,7 @@ class Accelerator(WindowView):
         self._checkpoints = Checkpoints(self._prepared, self.project_configuration)
         self._triggered = False
         self._accumulation.show()
+        current().shared[_STRATEGY] = self._strategy
         AcceleratorSettings(self.mixed_precision, self._strategy.distributed_type).show()
         self._prepared.watch.start(self)
 
@@ -262,9 +266,14 @@ class Accelerator(WindowView):
         """A block in which backward exchanges no gradients between ranks."""
         return self._strategy.gradient_sync(model, False)
 
-    def trigger_sync_in_backward(self, model: Module) -> AbstractContextManager[Any]:
-        """A block whose backward exchanges gradients though its forward was in ``no_sync``."""
-        return self._strategy.gradient_sync(model, True)
+    @staticmethod
+    def trigger_sync_in_backward(model: Module) -> AbstractContextManager[Any]:
+        """A block whose backward exchanges gradients though its forward was in ``no_sync``.
+
+        The model is one that this rank's newest ``Accelerator`` prepared.
+        """
+        strategy: Strategy = current().shared[_STRATEGY]
+        return strategy.gradient_sync(model, True)
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None

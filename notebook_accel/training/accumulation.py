@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
     GradientSync = Callable[[torch.nn.Module, bool], AbstractContextManager[Any]]
 
-__all__ = ["Accumulation", "Window", "current_accumulation", "resolve_plugin"]
+__all__ = [
+    "Accumulation",
+    "Window",
+    "current_accumulation",
+    "forget_accumulation",
+    "resolve_plugin",
+]
 
 _CURRENT = "accumulation"
 
@@ -125,6 +131,11 @@ def current_accumulation() -> Accumulation:
         shared[_CURRENT] = Accumulation(resolve_plugin(None, None))
     accumulation: Accumulation = shared[_CURRENT]
     return accumulation
+
+
+def forget_accumulation() -> None:
+    """Begin anew with the environment's settings, unless an ``Accelerator`` brings its own."""
+    current().shared.pop(_CURRENT, None)
 
 
 def resolve_plugin(

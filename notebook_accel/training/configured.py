@@ -46,6 +46,17 @@ class ConfiguredView(ProcessView):
         return self._plan.strategy.distributed_type or super().distributed_type
 
     @property
+    def multi_device(self) -> bool:
+        """Whether several ranks compute on accelerators, one each."""
+        alone = (DistributedType.NO, DistributedType.MULTI_CPU)
+        return self.num_processes > 1 and self.distributed_type not in alone
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this rank writes the model's files."""
+        return self.is_main_process
+
+    @property
     def mixed_precision(self) -> str:
         """ "no", "bf16" or "fp16"."""
         return self._plan.precision.name

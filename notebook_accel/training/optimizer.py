@@ -159,6 +159,19 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]
         ]
 
+    def train(self) -> None:
+        """Let an optimizer that has two modes (schedule-free ones) train; others have none."""
+        self._set_mode("train")
+
+    def eval(self) -> None:
+        """Let an optimizer that has two modes give the weights to evaluate; others have none."""
+        self._set_mode("eval")
+
+    def _set_mode(self, name: str) -> None:
+        set_mode = getattr(self.optimizer, name, None)
+        if callable(set_mode):
+            set_mode()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
 
@@ -176,9 +189,19 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Windows and loss scale are the process's; one that is unpickled takes those it finds.
+        return _reprepare, (self.optimizer,)
+
     def __notebook_accel_unwrap__(self) -> Optimizer:
         """What a rank sends back instead: the wrapped optimizer."""
         return self.optimizer
+
+
+def _reprepare(optimizer: Optimizer) -> AcceleratedOptimizer:
+    from notebook_accel.training.accumulation import current_accumulation
+
+    return AcceleratedOptimizer(optimizer, accumulation=current_accumulation())
 
 
 def owners(

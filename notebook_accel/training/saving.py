@@ -1,13 +1,18 @@
-"""Writing an object once, outside an ``Accelerator``."""
+"""Writing an object once, and reading it, outside an ``Accelerator``."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from notebook_accel.training import topology
+from notebook_accel.training.checkpoint.state_files import read_state
 from notebook_accel.training.checkpoint.weights import save_object
 
-__all__ = ["save"]
+__all__ = ["load", "save"]
 
 
 def save(
@@ -25,3 +30,21 @@ def save(
     index = here.local_process_index if save_on_each_node else here.process_index
     if index == 0:
         save_object(obj, f, safe=safe_serialization)
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Read what torch wrote, without trusting the file.
+
+    Args:
+        f: path or open file.
+        map_location: where tensors are put.
+        **kwargs: further arguments of ``torch.load``; ``weights_only=False`` trusts the file.
+
+    Raises:
+        NotebookAccelError: the file at a path is empty or broken, or names what is not known to be
+            safe.
+    """
+    options = {"map_location": map_location, **kwargs}
+    if isinstance(f, (str, os.PathLike)):
+        return read_state(Path(f), options)
+    return torch.load(f, **options)

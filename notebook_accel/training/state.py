@@ -10,7 +10,7 @@ from typing import Any
 
 from notebook_accel.launch.rank import current
 from notebook_accel.training import topology
-from notebook_accel.training.accumulation import current_accumulation
+from notebook_accel.training.accumulation import current_accumulation, forget_accumulation
 from notebook_accel.training.data.active import active_loaders
 from notebook_accel.training.precision import resolve_precision
 from notebook_accel.training.process_group import close_process_group
@@ -189,3 +189,8 @@ class GradientState:
             f"At end of current dataloader: {self.end_of_dataloader}\n"
             f"Extra samples added: {self.remainder}\n"
         )
+
+    @staticmethod
+    def _reset_state() -> None:
+        forget_accumulation()
+        active_loaders().clear()

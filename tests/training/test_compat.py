@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -40,6 +42,88 @@ def test_paths_of_users_lead_to_our_own_objects() -> None:
     assert callable(skip_first_batches)
     assert issubclass(DataLoaderShard, notebook_accel.data_loader.DataLoaderShard)
     assert isinstance(get_logger(__name__), logging.LoggerAdapter)
+
+
+_DOORS_AS_ATTRIBUTES = """
+import sys
+import notebook_accel as accelerate
+assert "torch" not in sys.modules
+for door in ("utils", "logging", "state", "data_loader", "optimizer", "scheduler", "launchers"):
+    assert getattr(accelerate, door).__name__ == f"notebook_accel.{door}"
+accelerate.utils.set_seed(1)
+assert accelerate.__version__[0].isdigit()
+assert accelerate.training.__name__ == "notebook_accel.training"
+assert not hasattr(accelerate, "no_such_door")
+assert not hasattr(accelerate, "_private")
+"""
+
+
+def test_doors_open_as_attributes_too() -> None:
+    done = subprocess.run([sys.executable, "-c", _DOORS_AS_ATTRIBUTES], check=False, timeout=100)
+    assert done.returncode == 0
+
+
+def test_paths_below_utils_lead_there_too() -> None:
+    from notebook_accel.utils import dataclasses, imports, memory, operations, other, random
+
+    assert operations.gather is notebook_accel.utils.gather
+    assert other.load is notebook_accel.utils.load
+    assert memory.find_executable_batch_size is notebook_accel.find_executable_batch_size
+    assert random.set_seed is notebook_accel.set_seed
+    assert dataclasses.ProjectConfiguration is notebook_accel.ProjectConfiguration
+    assert imports.is_wandb_available is notebook_accel.utils.is_wandb_available
+
+
+def test_a_basic_config_is_written_once(tmp_path: Path) -> None:
+    from notebook_accel.utils import write_basic_config
+
+    path = tmp_path / "config.yaml"
+    assert write_basic_config("bf16", path) == path
+    assert notebook_accel.LaunchConfig.load(path).mixed_precision == "bf16"
+    assert write_basic_config("no", path) is False
+    assert notebook_accel.LaunchConfig.load(path).mixed_precision == "bf16"
+
+
+def test_what_was_saved_loads_without_trust(tmp_path: Path) -> None:
+    from notebook_accel.utils import load, save
+
+    save({"path": tmp_path, "w": torch.ones(2)}, tmp_path / "w.bin")
+    assert load(tmp_path / "w.bin")["path"] == tmp_path
+    with (tmp_path / "w.bin").open("rb") as opened, pytest.raises(Exception, match="weights_only"):
+        load(opened)
+
+
+def two_ranks(word: str) -> str:
+    state = notebook_accel.PartialState()
+    return f"{word} {state.process_index} of {state.num_processes} on {state.device}"
+
+
+def test_the_debug_launcher_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = notebook_accel.launchers.debug_launcher(two_ranks, args=("rank",))
+    assert list(run) == [f"rank {rank} of 2 on cpu" for rank in range(2)]
+
+
+def test_a_loader_is_prepared_by_accelerates_arguments() -> None:
+    from notebook_accel.data_loader import prepare_data_loader
+
+    loader = torch.utils.data.DataLoader(range(8), batch_size=2)  # type: ignore[arg-type]
+    second = prepare_data_loader(loader, None, 2, 1, put_on_device=True)
+    assert [batch.tolist() for batch in second] == [[2, 3], [6, 7]]
+    halves = prepare_data_loader(loader, num_processes=2, process_index=0, split_batches=True)
+    assert [batch.tolist() for batch in halves] == [[0], [2], [4], [6]]
+    with pytest.raises(notebook_accel.ConfigError, match="slice_fn_for_dispatch"):
+        prepare_data_loader(loader, slice_fn_for_dispatch=len)
+
+
+def test_states_can_be_reset() -> None:
+    notebook_accel.Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision="bf16")
+    state = notebook_accel.AcceleratorState
+    assert notebook_accel.GradientState().num_steps == 4
+    notebook_accel.GradientState._reset_state()
+    state._reset_state(True)
+    notebook_accel.PartialState._reset_state()
+    assert notebook_accel.GradientState().num_steps == 1
+    assert state().mixed_precision == "no"
 
 
 def test_a_path_that_is_not_built_is_absent() -> None:

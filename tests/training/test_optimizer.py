@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import sys
 import warnings
 from typing import Any
@@ -285,3 +286,42 @@ def test_nobody_watches_optimizers_once_the_accelerator_is_gone() -> None:
     assert len(hooks) == len(before) + 1
     del accelerator
     assert dict(hooks) == before
+
+
+def test_an_optimizer_with_two_modes_gets_them() -> None:
+    accelerator, _, optimizer, _ = setup()
+    optimizer.train()  # most have none
+    optimizer.eval()
+
+    class ScheduleFree(Recorder):
+        mode = ""
+
+        def train(self) -> None:
+            self.mode = "train"
+
+        def eval(self) -> None:
+            self.mode = "eval"
+
+    free = ScheduleFree([nn.Parameter(torch.zeros(()))])
+    prepared = accelerator.prepare(free)
+    prepared.train()
+    assert free.mode == "train"
+    prepared.eval()
+    assert free.mode == "eval"
+
+
+def test_an_optimizer_can_be_pickled() -> None:
+    accelerator = Accelerator(cpu=True)
+    plain = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.5)
+    copied = pickle.loads(pickle.dumps(accelerator.prepare(plain)))
+    assert type(copied) is AcceleratedOptimizer
+    assert copied.param_groups[0]["lr"] == 0.5
+
+
+def test_what_one_asks_of_an_accelerator_outside_of_a_world() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert not accelerator.multi_device
+    assert not accelerator.is_fsdp2
+    assert accelerator.should_save_model
+    with Accelerator.trigger_sync_in_backward(accelerator.prepare(nn.Linear(1, 1))):
+        pass

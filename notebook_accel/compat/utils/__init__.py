@@ -1,5 +1,8 @@
 """Door: ``accelerate.utils`` under our name."""
 
+from notebook_accel.config import (
+    write_basic_config,
+)
 from notebook_accel.training.availability import (
     are_libraries_initialized,
     compare_versions,
@@ -171,6 +174,7 @@ from notebook_accel.training.progress import (
     tqdm,
 )
 from notebook_accel.training.saving import (
+    load,
     save,
 )
 from notebook_accel.training.seeding import (
@@ -304,6 +308,7 @@ __all__ = [
     "is_xpu_available",
     "listify",
     "load_and_quantize_model",
+    "load",
     "load_checkpoint_in_model",
     "load_offloaded_weight",
     "load_state_dict",
@@ -332,4 +337,5 @@ __all__ = [
     "synchronize_rng_states",
     "tqdm",
     "wait_for_everyone",
+    "write_basic_config",
 ]

@@ -1,0 +1,35 @@
+"""Door: ``accelerate.utils.dataclasses`` under our name."""
+
+from notebook_accel.training.data.config import (
+    DataLoaderConfiguration,
+)
+from notebook_accel.training.fsdp_plugin import (
+    FullyShardedDataParallelPlugin,
+)
+from notebook_accel.training.settings import (
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+
+__all__ = [
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+]

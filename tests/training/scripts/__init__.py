@@ -1,0 +1,13 @@
+"""Training loops as published scripts have them, written once for both libraries.
+
+Each takes the library as ``accelerate`` (that is the only import that a script would change) and a
+folder of its own, and returns numbers that the two must share.
+"""
+
+from __future__ import annotations
+
+from tests.training.scripts import control, data, images, text
+
+__all__ = ["LOOPS"]
+
+LOOPS = {loop.__name__: loop for part in (text, images, control, data) for loop in part.LOOPS}

@@ -1,0 +1,252 @@
+"""Loops whose data is out of the ordinary."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+from tests.training.scripts.parts import Points, fingerprint, mlp, points, seeded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Stream(IterableDataset):
+    """Samples of which nobody knows how many there are."""
+
+    def __init__(self, count: int) -> None:
+        self.data = points(count)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+
+def train_on(
+    accelerate: Any, loader: Any, *, steps: int | None = None, **loading: Any
+) -> dict[str, Any]:
+    """Train on a loader of pairs; every sample's label is gathered."""
+    config = accelerate.DataLoaderConfiguration(**loading)
+    accelerator = accelerate.Accelerator(dataloader_config=config)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    labels_seen: list[int] = []
+    losses = []
+    for _epoch in range(2):
+        for inputs, labels in itertools.islice(loader, steps):
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            labels_seen += accelerator.gather_for_metrics(labels).tolist()
+    return {"losses": losses, "labels": labels_seen, "weights": fingerprint(model)}
+
+
+def odd_length(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """A last round that is filled up, and cut for the metrics."""
+    return train_on(accelerate, DataLoader(points(11), batch_size=3))
+
+
+def divided_batches(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """split_batches: the batch size is that of all ranks."""
+    return train_on(accelerate, DataLoader(points(14), batch_size=4), split_batches=True)
+
+
+def dropped_rest(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """drop_last with an order of one's own."""
+    loader = DataLoader(points(15), batch_size=2, shuffle=True, drop_last=True, generator=seeded(3))
+    return train_on(accelerate, loader)
+
+
+def seedable(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """The seedable sampler with a seed for the data."""
+    loader = DataLoader(points(13), batch_size=2, shuffle=True)
+    return train_on(accelerate, loader, use_seedable_sampler=True, data_seed=9)
+
+
+def weighted(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """A weighted sampler for classes of different sizes."""
+    weights = torch.linspace(0.1, 1, 16).tolist()
+    sampler = WeightedRandomSampler(weights, 12, generator=seeded(8))
+    return train_on(accelerate, DataLoader(points(16), batch_size=2, sampler=sampler))
+
+
+def stream(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """An iterable dataset, read by rank 0 for all."""
+    return train_on(accelerate, DataLoader(Stream(12), batch_size=2))
+
+
+def stream_until(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """A stream that is left after some steps and begun again."""
+    return train_on(accelerate, DataLoader(Stream(40), batch_size=2), steps=3)
+
+
+def stream_on_each_rank(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """An iterable dataset that every rank reads, taking its own part."""
+    return train_on(accelerate, DataLoader(Stream(12), batch_size=2), dispatch_batches=False)
+
+
+def workers(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """Workers that stay from epoch to epoch."""
+    loader = DataLoader(points(12), batch_size=2, num_workers=1, persistent_workers=True)
+    return train_on(accelerate, loader)
+
+
+@dataclass
+class Batch:
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    names: list[str]
+
+
+def dataclasses_(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """Batches that are dataclasses."""
+    accelerator = accelerate.Accelerator()
+
+    def collate(samples: list[Any]) -> Batch:
+        inputs = torch.stack([s["pixel_values"] for s in samples])
+        labels = torch.stack([s["labels"] for s in samples])
+        return Batch(inputs, labels, [f"image {s['index']}" for s in samples])
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Points(12), batch_size=3, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    names: list[str] = []
+    for batch in loader:
+        loss = nn.functional.cross_entropy(model(batch.inputs), batch.labels)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        names += accelerator.gather_for_metrics(batch.names)
+    return {"names": names, "weights": fingerprint(model)}
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def contrastive(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """Named tuples, negatives of all ranks, embeddings gathered as they are."""
+    accelerator = accelerate.Accelerator()
+
+    def collate(samples: list[Any]) -> Pair:
+        left = torch.stack([sample for sample, _ in samples])
+        return Pair(left, left + 0.1)
+
+    model = mlp(4, 8, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(points(16), batch_size=4, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accuracy = []
+    for batch in loader:
+        left, right = model(torch.cat([batch.left, batch.right])).chunk(2)
+        every = accelerator.gather(right)
+        start = accelerator.process_index * len(right)
+        every = torch.cat([every[:start], right, every[start + len(right) :]])
+        logits = left @ every.T
+        wanted = torch.arange(len(left)) + start
+        loss = nn.functional.cross_entropy(logits, wanted)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accuracy.append(accelerator.gather((logits.argmax(-1) == wanted).float().mean()).tolist())
+    return {"accuracy": accuracy, "weights": fingerprint(model)}
+
+
+def two_loaders(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """Labelled and unlabelled data beside each other; the shorter one begins again."""
+    accelerator = accelerate.Accelerator()
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    labelled, other = DataLoader(points(8), batch_size=2), DataLoader(points(20), batch_size=2)
+    model, optimizer, labelled, other = accelerator.prepare(model, optimizer, labelled, other)
+    iterator = iter(labelled)
+    begun = 1
+    for unlabelled, _ in other:
+        try:
+            inputs, labels = next(iterator)
+        except StopIteration:
+            iterator = iter(labelled)
+            begun += 1
+            inputs, labels = next(iterator)
+        outputs = model(torch.cat([inputs, unlabelled]))
+        loss = nn.functional.cross_entropy(outputs[: len(inputs)], labels)
+        loss = loss + 0.1 * outputs[len(inputs) :].softmax(-1).square().sum(-1).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"begun": begun, "weights": fingerprint(model)}
+
+
+def evaluation_inside(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """An evaluation every few steps in the middle of an accumulated epoch."""
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train, evaluate = DataLoader(points(20), batch_size=2), DataLoader(points(7), batch_size=2)
+    model, optimizer, train, evaluate = accelerator.prepare(model, optimizer, train, evaluate)
+    synced, seen = [], []
+    for step, (inputs, labels) in enumerate(train):
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        synced.append(accelerator.sync_gradients)
+        if step % 3 == 2:
+            model.eval()
+            with torch.no_grad():
+                found = [accelerator.gather_for_metrics(model(x).argmax(-1)) for x, _ in evaluate]
+            seen.append(len(torch.cat(found)))
+            model.train()
+    return {"synced": synced, "seen": seen, "weights": fingerprint(model)}
+
+
+def metric_learning(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """A model and a loss with weights of its own, two rates, lists of tensors as batches."""
+    accelerator = accelerate.Accelerator()
+    model, head = mlp(4, 8, 4), nn.Linear(4, 3, bias=False)
+    nn.init.normal_(head.weight, generator=seeded(4))
+    optimizer = torch.optim.AdamW(
+        [{"params": model.parameters(), "lr": 1e-3}, {"params": head.parameters(), "lr": 1e-2}]
+    )
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+    loader = DataLoader(points(12), batch_size=2)
+    model, head, optimizer, loader, schedule = accelerator.prepare(
+        model, head, optimizer, loader, schedule
+    )
+    for inputs, labels in loader:
+        features = nn.functional.normalize(model(inputs))
+        cosines = head(features) - 0.2 * nn.functional.one_hot(labels, 3)
+        accelerator.backward(nn.functional.cross_entropy(8 * cosines, labels))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return {"rates": schedule.get_last_lr(), "weights": fingerprint(model) + fingerprint(head)}
+
+
+LOOPS = [
+    odd_length,
+    divided_batches,
+    dropped_rest,
+    seedable,
+    weighted,
+    stream,
+    stream_until,
+    stream_on_each_rank,
+    workers,
+    dataclasses_,
+    contrastive,
+    two_loaders,
+    evaluation_inside,
+    metric_learning,
+]

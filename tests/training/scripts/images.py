@@ -1,0 +1,467 @@
+"""Loops of image scripts: timm-like training, diffusers-like training, detection, GANs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader
+
+from tests.training.scripts.parts import Points, fingerprint, mlp, points, seeded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+def cv_example(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """timm-like: a frozen backbone, normalised batches, OneCycleLR, accuracy with gather."""
+    config = {"lr": 3e-2, "num_epochs": 2, "seed": 42, "batch_size": 3}
+    accelerator = accelerate.Accelerator(mixed_precision="no")
+    accelerate.utils.set_seed(config["seed"])
+    loader = DataLoader(
+        Points(18), shuffle=True, batch_size=config["batch_size"], generator=seeded(4)
+    )
+    eval_loader = DataLoader(Points(11), shuffle=False, batch_size=config["batch_size"])
+    model = nn.Sequential(mlp(4, 8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    for weight in model[0].parameters():
+        weight.requires_grad = False
+    mean = torch.zeros(1, 4).to(accelerator.device)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer=optimizer, max_lr=config["lr"], epochs=2, steps_per_epoch=len(loader)
+    )
+    model, optimizer, loader, eval_loader, schedule = accelerator.prepare(
+        model, optimizer, loader, eval_loader, schedule
+    )
+    accuracy = []
+    for _ in range(config["num_epochs"]):
+        model.train()
+        for batch in loader:
+            inputs, labels = (batch[k].to(accelerator.device) for k in ("pixel_values", "labels"))
+            loss = nn.functional.cross_entropy(model(inputs - mean), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        model.eval()
+        accurate, num_elems = 0, 0
+        for batch in eval_loader:
+            with torch.no_grad():
+                predictions = model(batch["pixel_values"]).argmax(dim=-1)
+            predictions, references = accelerator.gather_for_metrics((predictions, batch["labels"]))
+            accurate_preds = predictions == references
+            num_elems += accurate_preds.shape[0]
+            accurate += accurate_preds.long().sum().item()
+        accuracy.append([accurate, num_elems])
+    return {
+        "accuracy": accuracy,
+        "rate": optimizer.param_groups[0]["lr"],
+        "weights": fingerprint(model),
+    }
+
+
+class Average:
+    """An exponential moving average of weights, kept in checkpoints."""
+
+    def __init__(self, parameters: Any, decay: float = 0.9) -> None:
+        self.shadow = [parameter.detach().clone() for parameter in parameters]
+        self.decay = decay
+        self.steps = 0
+
+    def step(self, parameters: Any) -> None:
+        self.steps += 1
+        for shadow, parameter in zip(self.shadow, parameters, strict=True):
+            shadow.lerp_(parameter.detach(), 1 - self.decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow, "decay": self.decay, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow, self.decay, self.steps = state["shadow"], state["decay"], state["steps"]
+
+
+def text_to_image(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """diffusers: noise, EMA, accumulation, clipping, checkpoints of the main process, early end."""
+    accelerator = accelerate.Accelerator(
+        gradient_accumulation_steps=2,
+        project_config=accelerate.utils.ProjectConfiguration(project_dir=str(folder)),
+    )
+    unet, vae = mlp(4, 8, 4), mlp(4, 4, 4)
+    vae.requires_grad_(False)
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-2)
+    loader = DataLoader(Points(17), shuffle=True, batch_size=2, generator=seeded(2))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    unet, optimizer, loader, schedule = accelerator.prepare(unet, optimizer, loader, schedule)
+    vae.to(accelerator.device)
+    ema = Average(unet.parameters())
+    accelerator.register_for_checkpointing(ema)
+    noise_of, global_step, max_train_steps = seeded(9), 0, 5
+    logged, norms = [], []
+    accelerator.init_trackers("text2image", config={"steps": max_train_steps})
+    for _ in range(3):
+        train_loss = 0.0
+        for batch in loader:
+            with accelerator.accumulate(unet):
+                latents = vae(batch["pixel_values"])
+                noise = torch.randn(latents.shape, generator=noise_of)
+                loss = nn.functional.mse_loss(unet(latents + noise).float(), noise.float())
+                avg_loss = accelerator.gather(loss.repeat(2)).mean()
+                train_loss += avg_loss.item() / 2
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(unet.parameters(), 0.5)
+                    norms.append(float(norm))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                ema.step(unet.parameters())
+                global_step += 1
+                accelerator.log({"train_loss": train_loss}, step=global_step)
+                logged.append(train_loss)
+                train_loss = 0.0
+                if global_step % 2 == 0 and accelerator.is_main_process:
+                    there = sorted(d for d in os.listdir(folder) if d.startswith("checkpoint"))
+                    for old in there[: max(0, len(there) - 1)]:
+                        shutil.rmtree(folder / old)
+                    accelerator.save_state(str(folder / f"checkpoint-{global_step}"))
+            if global_step >= max_train_steps:
+                break
+        if global_step >= max_train_steps:
+            break
+    accelerator.wait_for_everyone()
+    found = sorted(os.listdir(folder))
+    accelerator.load_state(str(folder / "checkpoint-4"))
+    return {
+        "logged": logged,
+        "norms": norms,
+        "folders": found,
+        "rate": schedule.get_last_lr(),
+        "ema": [float(shadow.sum()) for shadow in ema.shadow],
+        "weights": fingerprint(accelerator.unwrap_model(unet)),
+    }
+
+
+def dreambooth(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """diffusers: two trained models under one optimizer, a prior in the second half of a batch."""
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
+    unet, text_encoder = mlp(4, 8, 4), mlp(4, 6, 4)
+    parameters = itertools.chain(unet.parameters(), text_encoder.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    loader = DataLoader(Points(16), batch_size=4)
+    unet, text_encoder, optimizer, loader = accelerator.prepare(
+        unet, text_encoder, optimizer, loader
+    )
+    losses = []
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(unet, text_encoder):
+                hidden = text_encoder(batch["pixel_values"])
+                predicted = unet(batch["pixel_values"] + hidden)
+                wanted, wanted_prior = torch.chunk(batch["pixel_values"] ** 2, 2, dim=0)
+                instance, prior = torch.chunk(predicted, 2, dim=0)
+                loss = nn.functional.mse_loss(instance, wanted)
+                loss = loss + 0.5 * nn.functional.mse_loss(prior, wanted_prior)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    both = itertools.chain(unet.parameters(), text_encoder.parameters())
+                    accelerator.clip_grad_norm_(both, 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach().item())
+    return {"losses": losses, "weights": fingerprint(unet) + fingerprint(text_encoder)}
+
+
+def textual_inversion(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """diffusers: one row of an embedding is trained, the others are put back after each step."""
+    accelerator = accelerate.Accelerator()
+    encoder = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 2))
+    for weight in encoder.parameters():
+        nn.init.normal_(weight, generator=seeded(6))
+    encoder[1].requires_grad_(False)
+    optimizer = torch.optim.AdamW(encoder[0].parameters(), lr=0.1)
+    ids = torch.randint(6, (12, 3), generator=seeded(7))
+    encoder, optimizer, loader = accelerator.prepare(
+        encoder, optimizer, DataLoader(ids, batch_size=2)
+    )
+    before = accelerator.unwrap_model(encoder)[0].weight.data.clone()
+    for batch in loader:
+        accelerator.backward(encoder(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        keep = torch.ones(6, dtype=torch.bool)
+        keep[5] = False
+        with torch.no_grad():
+            accelerator.unwrap_model(encoder)[0].weight[keep] = before[keep]
+    learned = accelerator.unwrap_model(encoder)[0].weight
+    if accelerator.is_main_process:
+        torch.save({"<new>": learned[5].detach().cpu()}, folder / "learned.bin")
+    accelerator.wait_for_everyone()
+    return {"learned": torch.load(folder / "learned.bin")["<new>"].tolist()}
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained correction of low rank beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_a = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_b = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.normal_(self.lora_a.weight, generator=seeded(1))
+        nn.init.zeros_(self.lora_b.weight)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.base(inputs) + self.lora_b(self.lora_a(inputs))
+
+
+def adapters(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """PEFT-like: adapters in a frozen model, saved alone through the hooks of save_state."""
+    accelerator = accelerate.Accelerator()
+    model = mlp()
+    model[0], model[2] = LowRank(model[0]), LowRank(model[2])
+
+    def save_hook(models: Any, weights: Any, output_dir: str) -> None:
+        if accelerator.is_main_process:
+            for one in models:
+                state = accelerator.unwrap_model(one).state_dict()
+                lora = {name: value for name, value in state.items() if "lora" in name}
+                torch.save(lora, os.path.join(output_dir, "lora.bin"))
+                weights.pop()
+
+    def load_hook(models: Any, input_dir: str) -> None:
+        while models:
+            lora = torch.load(os.path.join(input_dir, "lora.bin"))
+            accelerator.unwrap_model(models.pop()).load_state_dict(lora, strict=False)
+
+    accelerator.register_save_state_pre_hook(save_hook)
+    accelerator.register_load_state_pre_hook(load_hook)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(points(12), batch_size=3)
+    )
+    losses = []
+    for epoch in range(2):
+        for inputs, labels in loader:
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(inputs), labels)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        if epoch == 0:
+            accelerator.save_state(str(folder / "state"))
+            accelerator.wait_for_everyone()
+            saved = fingerprint(model)
+    names = sorted(torch.load(folder / "state" / "lora.bin"))
+    accelerator.load_state(str(folder / "state"))
+    back = fingerprint(model)
+    return {"losses": losses, "names": names, "back": back == saved, "files": back}
+
+
+def gan(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """Two models, two optimizers, two schedules, and a detached half."""
+    accelerator = accelerate.Accelerator()
+    maker, critic = mlp(4, 8, 4), mlp(4, 8, 1)
+    for_maker = torch.optim.Adam(maker.parameters(), lr=1e-2, betas=(0.5, 0.999))
+    for_critic = torch.optim.Adam(critic.parameters(), lr=1e-2, betas=(0.5, 0.999))
+    rates = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (for_maker, for_critic)]
+    maker, critic, for_maker, for_critic, loader, *rates = accelerator.prepare(
+        maker, critic, for_maker, for_critic, DataLoader(points(16), batch_size=2), *rates
+    )
+    judge = nn.BCEWithLogitsLoss()
+    noise_of = seeded(accelerator.process_index)
+    losses = []
+    for real, _ in loader:
+        ones, zeros = torch.ones(len(real), 1), torch.zeros(len(real), 1)
+        noise = torch.randn(real.shape, generator=noise_of)
+        for_critic.zero_grad()
+        fake = maker(noise)
+        loss = judge(critic(real), ones) + judge(critic(fake.detach()), zeros)
+        accelerator.backward(loss)
+        for_critic.step()
+        for_maker.zero_grad()
+        loss_of_maker = judge(critic(fake), ones)
+        accelerator.backward(loss_of_maker)
+        for_maker.step()
+        for rate in rates:
+            rate.step()
+        losses.append([loss.item(), loss_of_maker.item()])
+    return {
+        "losses": losses,
+        "rates": [rate.get_last_lr()[0] for rate in rates],
+        "weights": fingerprint(maker) + fingerprint(critic),
+    }
+
+
+def wasserstein(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """WGAN-GP: several steps of the critic a batch, with a penalty on its gradient."""
+    accelerator = accelerate.Accelerator()
+    maker, critic = mlp(4, 6, 4), mlp(4, 6, 1)
+    for_maker = torch.optim.RMSprop(maker.parameters(), lr=1e-3)
+    for_critic = torch.optim.RMSprop(critic.parameters(), lr=1e-3)
+    maker, critic, for_maker, for_critic, loader = accelerator.prepare(
+        maker, critic, for_maker, for_critic, DataLoader(points(12), batch_size=3)
+    )
+    noise_of, penalties = seeded(accelerator.process_index), []
+    for real, _ in loader:
+        for _ in range(3):
+            fake = maker(torch.randn(real.shape, generator=noise_of)).detach()
+            mix = torch.rand(len(real), 1, generator=noise_of)
+            between = (mix * real + (1 - mix) * fake).requires_grad_()
+            plain = accelerator.unwrap_model(critic)
+            (slope,) = torch.autograd.grad(plain(between).sum(), between, create_graph=True)
+            penalty = (slope.norm(dim=1) - 1).square().mean()
+            loss = critic(fake).mean() - critic(real).mean() + 10 * penalty
+            accelerator.backward(loss)
+            for_critic.step()
+            for_critic.zero_grad()
+            penalties.append(penalty.item())
+        loss = -critic(maker(torch.randn(real.shape, generator=noise_of))).mean()
+        accelerator.backward(loss)
+        for_maker.step()
+        for_maker.zero_grad()
+        for_critic.zero_grad()
+    return {"penalties": penalties, "weights": fingerprint(maker) + fingerprint(critic)}
+
+
+class Boxes(torch.utils.data.Dataset):
+    """Images with boxes, of which some have none."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        image = torch.full((4,), float(index))
+        count = index % 3
+        return image, {"boxes": torch.ones(count, 4) * index, "image_id": torch.tensor(index)}
+
+
+def detection(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """Lists of targets, images without a box, predictions of any number, gathered as objects."""
+    accelerator = accelerate.Accelerator()
+    model = mlp(4, 8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def collate(samples: list[Any]) -> tuple[Any, ...]:
+        return tuple(zip(*samples, strict=True))
+
+    loader = DataLoader(Boxes(), batch_size=2, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses: list[float] = []
+    for images, targets in loader:
+        predicted = model(torch.stack(list(images)))
+        parts = {
+            "box": sum(
+                ((p - t["boxes"]) ** 2).mean() if len(t["boxes"]) else p.sum() * 0
+                for p, t in zip(predicted, targets, strict=True)
+            ),
+            "size": predicted.square().mean(),
+        }
+        loss = sum(parts.values())
+        reduced = {
+            name: accelerator.reduce(value.detach(), "mean") for name, value in parts.items()
+        }
+        losses += [float(value) for value in reduced.values()]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    results: list[Any] = []
+    for _images, targets in loader:
+        own = [
+            {"image_id": int(t["image_id"]), "boxes": t["boxes"].tolist()}
+            for t in targets
+            if len(t["boxes"])
+        ]
+        results += accelerate.utils.gather_object(own)
+    ids = sorted({result["image_id"] for result in results})
+    return {"losses": losses, "ids": ids, "weights": fingerprint(model)}
+
+
+class Buckets(BatchSampler):
+    """Batches of samples of one width: images of one aspect ratio."""
+
+    def __init__(self, widths: list[int], size: int) -> None:
+        super().__init__(torch.utils.data.SequentialSampler(widths), size, drop_last=False)
+        self.widths = widths
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for width in sorted(set(self.widths)):
+            own = [index for index, each in enumerate(self.widths) if each == width]
+            for start in range(0, len(own), self.batch_size):
+                yield own[start : start + self.batch_size]
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def train_on_buckets(accelerate: Any, widths: list[int]) -> dict[str, Any]:
+    accelerator = accelerate.Accelerator()
+    data = [torch.full((width,), float(index)) for index, width in enumerate(widths)]
+    loader = DataLoader(data, batch_sampler=Buckets(widths, 2))  # type: ignore[arg-type]
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    shapes, seen = [], []
+    for batch in loader:
+        accelerator.backward(model(batch.mean(dim=1, keepdim=True)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        shapes.append(list(batch.shape))
+        seen += batch[:, 0].tolist()
+    return {"shapes": shapes, "seen": seen, "weights": fingerprint(model)}
+
+
+def aspect_ratios(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """A batch sampler of one's own whose batches are divided over the ranks without a rest."""
+    return train_on_buckets(accelerate, [2, 3, 4, 4] * 4)
+
+
+def segmentation(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """Counts of a confusion matrix reduced over the ranks, two losses, a copy as EMA."""
+    accelerator = accelerate.Accelerator()
+    model = mlp()
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, nesterov=True, momentum=0.9)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(points(14), batch_size=3)
+    )
+    for inputs, labels in loader:
+        logits = model(inputs)
+        loss = nn.functional.cross_entropy(logits, labels) + 0.1 * logits.square().mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        pairs = zip(average.parameters(), accelerator.unwrap_model(model).parameters(), strict=True)
+        with torch.no_grad():
+            for shadow, weight in pairs:
+                shadow.mul_(0.9).add_(weight, alpha=0.1)
+    matrix = torch.zeros(3, 3)
+    for inputs, labels in loader:
+        for wanted, got in zip(labels, model(inputs).argmax(-1), strict=True):
+            matrix[wanted, got] += 1
+    matrix = accelerator.reduce(matrix, reduction="sum")
+    return {"matrix": matrix.tolist(), "ema": fingerprint(average), "weights": fingerprint(model)}
+
+
+LOOPS = [
+    cv_example,
+    text_to_image,
+    dreambooth,
+    textual_inversion,
+    adapters,
+    gan,
+    wasserstein,
+    detection,
+    aspect_ratios,
+    segmentation,
+]

@@ -1,0 +1,238 @@
+"""Loops of transformers' examples without the Trainer."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tests.training.scripts.parts import Sentences, bert, fingerprint, gpt2, seeded
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def glue(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """nlp_example: everything prepared at once, a warm-up schedule, an exact accuracy."""
+    from transformers import get_linear_schedule_with_warmup
+
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=1)
+    accelerate.utils.set_seed(42)
+    train_dataloader = Sentences(22).loader(shuffle=True, drop_last=True, generator=seeded())
+    eval_dataloader = Sentences(13).loader(4)
+    model = bert().to(accelerator.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    lr_scheduler = get_linear_schedule_with_warmup(
+        optimizer, num_warmup_steps=4, num_training_steps=len(train_dataloader) * 2
+    )
+    model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
+        model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
+    )
+    accuracies, rates = [], []
+    for _ in range(2):
+        model.train()
+        for batch in train_dataloader:
+            on_device = {name: value.to(accelerator.device) for name, value in batch.items()}
+            loss = model(**on_device).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            lr_scheduler.step()
+            optimizer.zero_grad()
+            rates.append(lr_scheduler.get_last_lr()[0])
+        model.eval()
+        right, seen = 0, 0
+        for batch in eval_dataloader:
+            with torch.no_grad():
+                predictions = model(**batch).logits.argmax(dim=-1)
+            predictions, references = accelerator.gather_for_metrics((predictions, batch["labels"]))
+            right += int((predictions == references).sum())
+            seen += len(references)
+        accuracies.append([right, seen])
+    return {"accuracies": accuracies, "rates": rates, "weights": fingerprint(model)}
+
+
+def language_model(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """run_clm_no_trainer: accumulation, tied weights, two groups of decay, perplexity."""
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
+    model = gpt2()
+    no_decay = ["bias", "ln"]
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named if not any(d in n for d in no_decay)], "weight_decay": 0.1},
+        {"params": [p for n, p in named if any(d in n for d in no_decay)], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=5e-3)
+    train_dataloader = Sentences(20).loader(shuffle=True, generator=seeded(1))
+    eval_dataset = Sentences(7)
+    eval_dataloader = eval_dataset.loader()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 20))
+    model, optimizer, train_dataloader, eval_dataloader, schedule = accelerator.prepare(
+        model, optimizer, train_dataloader, eval_dataloader, schedule
+    )
+    num_update_steps_per_epoch = math.ceil(len(train_dataloader) / 2)
+    completed_steps, total_loss = 0, 0.0
+    perplexities = []
+    for _ in range(2):
+        model.train()
+        for batch in train_dataloader:
+            with accelerator.accumulate(model):
+                ids = batch["input_ids"]
+                loss = model(input_ids=ids, labels=ids).loss
+                total_loss += loss.detach().float()
+                accelerator.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                completed_steps += 1
+        model.eval()
+        losses = []
+        for batch in eval_dataloader:
+            with torch.no_grad():
+                loss = model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+            losses.append(accelerator.gather_for_metrics(loss.repeat(2)))
+        perplexities.append(math.exp(torch.cat(losses)[: len(eval_dataset)].mean().item()))
+    unwrapped = accelerator.unwrap_model(model)
+    return {
+        "steps": [completed_steps, num_update_steps_per_epoch],
+        "loss": float(total_loss),
+        "perplexities": perplexities,
+        "tied": unwrapped.lm_head.weight is unwrapped.transformer.wte.weight,
+        "weights": fingerprint(model),
+    }
+
+
+def summarization(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """run_summarization_no_trainer: generated texts of other lengths on each rank."""
+    accelerator = accelerate.Accelerator()
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train_dataloader, eval_dataloader = Sentences(12).loader(), Sentences(9).loader()
+    model, optimizer, train_dataloader, eval_dataloader = accelerator.prepare(
+        model, optimizer, train_dataloader, eval_dataloader
+    )
+    for batch in train_dataloader:
+        accelerator.backward(model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    texts: list[str] = []
+    shapes = []
+    model.eval()
+    for batch in eval_dataloader:
+        with torch.no_grad():
+            generated = accelerator.unwrap_model(model).generate(
+                batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                max_new_tokens=1 + accelerator.process_index,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        generated = accelerator.pad_across_processes(generated, dim=1, pad_index=0)
+        labels = accelerator.pad_across_processes(batch["input_ids"], dim=1, pad_index=-100)
+        generated, labels = accelerator.gather_for_metrics((generated, labels))
+        shapes += [list(generated.shape), list(labels.shape)]
+        texts += [" ".join(map(str, row)) for row in generated.cpu().tolist()]
+    return {"texts": texts, "shapes": shapes}
+
+
+def question_answering(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """run_qa_no_trainer: logits of all batches, padded over the ranks and cut at the end."""
+    accelerator = accelerate.Accelerator()
+    data = Sentences(11)
+    model = accelerator.prepare(bert())
+    loader = accelerator.prepare_data_loader(data.loader())
+    model.eval()
+    everything, widest = [], 0
+    for batch in loader:
+        with torch.no_grad():
+            logits = model(**batch).logits.repeat(1, batch["input_ids"].shape[1])
+        logits = accelerator.pad_across_processes(logits, dim=1, pad_index=-100)
+        everything.append(accelerator.gather_for_metrics(logits).cpu())
+        widest = max(widest, everything[-1].shape[1])
+    padded = [nn.functional.pad(one, (0, widest - one.shape[1]), value=-100) for one in everything]
+    return {"rows": len(torch.cat(padded)), "sum": float(torch.cat(padded).double().sum())}
+
+
+def tokens(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """run_ner_no_trainer: labels of tokens with -100 where there is none, lists at the end."""
+    accelerator = accelerate.Accelerator()
+    tagger = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 3))
+    for weight in tagger.parameters():
+        nn.init.normal_(weight, generator=seeded(5))
+    model, loader = accelerator.prepare(tagger, Sentences(9).loader())
+    found: list[list[int]] = []
+    for batch in loader:
+        predictions = model(batch["input_ids"]).argmax(-1)
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        predictions = accelerator.pad_across_processes(predictions, dim=1, pad_index=-100)
+        labels = accelerator.pad_across_processes(labels, dim=1, pad_index=-100)
+        gathered, references = accelerator.gather((predictions, labels))
+        gathered, references = accelerator.gather_for_metrics((predictions, labels))
+        found += [
+            [int(p) for p, r in zip(row, reference, strict=True) if r != -100]
+            for row, reference in zip(gathered, references, strict=True)
+        ]
+    return {"found": found}
+
+
+def tokens_in_the_batch(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """The loss of a window divided by its tokens on all ranks, not by its batches."""
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
+    model = gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, Sentences(16).loader())
+    iterator = iter(loader)
+    for _ in range(len(loader) // 2):
+        window = [next(iterator) for _ in range(2)]
+        local = torch.tensor(sum(int((b["input_ids"] > 0).sum()) for b in window))
+        num_items = accelerator.gather(local).sum().item()
+        for batch in window:
+            with accelerator.accumulate(model):
+                logits = model(input_ids=batch["input_ids"]).logits
+                loss = nn.functional.cross_entropy(
+                    logits.flatten(0, 1),
+                    batch["input_ids"].flatten(),
+                    ignore_index=0,
+                    reduction="sum",
+                )
+                loss = loss * accelerator.num_processes * 2 / num_items
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    return {"weights": fingerprint(model)}
+
+
+def distillation(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """A frozen teacher in evaluation mode beside the student."""
+    accelerator = accelerate.Accelerator()
+    teacher, student = bert(), bert()
+    teacher.requires_grad_(False)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
+    teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+    student, optimizer, loader = accelerator.prepare(student, optimizer, Sentences(12).loader())
+    teacher.eval()
+    for batch in loader:
+        labels = batch.pop("labels")
+        with torch.no_grad():
+            wanted = teacher(**batch).logits.softmax(-1)
+        logits = student(**batch).logits
+        loss = nn.functional.kl_div(logits.log_softmax(-1), wanted, reduction="batchmean")
+        loss = loss + nn.functional.cross_entropy(logits, labels)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"wrapped": type(teacher).__name__, "weights": fingerprint(student)}
+
+
+LOOPS = [
+    glue,
+    language_model,
+    summarization,
+    question_answering,
+    tokens,
+    tokens_in_the_batch,
+    distillation,
+]
