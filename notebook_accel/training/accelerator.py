@@ -30,6 +30,7 @@ from notebook_accel.training.progress import progress
 from notebook_accel.training.settings import ProfileKwargs, pick_handler
 from notebook_accel.training.state import AcceleratorSettings
 from notebook_accel.training.tracking import run_metrics
+from notebook_accel.training.tracking.live import TrackerView
 from notebook_accel.training.window import WindowView
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ _Item = TypeVar("_Item")
 _STRATEGY = "strategy"
 
 
-class Accelerator(WindowView):
+class Accelerator(WindowView, TrackerView):
     """Makes the objects of a training loop ready for where it runs, and runs its steps."""
 
     _notebook_accel_stays_home: ClassVar[str] = "make it inside the function"
