@@ -54,7 +54,14 @@ _BUSY_PENDING = 4096
 _FLUSH_SECONDS = 1200.0
 
 # Beside how a call ended.
-_FROM_RANKS = (wire.RankReady, wire.CallStarted, wire.Metric, wire.Bar, wire.Notice)
+_FROM_RANKS = (
+    wire.RankReady,
+    wire.CallStarted,
+    wire.Metric,
+    wire.Bar,
+    wire.Displayed,
+    wire.Notice,
+)
 
 _STAGES = {
     wire.Stop: Stage.STOP,
