@@ -227,6 +227,27 @@ def test_the_log_follows_until_somebody_scrolls_up_and_again_by_a_button(
     notebook.close()
 
 
+def test_after_a_restart_in_mid_run_the_panel_looks_dead_and_says_what_to_type(
+    lab: Lab, browser: Browser
+) -> None:
+    lab.write("dead.ipynb", [SETUP, TRAIN, LAUNCH.replace("2)", "2, block=False)")], INSTALLED)
+    notebook = lab.open(browser, "dead.ipynb")
+    notebook.wait_until_idle()
+    notebook.run_all()
+    output = notebook.output(2)
+    output.get_by_text("rank 0 speaks").wait_for(timeout=60_000)
+    session = "window.jupyterapp.shell.currentWidget.sessionContext.session"
+    notebook.page.evaluate(f"async () => {{ await {session}.kernel.restart() }}")
+    notebook.page.wait_for_function(
+        "() => getComputedStyle(document.querySelector('.na-panel'), '::after').content"
+        ".includes('runs(everywhere=True)')",
+        timeout=30_000,
+    )
+    for what in ("button", "select", ".na-status", "td.na-c-state"):
+        assert not output.locator(what).first.is_visible()
+    notebook.close()
+
+
 def test_a_saved_summary_shows_without_a_kernel_and_untrusted(
     lab: Lab, browser: Browser, saved: nbformat.NotebookNode
 ) -> None:
