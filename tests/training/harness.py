@@ -25,6 +25,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.launch.system.processes import die_with_parent
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -126,9 +128,12 @@ def _serve() -> None:
 
 def _fork_ranks(call: list[Any], num_ranks: int, timeout: float, folder: Path) -> list[Any]:
     running: dict[int, int] = {}
+    helper = os.getpid()
     for rank in range(num_ranks):
         pid = os.fork()
         if pid == 0:
+            # A helper that is killed with its test must not leave ranks in a collective behind.
+            die_with_parent(helper)
             _be_rank(call, rank, num_ranks, timeout, folder)
         running[pid] = rank
     ends = _wait(running, time.monotonic() + timeout)
