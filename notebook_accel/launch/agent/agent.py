@@ -222,7 +222,12 @@ class Agent:
                 for message in rank.observe(now):
                     self._post_message(message)
         self._answer_stop(now)
-        stage = self._ending.next_stage(now=now, idle=self._idle(now), leaving=self._all_leaving())
+        stage = self._ending.next_stage(
+            now=now,
+            idle=self._idle(now),
+            leaving=self._all_leaving(),
+            settled=self._have_settled(),
+        )
         if stage is not None:
             self._go(stage)
         with contextlib.suppress(OSError):
@@ -254,6 +259,14 @@ class Agent:
         """Seconds without progress; none where all ranks ask for themselves whether to stop."""
         asks = all(rank.row.reads or rank.leaving for rank in self._in_call())
         return 0.0 if asks else now - self._progressed
+
+    def _have_settled(self) -> bool:
+        """Whether every rank has had its own time since one failed."""
+        if not self._ending.is_settling:
+            return True
+        # All are asked: their clocks are the more exact the more often they are read.
+        settled = [rank.has_settled() for rank in self._ranks]
+        return all(settled)
 
     def _all_leaving(self) -> bool:
         return all(rank.leaving for rank in self._in_call())
@@ -299,7 +312,7 @@ class Agent:
             self._progressed = time.monotonic()
             self._board.leave_at(LeavePoint(batches=message.batches, reads=message.reads))
         elif isinstance(message, wire.RankFailed):
-            self._ending = self._ending.failed(now=time.monotonic())
+            self._let_others_settle()
         elif isinstance(message, wire.CallEnded):
             self._board.note_others_ended()
         elif type(message) in _STAGES:
@@ -386,6 +399,8 @@ class Agent:
 
     def _noted(self, rank: RankProcess, message: wire.Message) -> wire.Message:
         """The message as it is passed on, once the agent has acted on it."""
+        if isinstance(message, wire.CallStarted):
+            rank.note_started()
         if not isinstance(message, (wire.Returned, wire.Raised)):
             return message
         # The kernel may take the call for ended with the next message: all output comes before.
@@ -404,9 +419,17 @@ class Agent:
 
     def _rank_failed(self) -> None:
         """A rank here failed: the call is ended on the others, those of other agents included."""
-        self._ending = self._ending.failed(now=time.monotonic())
+        self._let_others_settle()
         if self._has_others:
             self._post(wire.RankFailed, call=self._call)
+
+    def _let_others_settle(self) -> None:
+        """A rank failed, here or elsewhere: the others are ended after the settle window."""
+        before = self._ending
+        self._ending = before.failed(now=time.monotonic())
+        if self._ending is not before:
+            for rank in self._ranks:
+                rank.begin_settling()
 
     def _is_after_interrupt(self, when: float) -> bool:
         """Whether ranks had been interrupted by then, both by this machine's own clock."""

@@ -8,6 +8,11 @@ Pure: an :class:`Ending` says what is due at a time; the agent does it.
 
 A person may ask for any stage at any time; each leads to the next by itself. Up to DISCONNECT the
 rank processes survive, and are ready for the next call; TERMINATE and KILL end them.
+
+When a rank fails, the others first have a settle window: where all make the same mistake, each is
+to be heard, and a rank that was slower must not pass for a victim of the first. The window is over
+once every rank has had ``SETTLE_SECONDS`` to itself (``RankProcess.has_settled``): on a machine
+with fewer processors than ranks, a window by the clock alone ended ranks that had not run at all.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-__all__ = ["Ending", "Stage"]
+__all__ = ["SETTLE_SECONDS", "Ending", "Stage"]
 
 # Without progress for this long, a rank that was asked politely gets a KeyboardInterrupt.
 _IDLE_SECONDS = 1.0
@@ -23,8 +28,11 @@ _IDLE_SECONDS = 1.0
 _DISCONNECT_SECONDS = 1.0
 # From SIGTERM to SIGKILL once a grace period is over.
 _TERMINATE_SECONDS = 1.0
-# What a failing rank's peers get to say that they lost it, and then to end.
-_SETTLE_SECONDS = 0.25
+# What the other ranks get, once one has failed, to fail by themselves or to say that they lost it;
+# and again from SIGTERM to SIGKILL.
+SETTLE_SECONDS = 0.25
+# After it the settle window is over, also where a rank has not had its time.
+_MAX_SETTLE_SECONDS = 2.0
 
 
 class Stage(IntEnum):
@@ -53,6 +61,8 @@ class Ending:
         is_last: whether the rank processes end after this call anyway, so that nothing in them
             is worth waiting for once one has failed.
         has_failed: whether a rank has failed, which ends the call on the others.
+        settles_from: when the settle window may be over at the earliest, in monotonic seconds;
+            None where there is none.
         due: when ``next`` is done, in monotonic seconds; None for never.
         next: the stage that follows.
         term_seconds: from SIGTERM to SIGKILL.
@@ -62,13 +72,15 @@ class Ending:
     grace: float = 10.0
     is_last: bool = True
     has_failed: bool = False
+    settles_from: float | None = None
     due: float | None = None
     next: Stage = Stage.NONE
     term_seconds: float = _TERMINATE_SECONDS
 
     def ask(self, stage: Stage, *, now: float, grace: float | None = None) -> Ending:
         """The ending once somebody asked for ``stage``; one that is passed stays passed."""
-        if stage <= self.stage:
+        if stage <= self.stage or (stage == Stage.STOP and self.has_failed):
+            # The failure ends the call sooner than a polite stop would.
             return self
         grace = self.grace if grace is None else grace
         follows = {
@@ -82,9 +94,11 @@ class Ending:
             Stage.TERMINATE: (Stage.KILL, self.term_seconds),
         }
         if stage not in follows:
-            return replace(self, stage=stage, grace=grace, due=None)
+            return replace(self, stage=stage, grace=grace, due=None, settles_from=None)
         following, wait = follows[stage]
-        return replace(self, stage=stage, grace=grace, next=following, due=now + wait)
+        return replace(
+            self, stage=stage, grace=grace, next=following, due=now + wait, settles_from=None
+        )
 
     def failed(self, *, now: float) -> Ending:
         """The ending once a rank failed: the others are ended after the settle window.
@@ -94,26 +108,41 @@ class Ending:
         """
         if self.has_failed or self.stage >= Stage.INTERRUPT:
             return self
-        failed = replace(self, has_failed=True, due=now + _SETTLE_SECONDS)
+        failed = replace(
+            self,
+            has_failed=True,
+            settles_from=now + SETTLE_SECONDS,
+            due=now + _MAX_SETTLE_SECONDS,
+        )
         if not self.is_last:
             return replace(failed, next=Stage.INTERRUPT)
         return replace(
-            failed, stage=Stage.INTERRUPT, next=Stage.TERMINATE, term_seconds=_SETTLE_SECONDS
+            failed, stage=Stage.INTERRUPT, next=Stage.TERMINATE, term_seconds=SETTLE_SECONDS
         )
 
-    def next_stage(self, *, now: float, idle: float, leaving: bool) -> Stage | None:
+    @property
+    def is_settling(self) -> bool:
+        """Whether a rank has failed and the others have their time to fail as well."""
+        return self.settles_from is not None
+
+    def next_stage(
+        self, *, now: float, idle: float, leaving: bool, settled: bool = True
+    ) -> Stage | None:
         """The stage that is due now.
 
         Args:
             now: monotonic seconds.
             idle: seconds since any rank last made progress.
             leaving: all ranks know of the stop and leave on their own.
+            settled: every rank has had ``SETTLE_SECONDS`` to itself since one failed.
         """
         is_polite = self.stage == Stage.STOP and not self.has_failed
         if is_polite and leaving:
             return None
         if is_polite and idle >= _IDLE_SECONDS:
             return Stage.INTERRUPT
+        if self.settles_from is not None and settled and now >= self.settles_from:
+            return self.next
         if self.due is not None and now >= self.due:
             return self.next
         return None

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.agent.ending import SETTLE_SECONDS
 from notebook_accel.launch.system import processes
+from notebook_accel.launch.system.own_time import OwnTime
 from notebook_accel.launch.worker.main import STACKS_SIGNAL
 
 if TYPE_CHECKING:
@@ -67,6 +69,9 @@ class RankProcess:
         self.ended_by_us = False
         self.is_in_call = False
         self._call = 0
+        self._has_started = False
+        self._must_settle = False
+        self._own_time: OwnTime | None = None
         self._process = process
         self._tail = tail
         self._stacks = stacks
@@ -103,7 +108,14 @@ class RankProcess:
             self._call = message.call
             self._sample = ()
             self.is_in_call = True
+            self._has_started = False
+            self._must_settle = False
+            self._own_time = None
             self.send(message, fds)
+
+    def note_started(self) -> None:
+        """The rank said that it calls the function now."""
+        self._has_started = True
 
     def end_call(self) -> Iterator[wire.Message]:
         """The rank reported how its call ended; gives what else is new of it until then."""
@@ -121,6 +133,21 @@ class RankProcess:
         # A rank that is stopped, or has closed its end, must not hold up the others.
         with contextlib.suppress(OSError):
             self.channel.flush(block=False)
+
+    # ---- after a failure -------------------------------------------------------------------
+
+    def begin_settling(self) -> None:
+        """A rank failed: this one has its own time from now on, or from when it starts."""
+        self._must_settle = True
+        self.has_settled()
+
+    def has_settled(self) -> bool:
+        """Whether the rank has had the time to tell of a failure of its own."""
+        if not (self.alive and self._must_settle):
+            return True
+        if self._own_time is None and (self._has_started or not self.is_in_call):
+            self._own_time = OwnTime(self.pid)
+        return self._own_time is not None and self._own_time.read() >= SETTLE_SECONDS
 
     # ---- look ------------------------------------------------------------------------------
 

@@ -99,6 +99,30 @@ def test_a_failure_ends_the_others_after_the_settle_window() -> None:
     assert kinds[-1][0] < 1.0
 
 
+def test_the_settle_window_lasts_until_every_rank_has_had_its_time() -> None:
+    ending = Ending(grace=10).failed(now=100)
+    assert ending.next_stage(now=100.2, idle=0, leaving=False, settled=True) is None
+    assert ending.next_stage(now=101.9, idle=0, leaving=False, settled=False) is None
+    assert ending.next_stage(now=100.3, idle=0, leaving=False, settled=True) is Stage.TERMINATE
+    # Not for ever.
+    assert ending.next_stage(now=102.0, idle=0, leaving=False, settled=False) is Stage.TERMINATE
+
+
+def test_the_settle_window_of_a_session_ends_in_an_interrupt() -> None:
+    ending = Ending(grace=10, is_last=False).failed(now=100)
+    assert stages(ending, until=1.5) == [(0.3, Stage.INTERRUPT), (1.3, Stage.DISCONNECT)]
+
+
+def test_a_stop_does_not_prolong_the_settle_window() -> None:
+    ending = Ending(grace=10, is_last=False).failed(now=100)
+    assert ending.ask(Stage.STOP, now=100.1) is ending
+
+
+def test_a_harder_stage_ends_the_settle_window() -> None:
+    ending = Ending(grace=10).failed(now=100).ask(Stage.TERMINATE, now=100.1)
+    assert ending.next_stage(now=100.3, idle=0, leaving=False, settled=True) is None
+
+
 def test_a_failure_during_a_stop_overrules_its_grace() -> None:
     ending = Ending(grace=10).ask(Stage.STOP, now=100).failed(now=100)
     assert stages(ending, until=10, leaving=True)[-1][0] < 1.0

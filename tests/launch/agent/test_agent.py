@@ -1,0 +1,235 @@
+"""An agent of the template and its ranks, all of them real, with the kernel's part in the test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from notebook_accel.launch import wire
+from tests.engines.processes import eventually, gone
+from tests.launch.agents import AgentByHand, agent_by_hand
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[AgentByHand]:
+    with agent_by_hand(tmp_path) as agent:
+        yield agent
+
+
+class SlowToUnpickle:
+    """Comes late to the function on the rank of the highest number."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __reduce__(self) -> Any:
+        return _come_late, (self.seconds,)
+
+
+def _come_late(seconds: float) -> None:
+    if os.environ["RANK"] == "2":
+        time.sleep(seconds)
+
+
+def raises(*_: Any) -> None:
+    raise ValueError("alike")
+
+
+def sleeps() -> None:
+    print("sleeps", flush=True)
+    time.sleep(600)
+
+
+# ---- start and end -----------------------------------------------------------------------------
+
+
+def test_ranks_get_ready_run_a_call_and_leave(agent: AgentByHand) -> None:
+    pids = agent.launch(2).pids
+    assert set(pids) == {0, 1}
+    agent.call(lambda: os.environ["RANK"], last=True)
+    heard = agent.until_its_end()
+    for rank, pid in pids.items():
+        of_rank = [message for message in heard if message.rank == rank]
+        kinds = [type(message) for message in of_rank if not isinstance(message, wire.Sample)]
+        assert kinds == [wire.RankReady, wire.CallStarted, wire.Returned, wire.RankEnded]
+        assert {message.process for message in of_rank if message.call == 1} == {pid, agent.pid}
+    assert gone(pids.values())
+
+
+def test_a_second_call_finds_what_the_first_left(agent: AgentByHand) -> None:
+    def leave() -> None:
+        os.environ["LEFT"] = "here"
+
+    def find() -> None:
+        assert os.environ["LEFT"] == "here"
+
+    agent.launch(2)
+    agent.call(leave)
+    agent.all_of(wire.Returned, 2)
+    agent.call(find)
+    assert [message.call for message in agent.all_of(wire.Returned, 4)] == [1, 1, 2, 2]
+    agent.say(wire.Leave)
+    assert [message.exitcode for message in agent.all_of(wire.RankEnded, 2)] == [0, 0]
+
+
+def test_ranks_go_with_the_kernels_end_of_the_channel(agent: AgentByHand) -> None:
+    pids = agent.launch(2).pids
+    agent.call(sleeps)
+    agent.all_of(wire.CallStarted, 2)
+    agent.channel.close()
+    eventually(lambda: gone([agent.pid, *pids.values()]), within=30, what="all ended")
+
+
+def test_ranks_die_with_their_agent(agent: AgentByHand) -> None:
+    pids = agent.launch(2).pids
+    agent.call(sleeps)
+    agent.all_of(wire.CallStarted, 2)
+    os.kill(agent.pid, signal.SIGKILL)
+    eventually(lambda: gone(pids.values()), within=30, what="the ranks died")
+
+
+def test_output_comes_before_the_end_of_its_call(agent: AgentByHand) -> None:
+    agent.launch(1)
+    agent.call(lambda: print("last words"), last=True)
+    heard = agent.until_its_end()
+    (output,) = (message for message in heard if isinstance(message, wire.Output))
+    assert (output.text, output.call) == ("last words\n", 1)
+    assert heard.index(output) < [type(message) for message in heard].index(wire.Returned)
+
+
+# ---- what is believed --------------------------------------------------------------------------
+
+
+def test_a_message_about_an_old_call_does_nothing(agent: AgentByHand) -> None:
+    agent.launch(1)
+    agent.call(lambda: None)
+    agent.wait_for(wire.Returned)
+    agent.call(lambda: time.sleep(0.3))
+    for kind in (wire.Interrupt, wire.Terminate, wire.Kill):
+        agent.say(kind, call=1)
+    assert agent.wait_for(wire.Returned, 2).call == 2
+
+
+def test_a_rank_cannot_speak_for_another(agent: AgentByHand) -> None:
+    def pretend() -> None:
+        from notebook_accel.launch import rank
+
+        context: Any = rank.current()
+        context._send(wire.Notice(call=context.call, rank=1, text="I am rank 1"))
+        context._send(wire.RankEnded(rank=1, exitcode=0))
+
+    agent.launch(2)
+    agent.call(lambda: pretend() if os.environ["RANK"] == "0" else None)
+    agent.all_of(wire.Returned, 2)
+    assert [m.rank for m in agent.heard if isinstance(m, wire.Notice)] == [0]
+    assert not any(isinstance(message, wire.RankEnded) for message in agent.heard)
+
+
+# ---- an end that somebody asks for ---------------------------------------------------------------
+
+
+def test_an_interrupt_ends_the_call_and_no_rank(agent: AgentByHand) -> None:
+    pids = agent.launch(2).pids
+    agent.call(sleeps)
+    agent.all_of(wire.CallStarted, 2)
+    agent.say(wire.Interrupt)
+    ends = agent.all_of(wire.Raised, 2)
+    assert {(end.kind, end.ours, end.after_interrupt) for end in ends} == {
+        ("interrupted", False, True)
+    }
+    agent.call(lambda: None)
+    assert {end.process for end in agent.all_of(wire.Returned, 2)} == set(pids.values())
+
+
+def test_what_follows_an_interrupt_that_is_ignored(agent: AgentByHand) -> None:
+    def ignore() -> None:
+        while True:
+            try:
+                print("ready", flush=True)
+                time.sleep(600)
+            except KeyboardInterrupt:
+                pass
+
+    agent.launch(1)
+    agent.call(ignore, grace=0.1, last=True)
+    agent.wait_for(wire.Output)
+    agent.say(wire.Interrupt)
+    end = agent.wait_for(wire.RankEnded)
+    assert (end.signal, end.ours) == (signal.SIGTERM, True)
+    assert [m.text for m in agent.heard if isinstance(m, wire.Output)] == ["ready\n", "ready\n"]
+
+
+def test_stacks_of_a_rank_in_native_code(agent: AgentByHand) -> None:
+    agent.launch(1)
+    agent.call(sleeps)
+    agent.wait_for(wire.Output)
+    agent.say(wire.DumpStacks)
+    assert "in sleeps" in agent.wait_for(wire.Stacks).text
+
+
+# ---- a failure ---------------------------------------------------------------------------------
+
+
+def failures(agent: AgentByHand, num_ranks: int) -> dict[int | None, str]:
+    """How each rank ended: the kind of what it raised, "ended" where the agent ended it."""
+    ends: dict[int | None, str] = {}
+    while len(ends) < num_ranks:
+        agent.wait_for(wire.Message, len(agent.heard) + 1)
+        for message in agent.heard:
+            if isinstance(message, wire.Raised):
+                ends[message.rank] = "interrupted by us" if message.ours else message.kind
+            elif isinstance(message, wire.RankEnded) and message.rank not in ends:
+                ends[message.rank] = "ended by us" if message.ours else "died"
+    return ends
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["last call", "session"])
+def test_a_victim_is_ended_and_said_to_be_one(agent: AgentByHand, last: bool) -> None:
+    agent.launch(3)
+    agent.call(lambda: raises() if os.environ["RANK"] == "1" else sleeps(), last=last)
+    how = "ended by us" if last else "interrupted by us"
+    assert failures(agent, 3) == {0: how, 1: "exception", 2: how}
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["last call", "session"])
+def test_a_rank_that_comes_late_to_the_function_fails_by_itself(
+    agent: AgentByHand, last: bool
+) -> None:
+    agent.launch(3)
+    agent.call(raises, SlowToUnpickle(0.7), last=last)
+    assert failures(agent, 3) == {0: "exception", 1: "exception", 2: "exception"}
+
+
+def test_a_rank_that_never_comes_to_the_function_is_not_waited_for(agent: AgentByHand) -> None:
+    agent.launch(3)
+    agent.call(raises, SlowToUnpickle(600.0), last=True)
+    assert failures(agent, 3) == {0: "exception", 1: "exception", 2: "ended by us"}
+
+
+def test_a_failure_elsewhere_ends_the_call_here(agent: AgentByHand) -> None:
+    agent.launch(2, world_size=3)
+    agent.call(sleeps, last=True)
+    agent.all_of(wire.CallStarted, 2)
+    agent.say(wire.RankFailed)
+    assert failures(agent, 2) == {0: "ended by us", 1: "ended by us"}
+
+
+def test_the_death_of_a_rank_ends_the_call(agent: AgentByHand) -> None:
+    def die() -> None:
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sleeps()
+
+    agent.launch(2)
+    agent.call(die, last=True)
+    ends = {end.rank: end for end in agent.all_of(wire.RankEnded, 2)}
+    assert (ends[0].signal, ends[0].ours) == (signal.SIGKILL, False)
+    assert (ends[1].signal, ends[1].ours) == (signal.SIGTERM, True)

@@ -1,0 +1,159 @@
+"""The kernel's part, played by hand: real agents and ranks at the other end of real channels."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import psutil
+
+from notebook_accel.launch import payload, wire
+from notebook_accel.launch.control.agent_link import AgentLink
+from notebook_accel.launch.engines.base import RankPlan
+from notebook_accel.launch.system import processes
+from notebook_accel.launch.template.handle import template
+from notebook_accel.launch.transport.handshake import connect, new_secret
+from notebook_accel.launch.transport.packet import pack
+from tests.engines.processes import below, eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+__all__ = ["AgentByHand", "agent_by_hand"]
+
+# Wide enough for a busy machine.
+SECONDS = 60.0
+
+
+class AgentByHand:
+    """An agent of the shared template, which has been sent nothing yet.
+
+    Attributes:
+        run: id of its run.
+        pid: of the agent.
+        heard: every message that came from it, in order.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self.run = uuid4().hex
+        self.heard: list[wire.Message] = []
+        self._log_dir = log_dir
+        self._calls = 0
+        ours, theirs = socket.socketpair()
+        secret = new_secret()
+        with theirs:
+            self.pid = template().fork_agent(theirs, run=self.run, secret=secret)
+        # A channel waits for ever; here a read that takes so long fails.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(SECONDS), 0))
+        self.channel = connect(ours, secret)
+        self.ranks: tuple[wire.RankSpec, ...] = ()
+
+    def link(self) -> AgentLink:
+        """What a pool is given for this agent."""
+        return AgentLink(
+            channel=self.channel,
+            ranks=self.ranks,
+            sees_files=True,
+            how_it_ended=lambda: "was ended by the test",
+            kill=self.kill,
+        )
+
+    def launch_message(self, num_ranks: int, **fields: Any) -> wire.Launch:
+        """What starts so many ranks on the CPU."""
+        (self.ranks,) = RankPlan.of_sizes(num_ranks).agents
+        given: dict[str, Any] = {
+            "run": self.run,
+            "world_size": num_ranks,
+            "ranks": self.ranks,
+            "environment": {**os.environ, "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"},
+            "directory": os.getcwd(),
+            "path": tuple(sys.path),
+            "log_dir": str(self._log_dir),
+            "num_threads": 1,
+        }
+        return wire.Launch(**{**given, **fields})
+
+    def launch(self, num_ranks: int, **fields: Any) -> wire.AgentReady:
+        """Start the ranks; gives the answer, which has their pids."""
+        self.channel.send(self.launch_message(num_ranks, **fields))
+        return self.wait_for(wire.AgentReady)
+
+    def call(self, function: Callable[..., Any], *args: Any, **fields: Any) -> int:
+        """Send a call to the ranks; gives its number."""
+        self._calls += 1
+        packet, fds = pack(payload.pack_call(function, args).packed)
+        self.channel.send(
+            wire.Call(run=self.run, call=self._calls, payload=packet, **fields),
+            fds,
+        )
+        return self._calls
+
+    def say(self, kind: type[wire.Message], /, **fields: Any) -> None:
+        """Send a message about the newest call."""
+        self.channel.send(kind(**{"run": self.run, "call": self._calls, **fields}))
+
+    def wait_for(self, kind: type[wire.M], number: int = 1) -> wire.M:
+        """The last of the first so many messages of this kind."""
+        return self.all_of(kind, number)[-1]
+
+    def all_of(self, kind: type[wire.M], number: int) -> list[wire.M]:
+        """The first so many messages of this kind, waiting for those that are still to come."""
+        found: list[wire.M] = []
+        for message in self._messages():
+            if isinstance(message, kind):
+                found.append(message)
+                if len(found) == number:
+                    break
+        return found
+
+    def until_its_end(self) -> list[wire.Message]:
+        """Everything that it ever says."""
+        with contextlib.suppress(EOFError):
+            for _ in self._messages():
+                pass
+        return self.heard
+
+    def _messages(self) -> Iterator[wire.Message]:
+        yield from tuple(self.heard)
+        while True:
+            message, fds = self.channel.receive()
+            for fd in fds:
+                os.close(fd)
+            self.heard.append(message)
+            yield message
+
+    @property
+    def alive(self) -> bool:
+        """Whether the agent runs."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+        return False
+
+    def kill(self) -> None:
+        """End it, and its ranks."""
+        processes.kill_tree([self.pid])
+
+    def close(self) -> None:
+        """Hang up, and see that it and its ranks are gone."""
+        ranks = [process.pid for process in below(self.pid)]
+        self.channel.close()
+        eventually(lambda: not self.alive, within=SECONDS, what="the agent ended")
+        eventually(
+            lambda: not any(map(psutil.pid_exists, ranks)), within=SECONDS, what="its ranks ended"
+        )
+
+
+@contextlib.contextmanager
+def agent_by_hand(log_dir: Path) -> Iterator[AgentByHand]:
+    """An agent for the time of the block."""
+    agent = AgentByHand(log_dir)
+    try:
+        yield agent
+    finally:
+        agent.close()
