@@ -161,6 +161,47 @@ def test_batches_are_counted_and_a_stop_leaves_the_loop() -> None:
         ranks.enter(before)
 
 
+@pytest.mark.parametrize("num_given", [0, 3, 4])
+def test_a_stop_keeps_the_place_for_a_checkpoint(num_given: int) -> None:
+    before = ranks.current()
+    ranks.enter(Counting(stop_at=num_given))
+    try:
+        loader = prepare(numbers(10, 2))
+        given = []
+        with pytest.raises(RunStopped):
+            given.extend(loader)
+        state = loader.state_dict()
+        assert not loader.is_iterated
+    finally:
+        ranks.enter(before)
+    assert len(given) == num_given
+    assert (state["iteration"], state["given"]) == (0, num_given)
+    resumed = prepare(numbers(10, 2))
+    resumed.load_state_dict(state)
+    assert lists(given) + lists(resumed) == lists(numbers(10, 2))
+    assert lists(loader) == lists(numbers(10, 2)), "the next pass is a whole one"
+    assert (loader.state_dict()["iteration"], loader.state_dict()["given"]) == (1, 0)
+
+
+def test_a_stop_in_an_inner_loop_keeps_the_place_of_the_outer_one() -> None:
+    before = ranks.current()
+    ranks.enter(Counting(stop_at=2))
+    try:
+        outer, inner = prepare(numbers(6, 2)), prepare(numbers(6, 2))
+        with pytest.raises(RunStopped):
+            _evaluate_at_each_step(outer, inner)
+        assert not outer.is_iterated
+        states = [loader.state_dict() for loader in (outer, inner)]
+    finally:
+        ranks.enter(before)
+    assert [(state["iteration"], state["given"]) for state in states] == [(0, 1), (0, 1)]
+
+
+def _evaluate_at_each_step(outer: Any, inner: Any) -> None:
+    for _ in outer:
+        list(inner)
+
+
 # Beginning in the middle.
 
 

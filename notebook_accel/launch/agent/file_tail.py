@@ -17,29 +17,52 @@ _CHUNK_BYTES = 1 << 20
 _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
+# Nothing keeps a program from cutting the file short: a rank may write to it, and so may open it
+# anew, which is what `> /dev/stderr` does. A file without write permission would make that line of
+# the program fail (root excepted), and a pipe or terminal between the two would lose what lies in
+# it when the agent dies, and would no longer be written to in the order of the prints.
+_ERASED = (
+    "[notebook-accel] the output before this line was erased: something opened /dev/stdout or "
+    "/dev/stderr with '>' (in a shell, '>>' and '>&2' keep it)\n"
+)
+
+
 class FileTail:
     """Follows one growing file and gives the newest part of what was added.
 
+    A file that was cut short is read from its start again, after a line that says so. That goes
+    unnoticed where it has grown beyond what it was before the next :meth:`read`.
+
     Attributes:
-        position: bytes of the file before what the next :meth:`read` gives.
+        start: bytes of the file before what the last :meth:`read` gave.
+        position: bytes of the file before what the next one gives.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
         self._rest = b""
-        self.position = 0
+        self._is_within_line = False
+        self.start = self.position = 0
 
     def read(self) -> tuple[str, int]:
         """The text added since the last call, and how many lines before it were left out."""
-        data, skipped = self._rest, 0
-        left = os.fstat(self.fileno()).st_size - self._file.tell()
+        size, before, skipped = os.fstat(self.fileno()).st_size, "", 0
+        if size < self._file.tell():
+            self._file.seek(0)
+            self._rest, self.position = b"", 0
+            before = "\n" * self._is_within_line + _ERASED
+        self.start = self.position
+        data, left = self._rest, size - self._file.tell()
         while left > 0 and (part := self._file.read(min(left, _CHUNK_BYTES))):
             left -= len(part)
             data, more = _newest(data + part)
             skipped += more
         data, self._rest = _whole_characters(data)
         self.position = self._file.tell() - len(self._rest)
-        return data.decode(errors="replace"), skipped
+        text = before + data.decode(errors="replace")
+        if text:
+            self._is_within_line = not text.endswith("\n")
+        return text, skipped
 
     def fileno(self) -> int:
         return self._file.fileno()

@@ -172,7 +172,6 @@ class RankProcess:
             yield wire.Stacks(rank=self.rank, text="the rank has ended\n")
 
     def _new_output(self) -> Iterator[wire.Message]:
-        start = self._tail.position
         text, skipped = self._tail.read()
         if text or skipped:
             yield wire.Output(
@@ -180,7 +179,7 @@ class RankProcess:
                 rank=self.rank,
                 text=text,
                 skipped=skipped,
-                start=start,
+                start=self._tail.start,
                 end=self._tail.position,
             )
 

@@ -330,7 +330,10 @@ def _(message: wire.Output, state: RunState) -> RunState:
             rewound=tail.is_rewound,
             num_lines=rank.num_lines + message.skipped + message.text.count("\n"),
             skipped_lines=rank.skipped_lines + message.skipped,
-            log_start=message.start if rank.log_start is None else rank.log_start,
+            # A program that erases its output makes it begin anew.
+            log_start=message.start
+            if rank.log_start is None
+            else min(message.start, rank.log_start),
             log_end=message.end,
         )
 

@@ -30,7 +30,9 @@ class Position:
             is not known. Exact once the batch is of that round.
         last_round: what the batch that the loop has now lacks; None for a whole one.
         is_uneven: whether ranks may have batches of different sizes at the same step.
-        is_over: whether the pass has ended, or was left for good.
+        is_over: whether the pass has ended, or was left.
+        is_stopped: whether a stop of the run ended it: a checkpoint that is saved after the stop
+            goes on with the rest of the epoch.
     """
 
     __slots__ = (
@@ -38,6 +40,7 @@ class Position:
         "epoch",
         "given",
         "is_over",
+        "is_stopped",
         "is_uneven",
         "last_round",
         "loader",
@@ -55,6 +58,7 @@ class Position:
         self.last_round: LastRound | None = None
         self.is_uneven = is_uneven
         self.is_over = False
+        self.is_stopped = False
 
 
 class ActiveLoaders:
@@ -101,6 +105,11 @@ class ActiveLoaders:
         """Forget a pass that has ended."""
         if position in self.stack:
             self.stack.remove(position)
+
+    def stop(self, position: Position) -> None:
+        """Note that the run was stopped in this pass, and so in all those around it."""
+        for one in (*self.stack, position):
+            one.is_stopped = True
 
     def clear(self) -> None:
         """Forget every pass."""

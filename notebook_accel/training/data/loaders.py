@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from notebook_accel.errors import RunStopped
 from notebook_accel.launch.rank import current
 from notebook_accel.training.collectives import num_ranks, this_rank
 from notebook_accel.training.data.active import Position, active_loaders
@@ -262,10 +263,15 @@ class PreparedLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Give the epoch, the random states at its start, and the number of batches given in it.
 
-        While the loop has the last batch, that is the start of the next epoch.
+        While the loop has the last batch, that is the start of the next epoch. After a loop that
+        was left in the middle it is the start of this one, unless a stop of the run ended it.
         """
         progress, position = self._progress, self._progress.position
-        if position is None or position.is_over or position.end_of_dataloader:
+        if (
+            position is None
+            or position.end_of_dataloader
+            or (position.is_over and not position.is_stopped)
+        ):
             epoch, given, states = progress.iteration, 0, self._generator_states()
         else:
             epoch, given, states = position.epoch, position.given, progress.generators
@@ -398,15 +404,21 @@ class PreparedLoader(DataLoader[Any]):
                 position.given += 1
                 yield batch
                 batch = following if receive is None else receive(following)
+            if batch is not _NONE:
+                # Before the end is noted: who is stopped here has not had the last batch.
+                count(total)
             self._reach_end(position)
             if batch is not _NONE:
-                count(total)
                 active.put_on_top(position)
                 position.given += 1
                 yield batch
+        except RunStopped:
+            active.stop(position)
+            raise
         finally:
             active.drop(position)
-            self._leave(position)
+            position.is_over = True
+            position.loader = None
 
     def _reach_end(self, position: Position) -> None:
         position.end_of_dataloader = True
@@ -424,10 +436,6 @@ class PreparedLoader(DataLoader[Any]):
     def _knows_repeats(self) -> bool:
         is_shared_out = hasattr(self._dealer, "last_round") or self._marks_tail
         return is_shared_out or self._options.num_processes == 1
-
-    def _leave(self, position: Position) -> None:
-        position.is_over = True
-        position.loader = None
 
     def _count_total(self) -> int | None:
         # Torch warns of a dataset that gives more than it said, once its length was asked for.

@@ -113,6 +113,25 @@ def test_reading_a_file_that_grew_much_needs_little_memory(growing: Growing) -> 
     assert peak < 20_000_000
 
 
+def test_a_file_that_was_cut_short_is_read_from_its_start(growing: Growing) -> None:
+    assert growing.then("one\ntwo, and no newli") == ("one\ntwo, and no newli", 0)
+    # What `echo warning > /dev/stderr` in a program does to the file that its stderr is.
+    subprocess.run(["sh", "-c", f"echo warning > {growing.file.name}"], check=True)
+    text, skipped = growing.tail.read()
+    assert skipped == 0
+    lines = text.splitlines()
+    assert lines[0] == "", "what is said of it begins a line of its own"
+    assert "erased" in lines[1]
+    assert lines[2:] == ["warning"]
+    assert (growing.tail.start, growing.tail.position) == (0, 8)
+    assert growing.then("last\n") == ("last\n", 0)
+    assert (growing.tail.start, growing.tail.position) == (8, 13)
+    growing.file.truncate(0)
+    text, _ = growing.tail.read()
+    assert text.count("\n") == 1, "said too where nothing was printed since"
+    assert growing.tail.read() == ("", 0)
+
+
 _PRINTS = """
 import ctypes, logging, os, subprocess, sys, warnings
 from notebook_accel.launch.worker.output import redirect
