@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,6 +28,11 @@ def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C in a background job too: a shell ignores it there, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
