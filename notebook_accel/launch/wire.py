@@ -209,6 +209,10 @@ class AgentReady(Message, frozen=True, kw_only=True):
     pids: dict[int, int]
 
 
+class Alive(Message, frozen=True, kw_only=True):
+    """Nothing new: sent every few seconds, so that silence means that the agent is held up."""
+
+
 class PortReserved(Message, frozen=True, kw_only=True):
     """The agent with rank 0 has begun the call: its ranks meet at this port of its machine.
 
@@ -427,10 +431,17 @@ class Forked(Message, frozen=True, kw_only=True):
 
 
 class AgentExited(Message, frozen=True, kw_only=True):
-    """An agent's process ended. Negative exit codes are signals."""
+    """An agent's process ended.
+
+    Attributes:
+        pid: of the agent.
+        exitcode: negative for a signal.
+        traceback: of the exception that ended it; "" where there was none.
+    """
 
     pid: int
     exitcode: int
+    traceback: str = ""
 
 
 class CountDevices(Message, frozen=True, kw_only=True):
@@ -486,6 +497,7 @@ _Any = Union[
     Returned,
     Raised,
     AgentReady,
+    Alive,
     PortReserved,
     LogOpened,
     RankFailed,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Chaos", "main"]
 
 _VICTIMS = {"rank": 40, "agent": 20, "template": 14, "worker": 14, "kernel": 5}
+_STOPPED = {"agent": 3, "template": 2}
 _KINDS = ("loop", "collective", "native", "native with the GIL", "loader", "brief", "raises")
 _NUM_KERNELS = 3
 _ONE_REAL_IN = 3
@@ -99,7 +100,12 @@ class Chaos:
 
     def _happen(self, kernel: Kernel) -> int:
         """One event; gives how many processes died of it."""
-        moves = {self._start_and_kill: 85, self._interrupt: 8, self._stop: 7}
+        moves = {
+            self._start_and_kill: 85,
+            self._start_and_halt: 10,
+            self._interrupt: 8,
+            self._stop: 7,
+        }
         move = self._random.choices(list(moves), list(moves.values()))[0]
         deaths = move(kernel)
         self._events[kernel] += 1
@@ -118,9 +124,31 @@ class Chaos:
         self._take_answer(kernel, "start")
         return deaths
 
+    def _start_and_halt(self, kernel: Kernel) -> int:
+        """Begin a run, and SIGSTOP its agent or the template at some moment of it."""
+        victim = self._random.choices(list(_STOPPED), list(_STOPPED.values()))[0]
+        kernel.send(f"cells.start({self._random.choice(_KINDS)!r}, {self._random.randint(1, 3)})")
+        time.sleep(self._random.choice([0.02, 0.1, 0.5, 2.0]) * self._random.random())
+        candidates: list[psutil.Process] = getattr(kernel.census(), victim)
+        if candidates:
+            chosen = self._random.choice(candidates)
+            with suppress(psutil.NoSuchProcess):
+                chosen.suspend()
+            self.counts[f"stopped {victim}"] += 1
+        self._take_answer(kernel, "start beside one that is stopped")
+        return 0
+
+    @staticmethod
+    def _let_go_on(kernel: Kernel) -> None:
+        """SIGCONT: one that is stopped can do nothing once it alone is left."""
+        for process in kernel.others():
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
     def _kill_kernel(self, kernel: Kernel) -> int:
         self.counts["kernel"] += 1
         kernel.kill()
+        self._let_go_on(kernel)
         self._expect_nobody(kernel, "a kernel that was killed")
         self._drop(kernel)
         return 1

@@ -13,11 +13,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import psutil
 import pytest
 
 from notebook_accel import LaunchError, RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch import wire
+from notebook_accel.launch.control import pool
+from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.launcher import Session, launch
 from notebook_accel.launch.run import Run, runs
 from notebook_accel.launch.template.handle import template
@@ -361,6 +365,44 @@ class EngineContract:
         assert run.results == ["of rank 0", "of rank 1"]
         assert [row["rank"] for row in run.metrics] == [1]
 
+    @pytest.mark.parametrize("child", [False, True], ids=["", "while a child has a copy"])
+    @pytest.mark.parametrize("how", ["closes", "garbage", "half a frame"])
+    def test_a_rank_that_breaks_its_connection(self, how: str, child: bool) -> None:
+        def train(how: str, child: bool) -> int:
+            import socket
+            import subprocess
+
+            if os.environ["RANK"] == "0":
+                if child:
+                    subprocess.Popen(["sleep", "600"], close_fds=False)
+                    if not os.fork():
+                        time.sleep(600)
+                if how == "closes":
+                    os.closerange(3, 1000)
+                else:
+                    bytes_ = b"x" * 100_000 if how == "garbage" else b"\x00\x10\x00\x00\x00"
+                    for fd in range(3, 100):
+                        with contextlib.suppress(OSError):
+                            socket.socket(fileno=os.dup(fd)).send(bytes_)
+            return 1
+
+        began = time.monotonic()
+        with pytest.raises(WorkerError) as caught:
+            self.launch(train, how, child)
+        verb = "closed" if how == "closes" else "wrote into"
+        assert f"it {verb} its connection to the notebook" in str(caught.value)
+        assert caught.value.ranks == [0]
+        assert time.monotonic() - began < 2 * BUSY
+
+    def test_a_rank_that_goes_on_after_it_closed_its_connection(self) -> None:
+        def train() -> None:
+            if os.environ["RANK"] == "1":
+                os.closerange(3, 1000)
+            time.sleep(600)
+
+        with pytest.raises(WorkerError, match="rank 1 failed: ConnectionError: it closed"):
+            self.launch(train)
+
     @pytest.mark.parametrize("how", ["returns", "raises", "exits"])
     def test_a_forked_child_that_comes_back_is_no_rank(self, how: str) -> None:
         def train(how: str) -> int:
@@ -429,6 +471,42 @@ class EngineContract:
         assert (error.rank, error.signal) == (1, "SIGKILL")
         assert seconds < SOON
 
+    def test_a_daemon_of_a_rank_outlives_other_ranks_and_not_its_own(self) -> None:
+        def train(folder: str) -> bool:
+            import subprocess
+
+            marker = Path(folder, "daemon")
+            if os.environ["RANK"] == "0":
+                while not marker.exists():
+                    time.sleep(0.01)
+                return True
+            child = os.fork()
+            if not child:
+                os.setsid()
+                if not os.fork():
+                    os.environ.clear()
+                    daemon = subprocess.Popen(["sleep", "600"], env={}, start_new_session=True)
+                    marker.with_name("new").write_text(f"{os.getpid()} {daemon.pid}")
+                    marker.with_name("new").rename(marker)
+                    time.sleep(600)
+                os._exit(0)
+            os.waitpid(child, 0)
+            first_ended = marker.with_name("go")
+            while not first_ended.exists():
+                time.sleep(0.01)
+            return all(psutil.Process(int(pid)).status() == "sleeping" for pid in _words(marker))
+
+        folder = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).parent
+        run = self.launch(train, str(folder), block=False)
+        eventually(lambda: run.state.ranks[0].returned, within=BUSY, what="rank 0 returned")
+        # Until its process ended, and what it left was looked for.
+        eventually(lambda: not psutil.pid_exists(run.pids[0]), within=BUSY, what="rank 0 ended")
+        time.sleep(0.3)
+        (folder / "go").touch()
+        assert run.wait(BUSY).results == [True, True]
+        daemons = [int(pid) for pid in _words(folder / "daemon")]
+        eventually(lambda: gone(daemons), within=CLEAN, what="its daemons are gone")
+
     def test_a_dead_agent(self) -> None:
         def train(marker: str) -> None:
             import subprocess
@@ -444,6 +522,23 @@ class EngineContract:
         assert (error.rank, error.ranks) == (None, [0, 1])
         assert "SIGKILL" in str(error)
         assert seconds < SOON
+
+    def test_an_agent_that_fails_tells_its_own_error(self, monkeypatch: Any) -> None:
+        def launch_without_ranks(self: Any, links: Any, message: Any, fds: Any = ()) -> None:
+            if isinstance(message, wire.Launch):
+                broken = msgspec.structs.replace(message, log_dir="/proc/nowhere")
+                environment = {**message.environment, "MASTER_PORT": "no port"}
+                message = msgspec.structs.replace(broken, environment=environment)
+            send_to(self, links, message, fds)
+
+        send_to = RankPool._send_to
+        monkeypatch.setattr(RankPool, "_send_to", launch_without_ranks)
+        with pytest.raises(WorkerError) as caught:
+            self.launch(lambda: 1)
+        assert (caught.value.rank, caught.value.ranks) == (None, [0, 1])
+        assert "ValueError: invalid literal for int()" in str(caught.value)
+        assert "Traceback" in caught.value.traceback
+        assert "out of memory" not in str(caught.value)
 
     def test_a_dead_template_hurts_no_run_and_the_next_launch_makes_a_new_one(self) -> None:
         def train(path: str) -> int:
@@ -591,6 +686,43 @@ class EngineContract:
         marker = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("in")
         with pytest.raises(KeyboardInterrupt), _interrupts_when(marker.exists, times=times):
             self.launch(train, str(marker), stubborn)
+
+    def test_an_interrupt_ends_ranks_whose_agent_is_frozen(self) -> None:
+        def train(marker: str) -> None:
+            if os.environ["RANK"] == "1":
+                os.kill(os.getppid(), signal.SIGSTOP)
+                Path(marker).touch()
+            time.sleep(600)
+
+        marker = Path(os.environ["NOTEBOOK_ACCEL_RUNS"]).with_name("in")
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt), _interrupts_when(marker.exists):
+            self.launch(train, str(marker), grace=0.3)
+        assert time.monotonic() - began < 3 * BUSY
+
+    def test_the_time_out_ends_ranks_whose_agent_is_frozen(self) -> None:
+        def train() -> None:
+            os.kill(os.getppid(), signal.SIGSTOP)
+            time.sleep(600)
+
+        with pytest.raises(TimeoutError):
+            self.launch(train, timeout=1.0, grace=0.3)
+
+    def test_a_frozen_agent_is_told_and_the_run_goes_on_with_it(self, monkeypatch: Any) -> None:
+        monkeypatch.setattr(pool, "_SILENT_SECONDS", 3.0)
+        monkeypatch.setattr(pool, "_TELL_SILENCE_SECONDS", 3.0)
+
+        def train() -> str:
+            if os.environ["RANK"] == "0":
+                os.kill(os.getppid(), signal.SIGSTOP)
+            return "done"
+
+        run = self.launch(train, block=False)
+        eventually(lambda: "says nothing" in str(run.state.notices), within=BUSY, what="it is told")
+        for process in self.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)
+        assert run.wait(BUSY).results == ["done", "done"]
 
     def test_an_interrupt_goes_on_by_itself_after_the_grace(self) -> None:
         def train(marker: str) -> None:
@@ -866,6 +998,14 @@ class EngineContract:
         eventually(lambda: gone(ours), within=3, what="nothing of ours is left")
         assert len(ours) >= 6
 
+    def test_a_stopped_template_is_replaced(self) -> None:
+        source = template()
+        source.wait_until_ready()
+        os.kill(source.pid, signal.SIGSTOP)
+        assert self.launch(lambda: 1).results == [1, 1]
+        assert template().pid != source.pid
+        assert gone([source.pid])
+
     def test_launch_error_when_the_template_dies_while_forking(self) -> None:
         source = template()
         source.wait_until_ready()
@@ -922,6 +1062,10 @@ time.sleep(600)
 
 
 # ---- what the functions of the tests call; it travels with them ----------------------------
+
+
+def _words(path: Path) -> list[str]:
+    return path.read_text().split()
 
 
 def _join_group() -> None:

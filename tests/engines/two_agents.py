@@ -43,8 +43,8 @@ class TwoAgentsEngine(LocalEngine):
         links: list[AgentLink] = []
         try:
             for ranks in plan.agents:
-                ours, theirs = _tcp_pair()
-                links.append(fork_agent(job, ranks, ours, theirs, run=run, sees_files=False))
+                link = fork_agent(job, ranks, _tcp_pair, run=run, sees_files=False)
+                links.append(link)
         except BaseException:
             for link in links:
                 link.channel.close()

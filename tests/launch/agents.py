@@ -13,7 +13,7 @@ from uuid import uuid4
 import psutil
 
 from notebook_accel.launch import payload, wire
-from notebook_accel.launch.control.agent_link import AgentLink
+from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
 from notebook_accel.launch.engines.base import RankPlan
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.template.handle import template
@@ -60,7 +60,7 @@ class AgentByHand:
             channel=self.channel,
             ranks=self.ranks,
             sees_files=True,
-            how_it_ended=lambda: "was ended by the test",
+            how_it_ended=lambda: AgentEnd("was ended by the test"),
             kill=self.kill,
         )
 

@@ -32,7 +32,7 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.agent.ending import Ending, Stage
 from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.launch.agent.logs import rank_logs
-from notebook_accel.launch.agent.rank_process import RankProcess
+from notebook_accel.launch.agent.rank_process import CLOSED, GARBAGE, RankProcess
 from notebook_accel.launch.system import processes, scratch
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.scoreboard import SETTLE_SECONDS, LeavePoint, Scoreboard
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 __all__ = ["Agent", "main"]
 
 _TICK_SECONDS = 0.05
+# The kernel takes an agent that says nothing for much longer for a stopped one.
+_ALIVE_SECONDS = 2.0
 # While the kernel and all ranks wait for the answer to a stop.
 _STOP_TICK_SECONDS = 0.002
 # A rank that has come to a point and not said by then whether it went on counts as if it had.
@@ -126,6 +128,7 @@ class Agent:
         self._is_port_new = True
         self._group_generation = 0
         self._is_leaving = False
+        self._next_alive = 0.0
         # Of the call:
         self._call = 0
         self._ending = Ending()
@@ -221,6 +224,9 @@ class Agent:
             if rank.alive:
                 for message in rank.observe(now):
                     self._post_message(message)
+                rank.check_connection(now)
+                if rank.broken and not rank.ended_by_us:
+                    self._give_up(rank)
         self._answer_stop(now)
         stage = self._ending.next_stage(
             now=now,
@@ -230,6 +236,9 @@ class Agent:
         )
         if stage is not None:
             self._go(stage)
+        if now >= self._next_alive and not self._channel.num_pending:
+            self._next_alive = now + _ALIVE_SECONDS
+            self._post(wire.Alive)
         with contextlib.suppress(OSError):
             self._channel.flush(block=False)
 
@@ -369,16 +378,48 @@ class Agent:
             return
         try:
             messages = rank.channel.drain(limit=_BUSY_PENDING)
-        except (EOFError, OSError, ProtocolError):
+        except ProtocolError:
             self._unwatch(rank.channel.fileno())
+            rank.broken = GARBAGE
+            return
+        except (EOFError, OSError):
+            self._unwatch(rank.channel.fileno())
+            rank.note_closed(time.monotonic())
             return
         self._pass_on(rank, messages)
 
     def _relay_rest(self, rank: RankProcess) -> None:
         """Pass on all that a rank said before it ended, however far behind the kernel is."""
-        with contextlib.suppress(EOFError, OSError, ProtocolError):
+        try:
             while messages := rank.channel.drain():
                 self._pass_on(rank, messages)
+        except ProtocolError:
+            rank.broken = GARBAGE
+        except (EOFError, OSError):
+            # It ended in order, or had closed its end; whole or half-way through a message.
+            if rank.is_in_call and rank.row.ended:
+                rank.broken = GARBAGE if rank.channel.is_torn else CLOSED
+
+    def _give_up(self, rank: RankProcess) -> None:
+        """Nothing can be heard from the rank any more: say why, and end it."""
+        self._tell_broken(rank)
+        rank.end(signal.SIGKILL)
+
+    def _tell_broken(self, rank: RankProcess) -> None:
+        """Say what is wrong with the connection to a rank; in a call, that is its failure."""
+        if not rank.is_in_call:
+            self._post(wire.Notice, text=f"rank {rank.rank} {rank.broken}")
+            return
+        raised = wire.Raised(
+            run=self._launch.run,
+            call=self._call,
+            rank=rank.rank,
+            kind="exception",
+            type_name="ConnectionError",
+            text=f"it {rank.broken}",
+            traceback="",
+        )
+        self._post_message(self._noted(rank, raised))
 
     def _pass_on(
         self, rank: RankProcess, messages: Sequence[tuple[wire.Message, list[int]]]
@@ -442,6 +483,8 @@ class Agent:
             self._relay_rest(rank)
             self._unwatch(rank.channel.fileno())
         was_in_call = rank.is_in_call
+        if was_in_call and rank.broken and not rank.ended_by_us:
+            self._tell_broken(rank)
         exitcode = rank.reap()
         self._reaped += [rank.pid]
         self._reaped += processes.kill_descendants(

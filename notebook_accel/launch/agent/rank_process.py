@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.transport.channel import Channel
     from notebook_accel.launch.transport.scoreboard import Row
 
-__all__ = ["RankProcess"]
+__all__ = ["CLOSED", "GARBAGE", "RankProcess"]
 
 _OUTPUT_SECONDS = 0.1
 _SAMPLE_SECONDS = 0.2
@@ -32,6 +32,21 @@ _MEMORY_SECONDS = 1.0
 # A dump of stacks is whole once the file has not grown for this long.
 _STACKS_QUIET_SECONDS = 0.1
 _STACKS_SECONDS = 3.0
+# A process that ends closes its connection just before.
+_CLOSED_SECONDS = 1.0
+# From the moment when a rank has set out to send its result.
+_LOST_SECONDS = 5.0
+
+
+# What a rank did to its connection, as the rest of a sentence about it.
+CLOSED = (
+    "closed its connection to the notebook (os.closerange, or a library that makes daemons): its "
+    "result is lost. Close only what you have opened, or do it in a child process"
+)
+GARBAGE = (
+    "wrote into its connection to the notebook what is no message: its result is lost. Some code "
+    "writes to a descriptor that it did not open, or has closed before"
+)
 
 
 class RankProcess:
@@ -46,6 +61,8 @@ class RankProcess:
         alive: whether the process was not reaped yet.
         ended_by_us: whether it got SIGTERM or SIGKILL from here.
         is_in_call: whether a call was sent to it that it has not reported the end of.
+        broken: what is wrong with its connection, so that nothing can be heard from it any more;
+            "" while nothing is.
     """
 
     def __init__(
@@ -68,6 +85,9 @@ class RankProcess:
         self.alive = True
         self.ended_by_us = False
         self.is_in_call = False
+        self.broken = ""
+        self._closed_at: float | None = None
+        self._returned_at: float | None = None
         self._call = 0
         self._has_started = False
         self._must_settle = False
@@ -107,6 +127,7 @@ class RankProcess:
         if self.alive:
             self._call = message.call
             self._sample = ()
+            self._returned_at = None
             self.is_in_call = True
             self._has_started = False
             self._must_settle = False
@@ -148,6 +169,23 @@ class RankProcess:
         if self._own_time is None and (self._has_started or not self.is_in_call):
             self._own_time = OwnTime(self.pid)
         return self._own_time is not None and self._own_time.read() >= SETTLE_SECONDS
+
+    # ---- its connection --------------------------------------------------------------------
+
+    def note_closed(self, now: float) -> None:
+        """Its end of the connection is closed: the process ends, or else its code closed it."""
+        self._closed_at = now
+
+    def check_connection(self, now: float) -> None:
+        """See whether what the rank has to say can still be heard; otherwise :attr:`broken`."""
+        if self._closed_at is not None and now >= self._closed_at + _CLOSED_SECONDS:
+            self.broken = CLOSED
+        if self.is_in_call and self.row.ended and not self.broken:
+            # It has called its function, and a child of it may hold the connection open.
+            self._returned_at = self._returned_at or now
+            quiet = now - max(self._returned_at, self.channel.heard)
+            if quiet >= _LOST_SECONDS and not self.channel.is_readable:
+                self.broken = GARBAGE if self.channel.is_torn else CLOSED
 
     # ---- look ------------------------------------------------------------------------------
 

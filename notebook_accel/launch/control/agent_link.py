@@ -11,7 +11,25 @@ if TYPE_CHECKING:
     from notebook_accel.launch import wire
     from notebook_accel.launch.transport.channel import Channel
 
-__all__ = ["AgentLink", "LostAgent"]
+__all__ = ["AgentEnd", "AgentLink", "LostAgent"]
+
+
+@dataclass(frozen=True)
+class AgentEnd:
+    """How an agent's process ended.
+
+    Attributes:
+        how: the rest of a sentence about it.
+        traceback: of the exception that ended it; "" where there was none.
+    """
+
+    how: str
+    traceback: str = ""
+
+    @property
+    def in_its_own_words(self) -> str:
+        """The traceback, to be put behind what an error says; "" without one."""
+        return f" Its own error:\n\n{self.traceback.rstrip()}" if self.traceback else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +40,14 @@ class AgentLink:
         channel: to the agent.
         ranks: those that it starts.
         sees_files: whether it sees the kernel's files, and so the run's folder.
-        how_it_ended: says how the agent's process ended, for an error's text; "" where unknown.
+        how_it_ended: says how the agent's process ended, for an error's text; None where unknown.
         kill: ends the agent, and its ranks with it.
     """
 
     channel: Channel
     ranks: tuple[wire.RankSpec, ...]
     sees_files: bool
-    how_it_ended: Callable[[], str]
+    how_it_ended: Callable[[], AgentEnd | None]
     kill: Callable[[], None]
 
     @property
@@ -44,8 +62,8 @@ class LostAgent:
 
     Attributes:
         ranks: the numbers of its ranks.
-        how: it ended, as the rest of a sentence.
+        end: how it ended.
     """
 
     ranks: tuple[int, ...]
-    how: str
+    end: AgentEnd

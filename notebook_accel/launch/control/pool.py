@@ -28,13 +28,13 @@ import msgspec
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
-from notebook_accel.launch.control.agent_link import LostAgent
+from notebook_accel.launch.control.agent_link import AgentEnd, LostAgent
 from notebook_accel.launch.control.interrupts import Latch, held
 from notebook_accel.launch.control.state import ProcessState, apply_to_processes
 from notebook_accel.launch.system.log_files import log_path
 from notebook_accel.launch.system.processes import signal_name
-from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.launch.transport.scoreboard import StopPoint, leave_after
+from notebook_accel.launch.view.wording import rank_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,8 +52,10 @@ _STACKS_SECONDS = 5.0
 _POLL_SECONDS = 0.01
 # An agent that was told to kill and does not answer is killed itself; its ranks go with it.
 _DEAF_SECONDS = 3.0
-# So is one that does not answer a stop, and says nothing else either: it may be frozen.
+# So is one that says nothing for so long, though it sends a word every two seconds, once somebody
+# wants the end; before that the person is told, since it may go on.
 _SILENT_SECONDS = 10.0
+_TELL_SILENCE_SECONDS = 20.0
 
 _log = logging.getLogger(__name__)
 
@@ -107,10 +109,10 @@ class RankPool:
         self._lost: list[LostAgent] = []
         self._kill_asked: float | None = None
         self._stacks = _Stacks()
-        # Of the call: what the other agents get once its port is known (None: it is), when a stop
-        # was asked, the agents' answers to that, and whether all know that the call has ended.
+        # Of the call: what the other agents get once its port is known (None: it is), when its end
+        # was asked for, the agents' answers to a stop, and whether all know that it has ended.
         self._for_others: list[tuple[wire.Message, tuple[int, ...]]] | None = None
-        self._stop_asked: float | None = None
+        self._end_asked: float | None = None
         self._stop_points: dict[tuple[int, ...], StopPoint] = {}
         self._has_told_end = False
         self._thread = threading.Thread(target=self._serve, name=f"ranks-{run}", daemon=True)
@@ -154,7 +156,7 @@ class RankPool:
                 group_generation=self._group_generation,
             )
             self._is_leaving = last
-            self._stop_asked = None
+            self._end_asked = None
             self._stop_points.clear()
             self._has_told_end = not self._has_several
             self._for_others = [] if self._has_several else None
@@ -177,7 +179,7 @@ class RankPool:
         if self._call is not None:
             return "the ranks are still in a call: wait for it (run.wait()) or stop it (run.stop())"
         if self._lost:
-            return f"the process that watches the ranks {self._lost[0].how}: start them again"
+            return f"the process that watches the ranks {self._lost[0].end.how}: start them again"
         dead = [process for process in self.processes if process.status == "ended"]
         if dead:
             how = "; ".join(_how_it_ended(process) for process in dead)
@@ -227,8 +229,18 @@ class RankPool:
 
     def stop(self, *, call: int, grace: float | None) -> None:
         """Ask the ranks to leave the call of this number, all at the same point of it."""
-        self._stop_asked = self._stop_asked or time.monotonic()
+        self._end_asked = self._end_asked or time.monotonic()
         self.send(wire.Stop(run=self.run, call=call, grace=grace))
+
+    def interrupt(self, *, call: int) -> None:
+        """KeyboardInterrupt in the ranks that are in the call of this number."""
+        self._end_asked = self._end_asked or time.monotonic()
+        self.send(wire.Interrupt(run=self.run, call=call))
+
+    def terminate(self, *, call: int) -> None:
+        """SIGTERM to the ranks that are in the call of this number."""
+        self._end_asked = self._end_asked or time.monotonic()
+        self.send(wire.Terminate(run=self.run, call=call))
 
     def leave(self) -> None:
         """No more calls come: the rank processes end after the one that they are in."""
@@ -270,14 +282,14 @@ class RankPool:
         """Take what an agent says; one that cannot be followed any more is lost."""
         try:
             self._take(link)
-        except (EOFError, OSError, ProtocolError) as error:
+        except (EOFError, OSError) as error:
             selector.unregister(link.channel.fileno())
-            self._lose(link, link.how_it_ended() or f"was lost ({error})")
+            self._lose(link, link.how_it_ended() or AgentEnd(f"was lost ({error})"))
         except Exception as error:  # nobody else would ever end these ranks
             _log.warning("run %s cannot be followed", self.run, exc_info=True)
             selector.unregister(link.channel.fileno())
             what = f"{type(error).__name__}: {error}"
-            self._lose(link, f"said what could not be understood ({what})")
+            self._lose(link, AgentEnd(f"said what could not be understood ({what})"))
 
     def _watch_writable(self, selector: selectors.BaseSelector) -> None:
         """Have the selector wake when a socket that was full takes more."""
@@ -358,13 +370,12 @@ class RankPool:
         known = [point for point in points if point is not None]
         if points and len(known) == len(points):
             self._stop_points.clear()
-            self._stop_asked = None
             leave = leave_after(known)
             self.send(
                 wire.LeaveAt(run=self.run, call=call, batches=leave.batches, reads=leave.reads)
             )
 
-    def _lose(self, link: AgentLink, how: str) -> None:
+    def _lose(self, link: AgentLink, end: AgentEnd) -> None:
         """An agent is gone: its ranks have ended with it, and the call ends on the others."""
         self._links.remove(link)
         ended = {process.rank for process in self.processes if process.status == "ended"}
@@ -374,7 +385,7 @@ class RankPool:
         if ended.issuperset(link.numbers):
             # It has told all and left; what it was still to be sent does not matter.
             return
-        self._lost.append(LostAgent(link.numbers, how))
+        self._lost.append(LostAgent(link.numbers, end))
         self.processes = tuple(
             replace(process, status="ended", ended_by_us=True)
             if process.rank in link.numbers and process.rank not in ended
@@ -408,11 +419,14 @@ class RankPool:
             self._kill_asked = now
             for link in self._links:
                 self._kill_agent(link)
-        if self._stop_asked is not None and now >= self._stop_asked + _SILENT_SECONDS:
-            for link in self._links:
-                is_silent = now >= link.channel.heard + _SILENT_SECONDS
-                if is_silent and link.numbers not in self._stop_points:
-                    self._kill_agent(link)
+        for link in self._links:
+            silent = now - link.channel.heard
+            if silent < _SILENT_SECONDS or call is None:
+                continue
+            if self._end_asked is not None and now >= self._end_asked + _SILENT_SECONDS:
+                self._kill_agent(link)
+            elif silent >= _TELL_SILENCE_SECONDS:
+                call.take(wire.Notice(call=call.number, text=_silence(link)), ())
 
     def _has_all_output(self, call: Supervisor) -> bool:
         """Whether what the ranks printed in the call is on this machine."""
@@ -452,6 +466,13 @@ class RankPool:
             link.kill()
         except Exception:  # whatever the system refuses, the run must end
             _log.warning("the agent of run %s could not be ended", self.run, exc_info=True)
+
+
+def _silence(link: AgentLink) -> str:
+    return (
+        f"the process that watches {rank_list(link.numbers)} says nothing: it may be stopped "
+        "(SIGSTOP), or its machine too busy. When it goes on, so does the run; run.stop() ends it"
+    )
 
 
 def _how_it_ended(process: ProcessState) -> str:

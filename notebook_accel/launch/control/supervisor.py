@@ -103,11 +103,11 @@ class Supervisor(Conductor):
             self._pool.stop(call=self.number, grace=grace)
 
     def press(self, number: int) -> None:
-        kinds: list[type[wire.Message]] = [wire.Interrupt, wire.Terminate]
-        if number > len(kinds):
+        ends = [self._pool.interrupt, self._pool.terminate]
+        if number > len(ends):
             self.kill()
         elif self._note_stop():
-            self._pool.send(kinds[number - 1](run=self.state.run, call=self.number))
+            ends[number - 1](call=self.number)
 
     def kill(self) -> None:
         if self._note_stop():

@@ -222,12 +222,16 @@ def _peers_that_returned(cause: RankState, returned: list[int]) -> list[str]:
 
 
 def _agent_failure(lost: LostAgent, without_result: tuple[int, ...]) -> Failure:
+    end = lost.end
+    advice = "Likely, the machine ran out of memory or somebody killed it; launch again."
+    if end.traceback:
+        advice = "Launch again; if it happens again, this says why." + end.in_its_own_words
     return Failure(
         message=(
-            f"the process that watches {rank_list(lost.ranks)} {lost.how}, so that "
-            f"{rank_list(without_result)} ended without a result. Likely, the machine ran out of "
-            "memory or somebody killed it; launch again."
+            f"the process that watches {rank_list(lost.ranks)} {end.how}, so that "
+            f"{rank_list(without_result)} ended without a result. {advice}"
         ),
         rank=None,
         ranks=without_result,
+        traceback=end.traceback,
     )

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from typing import TYPE_CHECKING
 
 from notebook_accel.config import check_enough_devices
 from notebook_accel.errors import ConfigError, LaunchError
-from notebook_accel.launch.control.agent_link import AgentLink
+from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
 from notebook_accel.launch.control.environment import ON_CPU, WITHOUT_DEVICES
 from notebook_accel.launch.engines.base import AgentEngine, RankPlan
 from notebook_accel.launch.system import processes, scratch
-from notebook_accel.launch.template.handle import template
+from notebook_accel.launch.template.handle import ask_template
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from notebook_accel.launch import wire
     from notebook_accel.launch.engines.base import Start
     from notebook_accel.launch.template.handle import Template
+    from notebook_accel.launch.transport.channel import Channel
 
 __all__ = ["LocalEngine", "fork_agent"]
 
@@ -31,10 +33,12 @@ class LocalEngine(AgentEngine):
     description = "engine='local', whose ranks are on one machine"
 
     def warm_up(self, job: Start) -> None:
-        source = template(job.environment)
-        if not source.is_ready:
-            job.view.expect(job.name)
-        source.wait_until_ready()
+        def wait(source: Template) -> None:
+            if not source.is_ready:
+                job.view.expect(job.name)
+            source.wait_until_ready()
+
+        ask_template(job.environment, wait)
 
     def plan_ranks(self, job: Start) -> RankPlan:
         wanted = job.config.num_processes
@@ -51,15 +55,13 @@ class LocalEngine(AgentEngine):
 
     def start_agents(self, job: Start, plan: RankPlan, *, run: str) -> list[AgentLink]:
         (ranks,) = plan.agents
-        ours, theirs = socket.socketpair()
-        return [fork_agent(job, ranks, ours, theirs, run=run, sees_files=True)]
+        return [fork_agent(job, ranks, socket.socketpair, run=run, sees_files=True)]
 
 
 def fork_agent(
     job: Start,
     ranks: tuple[wire.RankSpec, ...],
-    ours: socket.socket,
-    theirs: socket.socket,
+    connection: Callable[[], tuple[socket.socket, socket.socket]],
     *,
     run: str,
     sees_files: bool,
@@ -69,25 +71,17 @@ def fork_agent(
     Args:
         job: names the environment, and so the template.
         ranks: those that the agent is to start.
-        ours, theirs: two ends of a connection, to which the link and the agent take.
+        connection: makes a connection, whose ends the link and the agent take. It is called again
+            where a template has to be replaced: the first may have forked an agent and not said so.
         run: id of the run or session.
         sees_files: whether the agent may write into the run's folder.
 
     Raises:
-        LaunchError: it could not be forked, or did not answer; both sockets are closed.
+        LaunchError: it could not be forked, or did not answer; nothing is left of it.
     """
-    source = template(job.environment)
-    secret = new_secret()
-    try:
-        with theirs:
-            pid = source.fork_agent(theirs, run=run, secret=secret)
-        channel = connect(ours, secret)
-    except AuthenticationError as error:
-        raise LaunchError(f"the agent of the run (pid {pid}) did not start: {error}") from None
-    except BaseException:
-        # An agent that was forked all the same ends when its channel does.
-        ours.close()
-        raise
+    source, pid, channel = ask_template(
+        job.environment, lambda source: _fork_agent(source, connection, run)
+    )
     return AgentLink(
         channel=channel,
         ranks=ranks,
@@ -95,6 +89,31 @@ def fork_agent(
         how_it_ended=lambda: _how_it_ended(source, pid),
         kill=lambda: _end(pid, run),
     )
+
+
+def _fork_agent(
+    source: Template, connection: Callable[[], tuple[socket.socket, socket.socket]], run: str
+) -> tuple[Template, int, Channel]:
+    """A new agent: the template that forked it, its pid, and the channel to it."""
+    secret = new_secret()
+    ours, theirs = connection()
+    try:
+        with theirs:
+            pid = source.fork_agent(theirs, run=run, secret=secret)
+        channel = connect(ours, secret)
+    except AuthenticationError as error:
+        end = _how_it_ended(source, pid)
+        # It may be stopped, and would not see that nobody wants it.
+        _end(pid, run)
+        raise LaunchError(
+            f"the process that was to watch the ranks {end.how} before it could ({error}). "
+            f"Launch again.{end.in_its_own_words}"
+        ) from None
+    except BaseException:
+        # An agent that was forked all the same ends when its channel does.
+        ours.close()
+        raise
+    return source, pid, channel
 
 
 def _end(agent: int, run: str) -> None:
@@ -119,16 +138,15 @@ def _check_chosen(devices: object, available: int) -> None:
 
 
 def _num_devices(job: Start) -> int:
-    devices = template(job.environment).count_devices(job.environment)
+    environment = job.environment
+    devices = ask_template(environment, lambda source: source.count_devices(environment))
     return 0 if devices.kind == "cpu" else len(devices.names)
 
 
-def _how_it_ended(source: Template, pid: int) -> str:
-    code = None
-    with contextlib.suppress(LaunchError):
-        code = source.exit_of(pid, timeout=_EXIT_SECONDS)
-    if code is None:
-        return f"(pid {pid}) is gone"
-    if code < 0:
-        return f"(pid {pid}) was killed by {processes.signal_name(-code)}"
-    return f"(pid {pid}) ended with exit code {code}"
+def _how_it_ended(source: Template, pid: int) -> AgentEnd:
+    exited = source.exit_of(pid, timeout=_EXIT_SECONDS)
+    if exited is None:
+        return AgentEnd(f"(pid {pid}) is gone")
+    if exited.exitcode < 0:
+        return AgentEnd(f"(pid {pid}) was killed by {processes.signal_name(-exited.exitcode)}")
+    return AgentEnd(f"(pid {pid}) ended with exit code {exited.exitcode}", exited.traceback)

@@ -4,6 +4,11 @@ It is started by exec in its own session, imports and then only forks: no thread
 parallel region, no module of the user's. So a fork of it is safe, whatever the notebook's kernel
 has done, and costs milliseconds. :class:`Template` is the kernel's side, :func:`serve` the
 process's.
+
+Each question to it has a deadline. One that is stopped (SIGSTOP), that says nothing, or whose
+answers cannot be understood is ended, and asked again is a new one (:func:`ask_template`); agents
+that it had forked go on without it. One that is replaced because launches now need other variables
+stays until nobody waits for it.
 """
 
 from __future__ import annotations
@@ -20,8 +25,10 @@ import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from uuid import uuid4
+
+import psutil
 
 from notebook_accel.config import parse_flag
 from notebook_accel.errors import LaunchError
@@ -32,9 +39,11 @@ from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["Template", "template", "warm"]
+__all__ = ["Template", "UnresponsiveTemplateError", "ask_template", "template", "warm"]
+
+T = TypeVar("T")
 
 # Read when a library is loaded: a change needs a new template.
 _READ_AT_IMPORT = (
@@ -51,8 +60,18 @@ _READ_AT_IMPORT = (
 )
 # The number of threads is set in each rank; the template itself must never start one.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# It imports torch, from a cold disk.
 _START_SECONDS = 120.0
-_ANSWER_SECONDS = 60.0
+_HANDSHAKE_SECONDS = 10.0
+_FORK_SECONDS = 20.0
+# The process gives a driver 60 s to name its devices.
+_DEVICES_SECONDS = 70.0
+# How often a process that owes an answer is looked at, and how many looks in a row must find it
+# stopped: a debugger stops it for moments.
+_LOOK_SECONDS = 0.25
+_NUM_LOOKS = 4
+_KILLED_SECONDS = 5.0
+_POLL_SECONDS = 0.01
 
 _BOOT = (
     "import sys; sys.path[:] = [p for p in sys.path if p] + {path!r}; "
@@ -60,14 +79,23 @@ _BOOT = (
 )
 
 
+class UnresponsiveTemplateError(LaunchError):
+    """The template did not answer, and was ended: a new one may."""
+
+
 class Template:
-    """The kernel's handle of a template process. Safe to use from several threads."""
+    """The kernel's handle of a template process. Safe to use from several threads.
+
+    Attributes:
+        pid: of the process.
+        num_users: how many wait for an answer of it; it is not closed before they have it.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         secret = new_secret()
         self._lock = threading.Lock()
-        self._exits: dict[int, int] = {}
+        self._exits: dict[int, wire.AgentExited] = {}
         self._devices: dict[tuple[tuple[str, str], ...], wire.Devices] = {}
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
@@ -88,6 +116,7 @@ class Template:
         self._secret = secret
         self._channel: Channel | None = None
         self.pid = self._process.pid
+        self.num_users = 0
 
     @property
     def alive(self) -> bool:
@@ -105,6 +134,7 @@ class Template:
 
         Raises:
             LaunchError: it ended before that.
+            UnresponsiveTemplateError: it does not answer.
         """
         with self._lock:
             self._ready()
@@ -114,9 +144,10 @@ class Template:
 
         Raises:
             LaunchError: the template died, or could not fork.
+            UnresponsiveTemplateError: it does not answer.
         """
         request = wire.ForkAgent(run=run, secret=secret)
-        answer = self._ask(request, wire.Forked, fds=(sock.fileno(),))
+        answer = self._ask(request, wire.Forked, seconds=_FORK_SECONDS, fds=(sock.fileno(),))
         if answer.error:
             raise LaunchError(
                 f"no process could be forked for the run: {answer.error}. "
@@ -125,29 +156,40 @@ class Template:
         return answer.pid
 
     def count_devices(self, environment: Mapping[str, str]) -> wire.Devices:
-        """The accelerators that a process with this environment sees."""
+        """The accelerators that a process with this environment sees.
+
+        Raises:
+            LaunchError: the template died.
+            UnresponsiveTemplateError: it does not answer.
+        """
         chosen = tuple(sorted(item for item in environment.items() if "VISIBLE" in item[0]))
         if chosen not in self._devices:
             request = wire.CountDevices(run=uuid4().hex, environment=dict(environment))
-            self._devices[chosen] = self._ask(request, wire.Devices)
+            self._devices[chosen] = self._ask(request, wire.Devices, seconds=_DEVICES_SECONDS)
         return self._devices[chosen]
 
-    def exit_of(self, pid: int, *, timeout: float) -> int | None:
-        """The exit code of an agent that ended, negative for a signal; None if not known."""
+    def exit_of(self, pid: int, *, timeout: float) -> wire.AgentExited | None:
+        """How an agent ended; None if that is not known within ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while pid not in self._exits and time.monotonic() < deadline:
-            with self._lock:
-                if self._channel is None or not self._note_exits(self._channel):
-                    break
-            time.sleep(0.01)
+            # Whoever holds the lock may wait for another answer, and notes the exits meanwhile.
+            if self._lock.acquire(timeout=_POLL_SECONDS):
+                try:
+                    if self._channel is None or not self._note_exits(self._channel):
+                        break
+                finally:
+                    self._lock.release()
+            time.sleep(_POLL_SECONDS)
         return self._exits.get(pid)
 
     def close(self) -> None:
-        """Let the process end once its agents have."""
+        """Let the process end once its agents have; one that is stopped is ended now."""
         self._socket.close()
         self._stderr.close()
         if self._channel is not None:
             self._channel.close()
+        if self.alive and _is_stopped(self.pid):
+            self._process.kill()
 
     def kill(self) -> None:
         """End the process, and all that it forked, now."""
@@ -158,31 +200,61 @@ class Template:
     def _ready(self) -> Channel:
         if self._channel is None:
             try:
-                _is_readable(self._socket, _START_SECONDS)
+                self._wait(self._socket, _START_SECONDS)
                 with held():
-                    channel = connect(self._socket, self._secret, timeout=_ANSWER_SECONDS)
-                    channel.receive()
-            except (AuthenticationError, ProtocolError, EOFError, OSError) as error:
-                raise LaunchError(self._why_it_died()) from error
-            self._channel = channel
+                    self._channel = connect(self._socket, self._secret, timeout=_HANDSHAKE_SECONDS)
+            except (AuthenticationError, OSError, ValueError) as error:
+                raise self._broken(str(error)) from error
         return self._channel
 
     def _ask(
-        self, request: wire.Message, answer: type[wire.M], *, fds: tuple[int, ...] = ()
+        self,
+        request: wire.Message,
+        answer: type[wire.M],
+        *,
+        seconds: float,
+        fds: tuple[int, ...] = (),
     ) -> wire.M:
         with self._lock:
             channel = self._ready()
+            found: wire.M | None = None
             try:
+                # The answer is waited for in the open; what is read is read whole.
                 with held():
-                    channel.send(request, fds)
-                while True:
-                    message, _ = channel.receive()
-                    # An interrupted call may have left its answer behind.
-                    if isinstance(message, answer) and message.run == request.run:
-                        return message
-                    self._note(message)
-            except (EOFError, OSError) as error:
-                raise LaunchError(self._why_it_died()) from error
+                    channel.post(request, fds)
+                    channel.flush(block=False)
+                deadline = time.monotonic() + seconds
+                while found is None:
+                    self._wait(channel, deadline - time.monotonic())
+                    with held():
+                        channel.flush(block=False)
+                        for message, _ in channel.drain():
+                            # An interrupted call may have left its answer behind.
+                            if isinstance(message, answer) and message.run == request.run:
+                                found = message
+                            self._note(message)
+            except (EOFError, OSError, ValueError, ProtocolError) as error:
+                raise self._broken(str(error)) from error
+            return found
+
+    def _wait(self, source: socket.socket | Channel, seconds: float) -> None:
+        """Return once there is something to read, or a queued question can be written.
+
+        Raises:
+            UnresponsiveTemplateError: nothing comes in time, or the process is stopped and ended.
+        """
+        deadline = time.monotonic() + seconds
+        num_looks = 0
+        wants_to_write = isinstance(source, Channel) and source.num_pending > 0
+        while not _is_readable(source, _LOOK_SECONDS, or_writable=wants_to_write):
+            # Its end of the connection may live on in a process that it forked.
+            if not self.alive:
+                raise EOFError("the process has ended")
+            num_looks = num_looks + 1 if _is_stopped(self.pid) else 0
+            if num_looks >= _NUM_LOOKS:
+                raise self._lost("was stopped (SIGSTOP), did not go on")
+            if time.monotonic() >= deadline:
+                raise self._lost("did not answer in time")
 
     def _note_exits(self, channel: Channel) -> bool:
         try:
@@ -194,21 +266,38 @@ class Template:
 
     def _note(self, message: wire.Message) -> None:
         if isinstance(message, wire.AgentExited):
-            self._exits[message.pid] = message.exitcode
+            self._exits[message.pid] = message
 
-    def _why_it_died(self) -> str:
+    def _broken(self, error: str) -> LaunchError:
+        """The error for a connection that is of no use any more; its process is ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode
-        how = "stopped answering" if code is None else f"ended with exit code {code}"
-        if code is not None and code < 0:
+        if code is None:
+            return self._lost(f"could not be understood ({error})")
+        how = f"ended with exit code {code}"
+        if code < 0:
             how = f"was killed by {processes.signal_name(-code)}"
-        return (
+        return LaunchError(
             f"the process from which ranks are started (pid {self.pid}) {how}. "
             "Launch again: a new one is made. If it happens again, look for too little memory, "
             f"and whether `{sys.executable} -c 'import torch._dynamo'` works in a terminal."
             f"{self._last_words()}"
         )
+
+    def _lost(self, how: str) -> UnresponsiveTemplateError:
+        """End the process alone, since its agents can do without it; gives the error."""
+        error = UnresponsiveTemplateError(
+            f"the process from which ranks are started (pid {self.pid}) {how}, and was ended. "
+            "Launch again: a new one is made. If it happens again, look for what stops processes "
+            "on this machine (a job scheduler, a debugger, a full memory limit)."
+            f"{self._last_words()}"
+        )
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILLED_SECONDS)
+        self.close()
+        return error
 
     def _last_words(self) -> str:
         if self._stderr.closed:
@@ -218,35 +307,91 @@ class Template:
         return f" Its last words:\n{text[-2000:]}" if text else ""
 
 
-def _is_readable(sock: socket.socket, seconds: float) -> bool:
-    """Whether there is something to read before the time is over."""
+def _is_readable(
+    source: socket.socket | Channel, seconds: float, *, or_writable: bool = False
+) -> bool:
+    """Whether there is something to read, or room to write, before the time is over."""
+    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if or_writable else 0)
     with selectors.DefaultSelector() as selector:
-        selector.register(sock, selectors.EVENT_READ)
+        selector.register(source, events)
         return bool(selector.select(seconds))
 
 
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP) holds the process."""
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    return False
+
+
 _templates: dict[tuple[object, ...], Template] = {}
+# Guards it, and how many use each template.
 _templates_lock = threading.Lock()
 
 
 def template(environment: Mapping[str, str] | None = None) -> Template:
     """The template for launches with this environment; made when there is none that fits."""
-    environment = os.environ if environment is None else environment
-    key = _key(environment)
     with held(), _templates_lock:
-        found = _templates.get(key)
-        if found is None or not found.alive:
-            _close_all()
-            found = _templates[key] = Template(environment)
-            atexit.unregister(_close_all)
-            atexit.register(_close_all)
-        return found
+        return _find(os.environ if environment is None else environment)
+
+
+def ask_template(environment: Mapping[str, str], question: Callable[[Template], T]) -> T:
+    """What ``question`` gives for the template of this environment.
+
+    It is asked once more, of a new template, where the first one did not answer. Meanwhile a
+    launch of another thread that needs a template of its own leaves this one open.
+
+    Raises:
+        LaunchError: as ``question`` does; of :class:`UnresponsiveTemplateError` the second.
+    """
+    try:
+        with _in_use(environment) as source:
+            return question(source)
+    except UnresponsiveTemplateError:
+        with _in_use(environment) as source:
+            return question(source)
+
+
+@contextlib.contextmanager
+def _in_use(environment: Mapping[str, str]) -> Iterator[Template]:
+    """The template for this environment, which is not closed inside of the block."""
+    source: Template | None = None
+    try:
+        with held(), _templates_lock:
+            source = _find(environment)
+            source.num_users += 1
+        yield source
+    finally:
+        if source is not None:
+            with held(), _templates_lock:
+                source.num_users -= 1
+                if source not in _templates.values():
+                    _close_unused(source)
+
+
+def _find(environment: Mapping[str, str]) -> Template:
+    """The template that fits, the only one that is kept: each takes 300 MB. Under the lock."""
+    key = _key(environment)
+    found = _templates.get(key)
+    if found is None or not found.alive:
+        _close_all()
+        found = _templates[key] = Template(environment)
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
+    return found
 
 
 def _close_all() -> None:
-    for found in _templates.values():
-        found.close()
+    replaced = list(_templates.values())
     _templates.clear()
+    for source in replaced:
+        _close_unused(source)
+
+
+def _close_unused(source: Template) -> None:
+    # Had it users, closed sockets would wake none of them: a selector forgets what is closed.
+    if not source.num_users:
+        source.close()
 
 
 def warm() -> None:

@@ -9,6 +9,7 @@ import selectors
 import signal
 import socket
 import sys
+import traceback
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ _PRELOADED = (
 # A template that was warmed may wait as long as its notebook is open; it watches the kernel.
 _IDLE_SECONDS = 1e7
 _ANSWER_SECONDS = 60.0
+_MAX_TRACEBACK_BYTES = 20_000
 
 
 def serve(fd: int, kernel_pid: int) -> None:
@@ -79,6 +81,8 @@ class _Server:
         self._kernel = kernel
         self._agents: dict[int, int] = {}
         self._runs: dict[int, str] = {}
+        # Of each agent, the file into which it writes the exception that ends it.
+        self._errors: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._draining = False
 
@@ -107,9 +111,11 @@ class _Server:
                 self._count_devices(message)
 
     def _fork_agent(self, message: wire.ForkAgent, fds: list[int]) -> None:
+        errors = os.memfd_create("agent-errors")
         try:
-            pid = self._fork(lambda: self._be_agent(message, fds[0]))
+            pid = self._fork(lambda: self._be_agent(message, fds[0], errors), errors=errors)
         except OSError as error:
+            os.close(errors)
             self._channel.send(wire.Forked(run=message.run, error=str(error)))
             return
         finally:
@@ -118,21 +124,22 @@ class _Server:
         exit_fd = processes.watch_exit(pid)
         self._agents[pid] = exit_fd
         self._runs[pid] = message.run
+        self._errors[pid] = errors
         self._selector.register(exit_fd, selectors.EVENT_READ, lambda: self._reap(pid))
         self._channel.send(wire.Forked(run=message.run, pid=pid))
 
-    def _be_agent(self, message: wire.ForkAgent, fd: int) -> None:
+    def _be_agent(self, message: wire.ForkAgent, fd: int, errors: int) -> None:
         from notebook_accel.launch.agent import agent
 
         os.setsid()
-        unneeded = (self._channel.fileno(), self._selector.fileno(), *self._agents.values())
-        for number in unneeded:
+        of_agents = (*self._agents.values(), *self._errors.values())
+        for number in (self._channel.fileno(), self._selector.fileno(), *of_agents):
             os.close(number)
         # The template, which would end this process with the kernel, may be gone itself.
         with processes.acting_on_exit(self._kernel, _go):
             channel = accept(socket.socket(fileno=fd), message.secret)
             first = channel.receive()
-        agent.main(channel, self._kernel, first)
+        agent.main(channel, self._kernel, first, unneeded=(errors,))
 
     def _reap(self, pid: int) -> None:
         exit_fd = self._agents.pop(pid)
@@ -142,10 +149,12 @@ class _Server:
         # What the agent would have ended itself, had it not been killed.
         reaped = processes.kill_descendants(keep=self._agents)
         scratch.remove(self._runs.pop(pid), used_by=reaped)
+        errors = self._errors.pop(pid)
+        text = os.pread(errors, _MAX_TRACEBACK_BYTES, 0).decode(errors="replace")
+        os.close(errors)
+        exitcode = os.waitstatus_to_exitcode(status)
         with contextlib.suppress(OSError):
-            self._channel.send(
-                wire.AgentExited(pid=pid, exitcode=os.waitstatus_to_exitcode(status))
-            )
+            self._channel.send(wire.AgentExited(pid=pid, exitcode=exitcode, traceback=text))
 
     def _count_devices(self, message: wire.CountDevices) -> None:
         """Ask in a child: torch may have to initialise a device for the answer."""
@@ -166,8 +175,8 @@ class _Server:
             os.waitpid(pid, 0)
         self._channel.send(answer)
 
-    def _fork(self, act: Callable[[], None]) -> int:
-        """Fork a child that does ``act`` and ends."""
+    def _fork(self, act: Callable[[], None], *, errors: int | None = None) -> int:
+        """Fork a child that does ``act`` and ends; what it raises is written to ``errors``."""
         pid = os.fork()
         if pid:
             return pid
@@ -176,6 +185,9 @@ class _Server:
             processes.reset_signals()
             act()
             code = 0
+        except BaseException:  # the process ends here: whatever it is, somebody is told
+            if errors is not None:
+                os.write(errors, traceback.format_exc().encode()[-_MAX_TRACEBACK_BYTES:])
         finally:
             os._exit(code)
 

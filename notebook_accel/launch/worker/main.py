@@ -93,6 +93,8 @@ class Inherited:
 def main(inherited: Inherited) -> None:
     """Be a rank until there are no more calls; ends the process."""
     processes.die_with_parent(inherited.agent)
+    # Orphans below a rank stay its own, until it ends: no other rank's end is theirs.
+    processes.adopt_orphans()
     for fd in inherited.unneeded:
         with contextlib.suppress(OSError):
             os.close(fd)

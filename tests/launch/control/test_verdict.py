@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.control.agent_link import LostAgent
+from notebook_accel.launch.control.agent_link import AgentEnd, LostAgent
 from notebook_accel.launch.control.state import RunState, apply, starting
 from notebook_accel.launch.control.verdict import Failure, Verdict, judge
 
@@ -276,7 +276,7 @@ def test_a_failure_from_before_the_interrupt_stays_one() -> None:
 
 # ---- the agents ----------------------------------------------------------------------------
 
-LOST = LostAgent((0, 1, 2), "(pid 7) was killed by SIGKILL")
+LOST = LostAgent((0, 1, 2), AgentEnd("(pid 7) was killed by SIGKILL"))
 
 
 def test_a_dead_agent() -> None:
@@ -289,7 +289,7 @@ def test_a_dead_agent() -> None:
 
 
 def test_a_dead_agent_of_several_is_the_cause_of_lost_peers() -> None:
-    lost = LostAgent((2, 3), "was lost")
+    lost = LostAgent((2, 3), AgentEnd("was lost"))
     state = run(4, lost_peer(0), *ended_by_us(1, 2, 3), agents=(0, 0, 1, 1))
     told = failure(state, lost=[lost])
     assert (told.rank, told.ranks) == (None, (0, 1, 2, 3))

@@ -1,0 +1,101 @@
+"""A rank's child that became another user (sudo, su), and cannot be ended, holds nothing up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import pytest
+
+from tests.engines.processes import eventually, marked
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SOON = 90.0
+
+# Root may signal whom it wants by this, and look into all processes by the other.
+_CAP_KILL, _CAP_SYS_PTRACE, _PR_CAPBSET_DROP = 5, 19, 24
+
+# A kernel without those: a child that becomes another user is as far out of its reach as a child
+# that becomes root is for a person.
+_KERNEL = f"""
+import ctypes, os, sys
+if len(sys.argv) == 1:
+    for capability in ({_CAP_KILL}, {_CAP_SYS_PTRACE}):
+        assert ctypes.CDLL(None).prctl({_PR_CAPBSET_DROP}, capability, 0, 0, 0) == 0
+    os.execv(sys.executable, [sys.executable, "-c", os.environ["SCRIPT"], "again"])
+"""
+_KERNEL += """
+import os, signal, subprocess, time
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import WorkerError
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.view import View
+
+def train(how):
+    child = subprocess.Popen(["sleep", "601"], user=65534)
+    print("child", child.pid, flush=True)
+    if how == "killed":
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stays":
+        time.sleep(600)
+    return 5
+
+config = LaunchConfig(num_processes=2, devices="cpu", grace=0.3)
+for how in ("returns", "killed", "stays"):
+    began = time.monotonic()
+    run = launch(train, (how,), config=config, view=View(), block=False)
+    if how == "stays":
+        while "child" not in run.logs(1):
+            time.sleep(0.05)
+        run.kill()
+    try:
+        ended = run.wait(60).results
+    except Exception as error:
+        ended = type(error).__name__
+    print("END", how, ended, flush=True)
+    print(run.logs(), flush=True)
+print("END")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a child that changes its user needs root")
+@pytest.mark.timeout(4 * SOON)
+def test_a_child_that_changed_its_user_holds_up_no_run(tmp_path: Path) -> None:
+    mark = uuid4().hex
+    environment = {
+        **os.environ,
+        "MARK": mark,
+        "SCRIPT": _KERNEL,
+        "NOTEBOOK_ACCEL_RUNS": str(tmp_path),
+    }
+    kernel = subprocess.Popen(
+        [sys.executable, "-c", _KERNEL],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, err = kernel.communicate(timeout=2 * SOON)
+    finally:
+        kernel.kill()
+        # They really were out of reach, and nothing else is left.
+        eventually(lambda: len(marked("MARK", mark)) <= 6, within=SOON, what="ours are gone")
+        left = [process.pid for process in marked("MARK", mark)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    ends = [line for line in out.splitlines() if line.startswith("END")]
+    assert ends == [
+        "END returns [5, 5]",
+        "END killed WorkerError",
+        "END stays RunStopped",
+        "END",
+    ], err
+    assert len(left) == 6
