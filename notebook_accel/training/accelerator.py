@@ -29,13 +29,13 @@ from notebook_accel.training.profiling import profile
 from notebook_accel.training.progress import progress
 from notebook_accel.training.settings import ProfileKwargs, pick_handler
 from notebook_accel.training.state import AcceleratorSettings
-from notebook_accel.training.tracking import run_metrics
-from notebook_accel.training.tracking.live import TrackerView
+from notebook_accel.training.tracking.registry import resolve_trackers
+from notebook_accel.training.tracking.view import TrackerView, Tracking
 from notebook_accel.training.window import WindowView
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -83,6 +83,7 @@ class Accelerator(WindowView, TrackerView):
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         parallelism_config: ParallelismConfig | None = None,
         rng_types: Sequence[Any] | None = None,
+        log_with: Any = None,
         project_dir: Path_ | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
@@ -106,7 +107,9 @@ class Accelerator(WindowView, TrackerView):
             fsdp_plugin: weights in parts, one a rank, instead of a whole model on each.
             parallelism_config: how many ranks each kind of parallelism gets.
             rng_types: random numbers that ranks take from rank 0 as a loader begins.
-            project_dir: folder of the project, for numbered checkpoints.
+            log_with: trackers that ``log`` feeds beside the notebook's own: "tensorboard",
+                "wandb", ..., "all", a ``GeneralTracker`` of one's own, or several.
+            project_dir: folder of the project, for numbered checkpoints and trackers' files.
             project_config: more about that folder.
             gradient_accumulation_plugin: more about windows, instead of the number of steps.
             step_scheduler_with_optimizer: False moves prepared schedulers at each call.
@@ -124,6 +127,8 @@ class Accelerator(WindowView, TrackerView):
             even_batches=even_batches,
             use_seedable_sampler=use_seedable_sampler,
         )
+        project = resolve_project(project_config, project_dir)
+        trackers = resolve_trackers(log_with, project.logging_dir)
         plan = make_plan(
             cpu=cpu,
             mixed_precision=mixed_precision,
@@ -137,7 +142,8 @@ class Accelerator(WindowView, TrackerView):
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             rng_types=rng_types,
         )
-        super().__init__(plan, resolve_project(project_config, project_dir), Preparation(plan))
+        super().__init__(plan, project, Preparation(plan))
+        self._tracking = Tracking(trackers, project.logging_dir)
         self._strategy = plan.strategy
         # One rank of each share of the data: what is joined over them counts each sample once.
         self._data_ranks = plan.strategy.data_group.process_group
@@ -502,30 +508,6 @@ class Accelerator(WindowView, TrackerView):
         """``iterable`` with a progress bar: each rank's in the run's view, one in all elsewhere."""
         return progress(iterable, desc, total, is_shown=self.is_local_main_process)
 
-    def init_trackers(
-        self,
-        project_name: str,
-        config: Mapping[str, Any] | None = None,
-        init_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Accepted: a run's own metrics need no start."""
-
-    def log(
-        self,
-        values: Mapping[str, Any],
-        step: int | None = None,
-        log_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Show numbers live and keep them in ``run.metrics``: those of rank 0 alone.
-
-        Args:
-            values: Python numbers, tensors and arrays of one number, or dictionaries of them.
-            step: of the training.
-            log_kwargs: accepted, for trackers.
-        """
-        if self.is_main_process:
-            run_metrics.report(values, step)
-
     def profile(
         self, profile_handler: ProfileKwargs | None = None
     ) -> AbstractContextManager[Profiler]:
@@ -534,10 +516,17 @@ class Accelerator(WindowView, TrackerView):
         return profile(options, self.process_index)
 
     def end_training(self) -> None:
-        """Give back what the training made; the launcher ends its own process groups."""
-        self._strategy.close()
-        if not current().launched:
-            close_process_group()
+        """Finish the trackers and give back what the training made.
+
+        Outside the launcher, which ends its own, the process group is closed too; all of it
+        also where a tracker fails to finish.
+        """
+        try:
+            self._tracking.finish()
+        finally:
+            self._strategy.close()
+            if not current().launched:
+                close_process_group()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self

@@ -39,7 +39,6 @@ _UNBUILT = {
     "deepspeed_plugins": _DEEPSPEED,
     "dynamo_backend": _DYNAMO,
     "dynamo_plugin": _DYNAMO,
-    "log_with": "trackers are not there yet; what you log is kept in run.metrics",
     "megatron_lm_plugin": "Megatron-LM is not there; prepare() trains with DDP over the ranks",
     "torch_tp_plugin": "pass parallelism_config=ParallelismConfig(tp_size=...) instead",
 }

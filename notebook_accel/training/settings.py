@@ -23,6 +23,7 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "LoggerType",
     "ProfileKwargs",
     "ProjectConfiguration",
     "pick_handler",
@@ -34,6 +35,11 @@ class _Text(str, Enum):
 
     def __str__(self) -> str:
         return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """The texts of all members."""
+        return [str(member) for member in cls]
 
 
 class DistributedType(_Text):
@@ -64,6 +70,21 @@ class DDPCommunicationHookType(_Text):
     BF16 = "bf16"
     POWER_SGD = "power_sgd"
     BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+class LoggerType(_Text):
+    """A tracker, by its name."""
+
+    ALL = "all"
+    AIM = "aim"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+    COMETML = "comet_ml"
+    MLFLOW = "mlflow"
+    CLEARML = "clearml"
+    DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
 
 
 @dataclass

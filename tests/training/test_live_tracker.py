@@ -1,4 +1,4 @@
-"""The trackers of an Accelerator, and the blank one of ranks that don't track."""
+"""The notebook's own tracker, and the blank one of ranks that don't track."""
 
 from __future__ import annotations
 

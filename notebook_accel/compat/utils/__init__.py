@@ -191,6 +191,7 @@ from notebook_accel.training.settings import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    LoggerType,
     ProfileKwargs,
     ProjectConfiguration,
 )
@@ -212,6 +213,7 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "LoggerType",
     "OffloadedWeightsLoader",
     "ParallelismConfig",
     "PrefixedDataset",

@@ -15,6 +15,7 @@ from notebook_accel.training.settings import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    LoggerType,
     ProfileKwargs,
     ProjectConfiguration,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "LoggerType",
     "ProfileKwargs",
     "ProjectConfiguration",
 ]

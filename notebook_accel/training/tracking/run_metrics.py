@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from notebook_accel.launch.rank import current
 from notebook_accel.training.notices import notice_once
+from notebook_accel.training.tracking.values import as_number, flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 __all__ = ["report"]
 
@@ -24,8 +22,8 @@ def report(values: Mapping[str, Any], step: int | None = None) -> None:
         step: of the training.
     """
     numbers_found: dict[str, float] = {}
-    for name, value in _flat(values):
-        number = _as_number(value)
+    for name, value in flatten(values):
+        number = as_number(value)
         if number is None:
             notice_once(
                 f"metric {name}", f"{name!r} is a {type(value).__name__}, no number: not shown"
@@ -34,23 +32,3 @@ def report(values: Mapping[str, Any], step: int | None = None) -> None:
             numbers_found[name] = number
     if numbers_found:
         current().metric(numbers_found, None if step is None else int(step))
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from _flat(value, f"{name}/")
-        else:
-            yield name, value
-
-
-def _as_number(value: Any) -> float | None:
-    if isinstance(value, torch.Tensor):
-        return float(value.detach()) if value.numel() == 1 else None
-    if isinstance(value, numbers.Real):
-        return float(value)
-    if getattr(value, "size", None) == 1 and hasattr(value, "item"):
-        item = value.item()
-        return float(item) if isinstance(item, numbers.Real) else None
-    return None

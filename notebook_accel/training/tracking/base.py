@@ -1,0 +1,156 @@
+"""What a tracker is: the contract that ``Accelerator`` and users' own classes share.
+
+A tracker takes the numbers of a training to where they are kept. ``Accelerator`` makes it, calls
+``start`` once, ``store_init_configuration`` if there are settings, ``log`` again and again, and
+``finish``; all of it on the main process alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from notebook_accel.training import topology
+from notebook_accel.training.notices import notice_once
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["BlankTracker", "GeneralTracker", "LibraryTracker", "on_main_process"]
+
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
+
+
+class GeneralTracker:
+    """Base of all trackers, users' own included.
+
+    A class of one's own gives ``name``, ``requires_logging_directory`` and ``tracker`` (an
+    attribute or a property), and overrides ``log`` and whatever else it keeps.
+
+    Attributes:
+        name: by which ``log_with`` and ``get_tracker`` find it.
+        requires_logging_directory: whether it writes files; a class that does is made with the
+            folder as its second argument.
+        main_process_only: whether methods under ``on_main_process`` are rank 0's alone.
+    """
+
+    name: str
+    requires_logging_directory: bool
+    main_process_only: bool = True
+
+    if TYPE_CHECKING:
+
+        @property
+        def tracker(self) -> Any:
+            """The library's own object behind it."""
+
+    def __init__(self, _blank: bool = False) -> None:
+        """Check that the class says what it must.
+
+        Raises:
+            NotImplementedError: it lacks one of the three attributes.
+        """
+        needed = ("name", "requires_logging_directory", "tracker")
+        # dir() and not hasattr(): a property may only work once the tracker has started.
+        lacking = [name for name in needed if name not in dir(self)]
+        if lacking and not _blank:
+            raise NotImplementedError(
+                f"the tracker class {type(self).__name__} lacks {', '.join(lacking)}: "
+                "define them in the class"
+            )
+
+    def start(self) -> None:
+        """Begin a run of the library; called once, on the main process."""
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Keep the settings of the training."""
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep numbers of a step."""
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep images of a step: for each name the images, as arrays or of PIL."""
+        notice_once(f"images {self.name}", f"the tracker {self.name!r} keeps no images")
+
+    def finish(self) -> None:
+        """Write what is not written yet."""
+
+
+class BlankTracker(GeneralTracker):
+    """Takes everything and keeps nothing: a tracker of the ranks that don't track.
+
+    So that scripts which log on every rank need no branch.
+    """
+
+    name = "blank"
+    requires_logging_directory = False
+
+    @property
+    def tracker(self) -> None:
+        """There is nothing behind it."""
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep nothing."""
+
+    def log_table(self, *args: Any, **kwargs: Any) -> None:
+        """Keep nothing."""
+
+
+class LibraryTracker(GeneralTracker):
+    """Base of the trackers that hand over to a library, which is imported as a run begins.
+
+    Attributes:
+        module: what is imported.
+        package: what ``pip install`` calls it.
+    """
+
+    module: ClassVar[str]
+    package: ClassVar[str]
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        """Keep what ``start`` will need.
+
+        Args:
+            run_name: the project's name.
+            **kwargs: for the library's own start: ``init_kwargs={name: {...}}``.
+        """
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self._run: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The library's own object of this run; None before ``start``."""
+        return self._run
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether the library is installed.
+
+        A folder of its name does not count: wandb and dvclive leave one where they ran, and
+        Python would import that as an empty package.
+        """
+        spec = importlib.util.find_spec(cls.module)
+        return spec is not None and spec.origin is not None
+
+    @classmethod
+    def library(cls) -> Any:
+        """The imported library."""
+        return importlib.import_module(cls.module)
+
+
+def on_main_process(function: _Function) -> _Function:
+    """Let a tracker's method do nothing on other ranks, if it is ``main_process_only``."""
+
+    @functools.wraps(function)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        everywhere = not getattr(self, "main_process_only", False)
+        if everywhere or topology.topology().process_index == 0:
+            return function(self, *args, **kwargs)
+        return None
+
+    return called  # type: ignore[return-value]

@@ -1,0 +1,158 @@
+"""The one table of trackers by name, and what ``log_with`` comes to."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.settings import LoggerType
+from notebook_accel.training.tracking.aim import AimTracker
+from notebook_accel.training.tracking.base import GeneralTracker, LibraryTracker
+from notebook_accel.training.tracking.clearml import ClearMLTracker
+from notebook_accel.training.tracking.comet_ml import CometMLTracker
+from notebook_accel.training.tracking.dvclive import DVCLiveTracker
+from notebook_accel.training.tracking.mlflow import MLflowTracker
+from notebook_accel.training.tracking.swanlab import SwanLabTracker
+from notebook_accel.training.tracking.tensorboard import TensorBoardTracker
+from notebook_accel.training.tracking.trackio import TrackioTracker
+from notebook_accel.training.tracking.wandb import WandBTracker
+
+if TYPE_CHECKING:
+    import os
+
+__all__ = [
+    "LOGGER_TYPE_TO_CLASS",
+    "filter_trackers",
+    "get_available_trackers",
+    "register_tracker_class",
+    "resolve_trackers",
+]
+
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
+    kind.name: kind
+    for kind in (
+        AimTracker,
+        CometMLTracker,
+        MLflowTracker,
+        TensorBoardTracker,
+        WandBTracker,
+        ClearMLTracker,
+        DVCLiveTracker,
+        SwanLabTracker,
+        TrackioTracker,
+    )
+}
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Let ``log_with`` find a class of one's own by its name, in this process.
+
+    Raises:
+        ConfigError: it is no such class, or lacks ``name`` or ``requires_logging_directory``.
+    """
+    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+        raise ConfigError(f"register_tracker_class({tracker_class!r}): no GeneralTracker class")
+    _check_class(tracker_class)
+    if tracker_class.name in LOGGER_TYPE_TO_CLASS:
+        warnings.warn(
+            f"{tracker_class.__name__} takes the place of the tracker {tracker_class.name!r}",
+            stacklevel=2,
+        )
+    LOGGER_TYPE_TO_CLASS[tracker_class.name] = tracker_class
+
+
+def get_available_trackers() -> list[LoggerType]:
+    """The trackers whose library is installed."""
+    return [
+        LoggerType(name)
+        for name, kind in LOGGER_TYPE_TO_CLASS.items()
+        if name in LoggerType.list() and _is_available(kind)
+    ]
+
+
+def resolve_trackers(
+    log_with: Any, logging_dir: str | os.PathLike[str] | None
+) -> list[type[GeneralTracker] | GeneralTracker]:
+    """The trackers that ``log_with`` asks for, each once: classes to make, and what was made.
+
+    Args:
+        log_with: a name, a ``LoggerType``, a class or an object of ``GeneralTracker``, or several;
+            "all" for every one whose library is installed.
+        logging_dir: the folder for those that write files.
+
+    Raises:
+        ConfigError: there is no such tracker, its library is not installed, or it needs a folder.
+    """
+    if log_with is None:
+        return []
+    asked = list(log_with) if isinstance(log_with, (list, tuple)) else [log_with]
+    if "all" in map(str, asked):
+        made = [one for one in asked if not isinstance(one, str)]
+        asked = [*made, *get_available_trackers()]
+    found: list[type[GeneralTracker] | GeneralTracker] = []
+    for one in asked:
+        tracker = _find(one)
+        if tracker in found:
+            continue
+        if isinstance(tracker, type) and tracker.requires_logging_directory and logging_dir is None:
+            raise ConfigError(
+                f"Accelerator(log_with={tracker.name!r}): it writes files and has no folder: pass "
+                "project_dir=... or project_config=ProjectConfiguration(logging_dir=...)"
+            )
+        found.append(tracker)
+    return found
+
+
+def filter_trackers(
+    log_with: Any, logging_dir: str | os.PathLike[str] | None = None
+) -> list[LoggerType | str | GeneralTracker]:
+    """What ``log_with`` asks for, by Accelerate's signature: names, and trackers that were made.
+
+    Raises:
+        ConfigError: as ``resolve_trackers``.
+    """
+    names = LoggerType.list()
+    shown: list[LoggerType | str | GeneralTracker] = []
+    for tracker in resolve_trackers(log_with, logging_dir):
+        if isinstance(tracker, type):
+            shown.append(LoggerType(tracker.name) if tracker.name in names else tracker.name)
+        else:
+            shown.append(tracker)
+    return shown
+
+
+def _find(asked: Any) -> type[GeneralTracker] | GeneralTracker:
+    if isinstance(asked, GeneralTracker):
+        return asked
+    if isinstance(asked, type) and issubclass(asked, GeneralTracker):
+        _check_class(asked)
+        kind: type[GeneralTracker] | None = asked
+    else:
+        kind = LOGGER_TYPE_TO_CLASS.get(str(asked))
+    if kind is None:
+        names = ", ".join(map(repr, ["all", *LOGGER_TYPE_TO_CLASS]))
+        raise ConfigError(
+            f"Accelerator(log_with={asked!r}): there is no such tracker; expected {names}, or a "
+            "GeneralTracker of your own"
+        )
+    if issubclass(kind, LibraryTracker) and not kind.is_available():
+        raise ConfigError(
+            f"Accelerator(log_with={kind.name!r}): {kind.module} is not installed: "
+            f'run pip install "{kind.package}", or leave it out'
+        )
+    return kind
+
+
+def _is_available(kind: type[GeneralTracker]) -> bool:
+    return not issubclass(kind, LibraryTracker) or kind.is_available()
+
+
+def _check_class(kind: type[GeneralTracker]) -> None:
+    if not getattr(kind, "name", None):
+        raise ConfigError(f"the tracker class {kind.__name__} has no name: set it in the class")
+    if not hasattr(kind, "requires_logging_directory"):
+        raise ConfigError(
+            f"the tracker class {kind.__name__} lacks requires_logging_directory: set it in the "
+            "class, True if it writes files"
+        )

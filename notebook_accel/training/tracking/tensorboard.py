@@ -1,0 +1,93 @@
+"""TensorBoard: event files in ``logging_dir/project_name``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+
+from notebook_accel.training.tracking.base import LibraryTracker
+from notebook_accel.training.tracking.values import flatten, with_numbers
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+__all__ = ["TensorBoardTracker"]
+
+_PLAIN = (bool, int, float, str)
+
+
+class TensorBoardTracker(LibraryTracker):
+    """Writes by ``torch.utils.tensorboard.SummaryWriter``, which takes ``init_kwargs``."""
+
+    name = "tensorboard"
+    module = "tensorboard"
+    package = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+        self.logging_dir = Path(logging_dir) / run_name
+
+    def start(self) -> None:
+        """Open the writer."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._run = SummaryWriter(str(self.logging_dir), **self.init_kwargs)
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Write the settings as hyperparameters, and whole to ``hparams.yml`` beside them."""
+        name = str(time.time())
+        # The writer takes plain values alone: others go as their text.
+        plain = {
+            key: value if isinstance(value, _PLAIN) else str(value)
+            for key, value in flatten(with_numbers(values))
+        }
+        self._run.add_hparams(plain, {}, run_name=name)
+        self._run.flush()
+        folder = self.logging_dir / name
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "hparams.yml").open("w") as file:
+            yaml.dump(_writable(values), file)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write numbers as scalars, a dictionary's into one plot, and texts as texts."""
+        for name, value in with_numbers(values).items():
+            if isinstance(value, dict):
+                self._run.add_scalars(name, value, global_step=step, **kwargs)
+            elif isinstance(value, (int, float)):
+                self._run.add_scalar(name, value, global_step=step, **kwargs)
+            elif isinstance(value, torch.Tensor) or hasattr(value, "tolist"):
+                self._run.add_text(name, str(value.tolist()), global_step=step, **kwargs)
+            else:
+                self._run.add_text(name, str(value), global_step=step, **kwargs)
+        self._run.flush()
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write a batch of images a name: an array of 4 dimensions.
+
+        Args:
+            values: the images by name.
+            step: of the training.
+            **kwargs: for ``SummaryWriter.add_images``, such as ``dataformats="NHWC"``.
+        """
+        for name, images in values.items():
+            self._run.add_images(name, images, global_step=step, **kwargs)
+
+    def finish(self) -> None:
+        """Close the writer."""
+        self._run.close()
+
+
+def _writable(value: Any) -> Any:
+    """``value`` with all that plain YAML has no word for as text."""
+    if isinstance(value, dict):
+        return {str(key): _writable(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_writable(inner) for inner in value]
+    # By exact type: a subclass (an enum of str, numpy's float64) would be written as an object.
+    return value if value is None or type(value) in _PLAIN else str(value)

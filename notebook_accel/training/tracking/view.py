@@ -1,0 +1,139 @@
+"""The trackers of an ``Accelerator``: made, fed and finished on the main process alone."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.notices import notice_once
+from notebook_accel.training.processes import ProcessView
+from notebook_accel.training.tracking.base import BlankTracker, GeneralTracker
+from notebook_accel.training.tracking.live import LiveTracker
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["TrackerView", "Tracking"]
+
+
+class Tracking:
+    """What ``log_with`` asks for, and on the main process the trackers of the training."""
+
+    def __init__(
+        self,
+        asked: Sequence[type[GeneralTracker] | GeneralTracker],
+        logging_dir: str | os.PathLike[str] | None,
+    ) -> None:
+        self.asked = asked
+        self.logging_dir = logging_dir
+        self.trackers: list[GeneralTracker] = []
+        self.is_open = False
+
+    def start(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None,
+        init_kwargs: Mapping[str, dict[str, Any]],
+    ) -> None:
+        """Make the trackers, begin each, and give each the settings."""
+        self.finish()
+        self.trackers = []
+        self.is_open = True
+        for one in self.asked:
+            tracker = one
+            if isinstance(one, type):
+                folder = [self.logging_dir] if one.requires_logging_directory else []
+                # A user's own class takes what it likes: ours are all made like this.
+                make: Any = one
+                tracker = make(project_name, *folder, **init_kwargs.get(one.name, {}))
+            assert isinstance(tracker, GeneralTracker)
+            tracker.start()
+            # Only what has started is fed and finished.
+            self.trackers.append(tracker)
+        if config is not None:
+            for tracker in self.trackers:
+                tracker.store_init_configuration(dict(config))
+
+    def finish(self) -> None:
+        """Finish each tracker, also where another one fails."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        with ExitStack() as stack:
+            for tracker in self.trackers:
+                stack.callback(tracker.finish)
+
+
+class TrackerView(ProcessView):
+    """Part of ``Accelerator``: its trackers."""
+
+    _tracking: Tracking
+
+    @property
+    def log_with(self) -> Sequence[type[GeneralTracker] | GeneralTracker]:
+        """What was asked for, beside the notebook's own tracker."""
+        return self._tracking.asked
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """Those that this rank feeds: what ``init_trackers`` made, and the notebook's own."""
+        return [*self._tracking.trackers, LiveTracker()] if self.is_main_process else []
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Begin what ``log_with`` asks for, on the main process; the notebook's own needs none.
+
+        Args:
+            project_name: of the project or run, as the library calls it.
+            config: the settings of the training.
+            init_kwargs: arguments for the libraries' own start, by the tracker's name.
+        """
+        if self.is_main_process:
+            self._tracking.start(project_name, config, init_kwargs or {})
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Give numbers to all trackers, those of rank 0 alone; they are shown live, and kept in
+        ``run.metrics``.
+
+        Args:
+            values: Python numbers, tensors and arrays of one number, dictionaries of them, and
+                what else the trackers take.
+            step: of the training.
+            log_kwargs: arguments for the trackers' ``log``, by the tracker's name.
+        """
+        if self.is_main_process and self.log_with and not self._tracking.trackers:
+            notice_once("init_trackers", "log() before init_trackers(): shown here, kept nowhere")
+        for tracker in self.trackers:
+            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Give the tracker of this name; on ranks that don't track, one that keeps nothing.
+
+        Args:
+            name: such as "wandb", or "notebook" for the live one.
+            unwrap: give the library's own object instead.
+
+        Raises:
+            ConfigError: there is no such tracker.
+        """
+        if not self.is_main_process:
+            return BlankTracker()
+        for tracker in self.trackers:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        names = ", ".join(repr(tracker.name) for tracker in self.trackers)
+        raise ConfigError(
+            f"get_tracker({name!r}): there is no such tracker; there is {names}. Ask for it with "
+            "Accelerator(log_with=...) and call init_trackers() first"
+        )

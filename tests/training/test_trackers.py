@@ -1,0 +1,218 @@
+"""``log_with``: which trackers it comes to, and when each of their methods is called."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from notebook_accel.tracking import (
+    LOGGER_TYPE_TO_CLASS,
+    GeneralTracker,
+    WandBTracker,
+    filter_trackers,
+    get_available_trackers,
+    on_main_process,
+    register_tracker_class,
+)
+from notebook_accel.utils import LoggerType
+
+from notebook_accel import Accelerator, ConfigError, ProjectConfiguration
+from tests.training.harness import run_ranks
+from tests.training.single import Told, be, fresh_rank  # noqa: F401
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Recorder(GeneralTracker):
+    """A user's own tracker, which writes down its calls."""
+
+    name = "recorder"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str = "made", **kwargs: Any) -> None:
+        super().__init__()
+        self.calls: list[Any] = [("init", run_name, kwargs)]
+
+    @property
+    def tracker(self) -> Any:
+        return self.calls
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def store_init_configuration(self, values: Any) -> None:
+        self.calls.append(("config", values))
+
+    def log(self, values: Any, step: int | None = None, **kwargs: Any) -> None:
+        self.calls.append((values, step, kwargs))
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+class Folder(Recorder):
+    name = "folder"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str) -> None:
+        super().__init__(run_name, logging_dir=logging_dir)
+
+
+def test_an_object_is_started_fed_and_finished_beside_the_live_tracker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = Told()
+    be(told, monkeypatch)
+    own = Recorder()
+    accelerator = Accelerator(cpu=True, log_with=own)
+    accelerator.init_trackers("project", config={"lr": 1})
+    accelerator.log({"loss": 0.5}, step=2, log_kwargs={"recorder": {"flag": True}})
+    assert [tracker.name for tracker in accelerator.trackers] == ["recorder", "notebook"]
+    assert accelerator.get_tracker("recorder") is own
+    assert accelerator.get_tracker("recorder", unwrap=True) is own.calls
+    accelerator.end_training()
+    accelerator.end_training()
+    logged = ({"loss": 0.5}, 2, {"flag": True})
+    expected = [("init", "made", {}), "start", ("config", {"lr": 1}), logged, "finish"]
+    assert own.calls == expected
+    assert told.metrics == [({"loss": 0.5}, 2)]
+
+
+def test_a_class_is_made_with_the_project_its_folder_and_its_arguments(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with=[Recorder, Folder], project_dir=tmp_path)
+    accelerator.init_trackers("project", init_kwargs={"recorder": {"entity": "me"}})
+    assert accelerator.get_tracker("recorder").calls[0] == ("init", "project", {"entity": "me"})
+    assert accelerator.get_tracker("folder").calls[0][2] == {"logging_dir": str(tmp_path)}
+
+
+def test_a_registered_class_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The test's end takes the entry away again.
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "recorder", Recorder)
+    del LOGGER_TYPE_TO_CLASS["recorder"]
+    register_tracker_class(Recorder)
+    accelerator = Accelerator(cpu=True, log_with=["recorder", Recorder, "recorder"])
+    accelerator.init_trackers("project")
+    assert [tracker.name for tracker in accelerator.trackers] == ["recorder", "notebook"]
+    assert filter_trackers("recorder") == ["recorder"]
+    with pytest.warns(UserWarning, match="Recorder takes the place of the tracker 'recorder'"):
+        register_tracker_class(Recorder)
+
+
+def test_what_is_no_tracker_is_refused() -> None:
+    class Nameless(GeneralTracker):
+        requires_logging_directory = False
+
+    class NoFolder(GeneralTracker):
+        name = "no_folder"
+
+    with pytest.raises(ConfigError, match=r"log_with='wandbb'.*no such tracker.*'all', 'aim'"):
+        Accelerator(cpu=True, log_with="wandbb")
+    with pytest.raises(ConfigError, match="no GeneralTracker class"):
+        register_tracker_class(Accelerator)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Nameless has no name"):
+        register_tracker_class(Nameless)
+    with pytest.raises(ConfigError, match="NoFolder lacks requires_logging_directory"):
+        Accelerator(cpu=True, log_with=NoFolder)
+    with pytest.raises(NotImplementedError, match=r"NoFolder lacks requires_.*, tracker"):
+        NoFolder()
+    with pytest.raises(ConfigError, match=r"'folder'\): it writes files and has no folder: pass"):
+        Accelerator(cpu=True, log_with=Folder)
+    config = ProjectConfiguration(logging_dir="logs")
+    Accelerator(cpu=True, log_with=Folder, project_config=config)
+
+
+def test_a_library_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # A folder of that name, as the library leaves it where it ran, is no library.
+    (tmp_path / "dvclive_absent").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(LOGGER_TYPE_TO_CLASS["dvclive"], "module", "dvclive_absent")
+    message = r"log_with='dvclive'\): dvclive_absent is not installed: run pip install \"dvclive\""
+    with pytest.raises(ConfigError, match=message):
+        Accelerator(cpu=True, log_with=LoggerType.DVCLIVE)
+    assert LoggerType.DVCLIVE not in get_available_trackers()
+
+
+def test_all_is_what_is_installed_and_what_was_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, kind in LOGGER_TYPE_TO_CLASS.items():
+        monkeypatch.setattr(kind, "module", "json" if name == "wandb" else "absent_library")
+    own = Recorder()
+    assert filter_trackers(["all", own]) == [own, LoggerType.WANDB]
+    assert Accelerator(cpu=True, log_with="all").log_with == [WandBTracker]
+
+
+def test_log_before_init_trackers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    be(told, monkeypatch)
+    accelerator = Accelerator(cpu=True, log_with=Recorder)
+    accelerator.log({"loss": 1})
+    accelerator.log({"loss": 2})
+    assert told.notices == ["log() before init_trackers(): shown here, kept nowhere"]
+    assert len(told.metrics) == 2
+
+
+def test_a_tracker_that_fails_to_finish_keeps_no_other_from_it() -> None:
+    class Failing(Recorder):
+        name = "failing"
+
+        def finish(self) -> None:
+            raise OSError("no network")
+
+    own, failing = Recorder(), Failing()
+    accelerator = Accelerator(cpu=True, log_with=[own, failing])
+    accelerator.init_trackers("project")
+    with pytest.raises(OSError, match="no network"):
+        accelerator.end_training()
+    assert own.calls[-1] == "finish"
+
+
+class PerRank(Recorder):
+    name = "per_rank"
+
+    def __init__(self, everywhere: bool) -> None:
+        super().__init__()
+        self.main_process_only = not everywhere
+
+    @on_main_process
+    def mark(self) -> str:
+        return "marked"
+
+
+def rank_by_rank() -> list[Any]:
+    own = Recorder()
+    accelerator = Accelerator(cpu=True, log_with=own)
+    accelerator.init_trackers("project", {"lr": 1})
+    accelerator.log({"loss": 1.0}, step=1)
+    got = accelerator.get_tracker("recorder")
+    got.log_images({"x": []})
+    accelerator.end_training()
+    return [len(own.calls), got.name, PerRank(False).mark(), PerRank(True).mark()]
+
+
+def test_the_main_process_alone_tracks() -> None:
+    first, second = run_ranks(rank_by_rank, 2)
+    assert first == [5, "recorder", "marked", "marked"]
+    assert second == [1, "blank", None, "marked"]
+
+
+def test_importing_the_trackers_imports_no_library() -> None:
+    code = (
+        "import sys, notebook_accel.tracking; print([n for n in sys.argv[1:] if n in sys.modules])"
+    )
+
+    libraries = [kind.module for kind in LOGGER_TYPE_TO_CLASS.values()]  # type: ignore[attr-defined]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *libraries],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
