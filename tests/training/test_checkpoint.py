@@ -160,6 +160,30 @@ def test_no_other_way_of_replacing_loses_anything(
     assert os.listdir(tmp_path) == ["state"]
 
 
+def test_a_state_whose_writer_died_while_it_changed_its_own_folder_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    parts = setup()
+    folder = tmp_path / "state"
+    parts[0].save_state(folder)
+    (folder / "pytorch_model_fsdp_0").mkdir()  # of a sharded training: it would be read first
+    step(*parts)
+    monkeypatch.chdir(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic, "_replace_by_link", die)
+        with pytest.raises(KeyboardInterrupt):
+            parts[0].save_state(".")
+    resumed = setup()
+    resumed[0].load_state(folder)
+    assert state_of(*resumed) == state_of(*parts)
+    parts[0].save_state(".")
+    assert set(os.listdir(folder)) == FILES
+    assert os.listdir(tmp_path) == ["state"]
+
+
 def numbered(folder: Path, **settings: Any) -> ProjectConfiguration:
     return ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, **settings)
 

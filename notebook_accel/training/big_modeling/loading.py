@@ -30,6 +30,7 @@ from notebook_accel.training.big_modeling.offload_store import (
 )
 from notebook_accel.training.big_modeling.tensors import set_module_tensor_to_device
 from notebook_accel.training.big_modeling.ties import find_tied_parameters, retie_parameters
+from notebook_accel.training.checkpoint.atomic import complete_version
 
 if TYPE_CHECKING:
     import os
@@ -254,6 +255,7 @@ def _unpickled(file: Path) -> dict[str, torch.Tensor]:
 def _checkpoint_files(checkpoint: Path) -> list[Path]:
     """The files of a checkpoint, given as a file, an index, or a folder with one of the two."""
     if checkpoint.is_dir():
+        checkpoint = complete_version(checkpoint)
         whole = [checkpoint / name for name in _WHOLE if (checkpoint / name).is_file()]
         found = whole[:1] or sorted(checkpoint.glob("*.index.json"))
         if len(found) != 1:

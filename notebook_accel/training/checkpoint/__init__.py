@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.training.checkpoint.atomic import (
+    complete_version,
     publish_folder,
     replacing_file,
     staging_folder,
@@ -210,7 +211,8 @@ class Checkpoints:
         Raises:
             FileNotFoundError: there is no such checkpoint, or something prepared is not in it.
         """
-        folder = self._newest() if input_dir is None else Path(input_dir)
+        asked = self._newest() if input_dir is None else Path(input_dir)
+        folder = complete_version(asked)
         if not any(_is_ours(name) for name in _entries(folder)) and not self.load_hooks:
             raise FileNotFoundError(f"there is no checkpoint in {_describe(folder)}")
         models = [known.inner for known in self._prepared.models]
@@ -225,7 +227,7 @@ class Checkpoints:
             item.load_state_dict(_read(folder / name, options))
         self._load_scaler(folder, options)
         self._load_random_states(folder)
-        found = _NUMBERED.fullmatch(folder.name)
+        found = _NUMBERED.fullmatch(asked.name)
         if found and input_dir is None:
             self._project.iteration = int(found[1]) + 1
 

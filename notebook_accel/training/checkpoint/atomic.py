@@ -1,9 +1,22 @@
-"""Files and folders that are there whole or not at all, whenever the process dies."""
+"""Files and folders that are there whole or not at all, whenever the process dies.
+
+A folder is written beside its final path and then put there. Where there is one already::
+
+    usually             trade places in one step; remove the old one
+    in place, else      rename into the old one, as its update  <- from here on the new one counts
+                        bring the entries of the old one up to date; remove the update
+
+In place is the way on a disk that cannot let folders trade places, and where this process sits in
+the old folder, which would go away under it and under the notebook's kernel. Invariant: at every
+instant :func:`complete_version` is one of the two whole folders.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import re
 import shutil
 import uuid
 from contextlib import contextmanager, suppress
@@ -13,16 +26,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["publish_folder", "replacing_file", "staging_folder", "sweep"]
+__all__ = ["complete_version", "publish_folder", "replacing_file", "staging_folder", "sweep"]
 
 _PARTIAL = ".partial"
+_UPDATE = ".notebook_accel_update"
+_REMOVED = ".removed.json"  # in an update: the names of the entries that go with the old folder
 _CURRENT_FOLDER = -100  # AT_FDCWD
 _EXCHANGE = 2  # RENAME_EXCHANGE
 
 
 @contextmanager
 def replacing_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A path beside ``path`` to write to; it takes its place when the block ends well."""
+    """Give a path beside ``path`` to write to; it replaces ``path`` when the block ends well."""
     final = Path(path)
     staged = staging_folder(final)
     try:
@@ -39,12 +54,24 @@ def staging_folder(final: Path) -> Path:
 
 def sweep(final: Path) -> None:
     """Remove what writers of ``final`` left that died on the way."""
-    for left in final.parent.glob(f".{final.name}.*{_PARTIAL}"):
-        shutil.rmtree(left, ignore_errors=True)
+    left = re.compile(rf"\.{re.escape(final.name)}\.[0-9a-f]{{8}}{re.escape(_PARTIAL)}")
+    if final.parent.is_dir():
+        for name in os.listdir(final.parent):
+            if left.fullmatch(name):
+                _remove(final.parent / name)
+
+
+def complete_version(folder: Path) -> Path:
+    """Where to read what :func:`publish_folder` put into ``folder`` last.
+
+    That is the folder itself, but for one whose writer died while it changed it in place.
+    """
+    update = folder / _UPDATE
+    return update if update.is_dir() else folder
 
 
 def publish_folder(staged: Path, final: Path, *, is_ours: Callable[[str], bool]) -> None:
-    """Put ``staged`` in the place of ``final``, in one step where the system can.
+    """Put ``staged`` where ``final`` is.
 
     Args:
         staged: a complete folder beside ``final``.
@@ -56,28 +83,76 @@ def publish_folder(staged: Path, final: Path, *, is_ours: Callable[[str], bool])
     if not final.exists():
         staged.rename(final)
         return
-    if Path.cwd().is_relative_to(final):
-        _move_entries(staged, final)
+    _finish_update(final)  # of a writer that died
+    if _is_current_folder_within(final) or not _can_exchange(final):
+        _update_in_place(staged, final, is_ours)
         return
     _carry_over(final, staged, is_ours)
-    try:
-        _exchange(staged, final)
-    except (OSError, AttributeError):  # another system, or a disk that cannot
-        old = staging_folder(final)
-        final.rename(old)
-        staged.rename(final)
-        staged = old
+    _exchange(staged, final)
     shutil.rmtree(staged, ignore_errors=True)
 
 
-def _move_entries(staged: Path, final: Path) -> None:
-    """One entry after the other: a process that sits in the folder must not lose it."""
-    for entry in staged.iterdir():
-        target = final / entry.name
-        if target.is_dir() and not target.is_symlink():
-            shutil.rmtree(target)
-        entry.replace(target)
-    staged.rmdir()
+def _is_current_folder_within(folder: Path) -> bool:
+    try:
+        return Path.cwd().is_relative_to(folder)
+    except FileNotFoundError:  # it was deleted
+        return False
+
+
+def _update_in_place(staged: Path, final: Path, is_ours: Callable[[str], bool]) -> None:
+    new = os.listdir(staged)
+    # A file that there is again is replaced, so that a reader who knows nothing of updates
+    # always finds one.
+    removed = [
+        entry.name
+        for entry in final.iterdir()
+        if is_ours(entry.name) and (entry.is_dir() or entry.name not in new)
+    ]
+    (staged / _REMOVED).write_text(json.dumps(removed))
+    staged.rename(final / _UPDATE)
+    _finish_update(final)
+
+
+def _finish_update(final: Path) -> None:
+    """Bring the entries of ``final`` to what its update has, if it has one; then remove that.
+
+    It may be killed and begun anew at any step: the update stays as it is until all is done.
+    """
+    update = final / _UPDATE
+    if not update.is_dir():
+        return
+    for name in json.loads((update / _REMOVED).read_text()):
+        _remove(final / name)
+    for source, folders, files in os.walk(update):
+        target = final / Path(source).relative_to(update)
+        links = [name for name in folders if Path(source, name).is_symlink()]
+        for name in set(folders) - set(links):
+            if not (target / name).is_dir():
+                _remove(target / name)
+                (target / name).mkdir()
+        for name in (*files, *links):
+            if name != _REMOVED:
+                _replace_by_link(Path(source, name), target / name, staging_folder(final))
+    done = staging_folder(final)
+    update.rename(done)
+    shutil.rmtree(done, ignore_errors=True)
+
+
+def _replace_by_link(source: Path, target: Path, staged: Path) -> None:
+    if target.exists() and target.samefile(source):
+        return  # done before; renaming one link of a file to another does nothing, and leaves both
+    if target.is_dir():
+        _remove(target)
+    _link(str(source), str(staged))
+    staged.replace(target)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _carry_over(old: Path, new: Path, is_ours: Callable[[str], bool]) -> None:
@@ -98,6 +173,22 @@ def _link(source: str, target: str) -> None:
         os.link(source, target, follow_symlinks=False)
         return
     shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _can_exchange(final: Path) -> bool:
+    """Whether folders beside ``final`` can trade places: NFS and some others cannot."""
+    first, second = staging_folder(final), staging_folder(final)
+    first.mkdir()
+    second.mkdir()
+    try:
+        _exchange(first, second)
+    except (OSError, AttributeError):
+        return False
+    else:
+        return True
+    finally:
+        first.rmdir()
+        second.rmdir()
 
 
 def _exchange(first: Path, second: Path) -> None:

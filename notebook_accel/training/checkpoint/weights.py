@@ -13,7 +13,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.training.checkpoint.atomic import publish_folder, replacing_file, staging_folder
+from notebook_accel.training.checkpoint.atomic import (
+    publish_folder,
+    replacing_file,
+    staging_folder,
+    sweep,
+)
 from notebook_accel.training.checkpoint.state_files import explain, read_state
 
 if TYPE_CHECKING:
@@ -126,6 +131,7 @@ def save_model(
     """
     limit = _as_bytes(max_shard_size)
     final = folder.expanduser().resolve()
+    sweep(final)
     staged = staging_folder(final)
     staged.mkdir(parents=True)
     try:

@@ -1,0 +1,157 @@
+"""Replacing folders: killed at any step, the folder that was good last is the one that loads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from notebook_accel.training.checkpoint import atomic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# What changes a disk, as Python's audit hooks name it; the exchange goes through ctypes.
+_STEPS = {"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "open", "ctypes.dlsym"}
+_WAYS = ["exchanged", "no exchange", "no exchange, no links", "current folder"]
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("part")
+
+
+def _make(folder: Path, version: str) -> Path:
+    """A folder of which versions have different entries."""
+    folder.mkdir()
+    for name in ("part_a", "part_b", f"part_of_{version}", f"extra_of_{version}"):
+        (folder / name).write_text(version)
+    (folder / "part_folder").mkdir()
+    (folder / "part_folder" / f"of_{version}").write_text(version)
+    return folder
+
+
+def _ours(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    found = {str(path.relative_to(folder)): path.read_text() for path in files}
+    return {name: text for name, text in found.items() if _is_ours(name)}
+
+
+def _expected(version: str) -> dict[str, str]:
+    names = ("part_a", "part_b", f"part_of_{version}", f"part_folder/of_{version}")
+    return dict.fromkeys(names, version)
+
+
+def _save(final: Path, version: str) -> None:
+    atomic.sweep(final)
+    staged = _make(atomic.staging_folder(final), version)
+    atomic.publish_folder(staged, final, is_ours=_is_ours)
+
+
+def _is_killed(action: Callable[[], None], step: int) -> bool:
+    """Run ``action`` in a child that is killed before this step; False where it ended first."""
+    child = os.fork()
+    if not child:
+        left = step
+
+        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal left
+            is_step = event in _STEPS and (event != "open" or "w" in str(arguments[1]))
+            left -= is_step
+            if is_step and left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        code = 1
+        try:
+            sys.addaudithook(hook)
+            action()
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL), "the child failed"
+    return status != 0
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_a_kill_at_any_step_leaves_the_last_good_one(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*_: Any, **__: Any) -> None:
+        raise OSError("not on this disk")
+
+    if way != "exchanged":
+        monkeypatch.setattr(atomic, "_exchange", cannot)
+    if way.endswith("links"):
+        monkeypatch.setattr(os, "link", cannot)
+    step, seen = 0, set()
+    is_killed = True
+    while is_killed:
+        root = tmp_path / str(step)
+        root.mkdir()
+        final = _make(root / "state", "old")
+        (final / "notes").mkdir()
+        (final / "notes" / "mine").write_text("mine")
+        if way == "current folder":
+            monkeypatch.chdir(final)
+        is_killed = _is_killed(lambda final=final: _save(final, "new"), step)  # type: ignore[misc]
+
+        loaded = _ours(atomic.complete_version(final))
+        version = "new" if "part_of_new" in loaded else "old"
+        assert loaded == _expected(version), f"torn at step {step}"
+        assert (final / "notes" / "mine").read_text() == "mine"
+        seen.add(version)
+
+        (final / "later").write_text("mine")
+        _save(final, "third")
+        assert atomic.complete_version(final) == final
+        assert _ours(final) == _expected("third"), f"after a kill at step {step}"
+        assert (final / "notes" / "mine").read_text() == "mine"
+        assert (final / "later").read_text() == "mine"
+        assert os.listdir(root) == ["state"], "nothing of the writing is left"
+        assert not [name for name in os.listdir(final) if name.startswith(".")]
+        if way == "current folder":
+            assert Path.cwd().samefile(final), "a process that sits in the folder keeps it"
+        step += 1
+    assert step > 5
+    assert seen == {"old", "new"}
+
+
+def test_a_folder_that_is_not_there_yet_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    step, is_killed = 0, True
+    while is_killed:
+        final = tmp_path / str(step) / "state"
+        final.parent.mkdir()
+        is_killed = _is_killed(lambda final=final: _save(final, "new"), step)  # type: ignore[misc]
+        assert not final.exists() or _ours(final) == _expected("new")
+        step += 1
+    assert final.exists()
+
+
+def test_a_process_whose_folder_was_deleted_still_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for version in ("one", "two"):
+        _save(tmp_path / "state", version)
+    assert _ours(tmp_path / "state") == _expected("two")
+
+
+@pytest.mark.parametrize("name", ["model", "run[1]", "a*", "a.b"])
+def test_only_what_is_left_of_this_name_is_swept(name: str, tmp_path: Path) -> None:
+    final = tmp_path / name
+    live = [atomic.staging_folder(tmp_path / other) for other in (f"{name}.best", "another")]
+    for folder in live:
+        _make(folder, "live")
+    _make(atomic.staging_folder(final), "left")
+    atomic.staging_folder(final).write_text("a file that was being written")
+    (tmp_path / f".{name}.mine.partial").write_text("the user's")
+    atomic.sweep(final)
+    kept = {folder.name for folder in live} | {f".{name}.mine.partial"}
+    assert set(os.listdir(tmp_path)) == kept
