@@ -282,6 +282,10 @@ class RankPool:
         """Take what an agent says; one that cannot be followed any more is lost."""
         try:
             self._take(link)
+            if link.channel.has_ended:
+                # It came with good messages. Unlike the end of a file, nonsense does not wake the
+                # selector again: a run whose agent then fell silent would never have ended.
+                self._take(link)
         except (EOFError, OSError) as error:
             selector.unregister(link.channel.fileno())
             self._lose(link, link.how_it_ended() or AgentEnd(f"was lost ({error})"))

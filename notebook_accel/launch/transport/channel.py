@@ -159,6 +159,11 @@ class Channel:
                 raise self._end
             self._read(0)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more can come: once all messages were given out, reading raises."""
+        return self._end is not None
+
     def drain(self, *, limit: int | None = None) -> list[tuple[wire.Message, list[int]]]:
         """The messages that are there now; does not block.
 

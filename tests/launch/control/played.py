@@ -1,0 +1,155 @@
+"""A pool and calls on it, with the agents' ends of real connections in the hands of the test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch import payload, wire
+from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
+from notebook_accel.launch.control.pool import RankPool
+from notebook_accel.launch.control.results import Results
+from notebook_accel.launch.control.state import starting
+from notebook_accel.launch.control.stores import MetricStore, RunFolder
+from notebook_accel.launch.control.supervisor import Supervisor
+from notebook_accel.launch.transport.channel import Channel
+from notebook_accel.launch.transport.packet import pack
+from notebook_accel.launch.view import View
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from notebook_accel.launch.control.state import RunState
+
+__all__ = ["DrawnStates", "PlayedAgent", "PlayedRun", "played"]
+
+RUN = "r"
+# Wide enough for a busy machine.
+SECONDS = 30.0
+
+
+class PlayedAgent:
+    """The agent's end of a connection.
+
+    Attributes:
+        killed: set once the pool has ended this agent.
+    """
+
+    def __init__(self, *ranks: int) -> None:
+        ours, theirs = socket.socketpair()
+        self.killed = threading.Event()
+        self.channel = Channel(theirs)
+        self._ranks = ranks
+        self.link = AgentLink(
+            channel=Channel(ours),
+            ranks=tuple(
+                wire.RankSpec(rank=rank, local_rank=local) for local, rank in enumerate(ranks)
+            ),
+            sees_files=True,
+            how_it_ended=lambda: AgentEnd("was killed by SIGKILL"),
+            kill=self._be_killed,
+        )
+
+    def _be_killed(self) -> None:
+        self.killed.set()
+        self.channel.close()
+
+    def next(self) -> wire.Message:
+        """The next message that the pool sends."""
+        message, fds = self.channel.receive()
+        for fd in fds:
+            os.close(fd)
+        return message
+
+    def says_nothing_new(self) -> bool:
+        """Whether the pool has sent nothing that was not read."""
+        return not self.channel.drain()
+
+    def tell(self, kind: type[wire.Message], /, **fields: Any) -> None:
+        """Say something, about the first call if nothing else is given."""
+        self.channel.send(kind(**{"run": RUN, "call": 1, **fields}))
+
+    def get_ready(self) -> None:
+        """The ranks' processes are there."""
+        pids = {rank: 1000 + rank for rank in self._ranks}
+        self.tell(wire.AgentReady, call=0, pids=pids)
+        for rank in self._ranks:
+            self.tell(wire.RankReady, call=0, rank=rank)
+
+    def return_all(self, call: int = 1) -> None:
+        """Every rank returns its own number."""
+        for rank in self._ranks:
+            packet, fds = pack(payload.pack_result(rank, None))
+            assert not fds
+            self.tell(wire.Returned, call=call, rank=rank, value=packet)
+
+    def end_all(self) -> None:
+        """Every rank's process ends well."""
+        for rank in self._ranks:
+            self.tell(wire.RankEnded, call=0, rank=rank, exitcode=0)
+
+
+class DrawnStates(View):
+    """A view that keeps what it is given to draw."""
+
+    def __init__(self) -> None:
+        self.drawn: list[tuple[float, RunState]] = []
+        self.closed: list[RunState] = []
+
+    def update(self, state: RunState) -> None:
+        self.drawn.append((time.monotonic(), state))
+
+    def close(self, state: RunState) -> None:
+        self.closed.append(state)
+
+
+@dataclass
+class PlayedRun:
+    """A pool that listens, and the agents that it listens to."""
+
+    pool: RankPool
+    agents: tuple[PlayedAgent, ...]
+    folder: RunFolder
+    view: DrawnStates = field(default_factory=DrawnStates)
+
+    def begin_call(self, *, last: bool = False, timeout: float | None = None) -> Supervisor:
+        """Send a call, whose agents read it next."""
+        supervisor = Supervisor(
+            pool=self.pool,
+            state=starting(
+                run=RUN, name="train", world_size=len(self.pool.processes), started=time.time()
+            ),
+            results=Results(payload.Registry()),
+            metrics=MetricStore(self.folder.path),
+            view=self.view,
+            timeout=timeout,
+            closing_notices=lambda _: (),
+            labels={},
+            folder=self.folder,
+        )
+        self.pool.begin_call(
+            supervisor, payload=wire.Packet(header=b""), fds=(), grace=0.1, last=last
+        )
+        return supervisor
+
+
+@contextlib.contextmanager
+def played(root: Path, *agents: PlayedAgent) -> Iterator[PlayedRun]:
+    """A pool behind these agents for the time of the block."""
+    folder = RunFolder.make(root)
+    pool = RankPool([agent.link for agent in agents], run=RUN, grace=0.1, log_dir=folder.path)
+    pool.start()
+    for agent in agents:
+        agent.get_ready()
+    try:
+        yield PlayedRun(pool=pool, agents=agents, folder=folder)
+    finally:
+        for agent in agents:
+            agent.channel.close()
+        assert pool.ended.wait(SECONDS), "the pool ends with its agents"

@@ -1,0 +1,259 @@
+"""The pool passes on, keeps its agents in step, and outlives none of them."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from notebook_accel import LaunchError
+from notebook_accel.launch import wire
+from tests.engines.processes import eventually
+from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[PlayedRun]:
+    """Two ranks behind one agent."""
+    with played(tmp_path, PlayedAgent(0, 1)) as run:
+        yield run
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[PlayedRun]:
+    """A rank behind each of two agents."""
+    with played(tmp_path, PlayedAgent(0), PlayedAgent(1)) as run:
+        yield run
+
+
+def begin_on_both(run: PlayedRun) -> None:
+    """The call has come to both agents, and the port to the second."""
+    first, second = run.agents
+    assert isinstance(first.next(), wire.Call)
+    first.tell(wire.PortReserved, port=4321)
+    assert isinstance(second.next(), wire.Call)
+
+
+# ---- calls -------------------------------------------------------------------------------------
+
+
+def test_calls_follow_each_other(one: PlayedRun) -> None:
+    (agent,) = one.agents
+    for number in (1, 2):
+        call = one.begin_call()
+        sent = agent.next()
+        assert isinstance(sent, wire.Call)
+        assert (sent.call, sent.last, sent.group_generation) == (number, False, 0)
+        agent.return_all(number)
+        assert call.ended.wait(SECONDS)
+        assert not one.pool.is_in_call
+    assert [rank.pid for rank in call.state.ranks] == [1000, 1001]
+
+
+def test_one_call_at_a_time(one: PlayedRun) -> None:
+    (agent,) = one.agents
+    call = one.begin_call()
+    with pytest.raises(LaunchError, match="still in a call"):
+        one.begin_call()
+    agent.next()
+    agent.return_all()
+    assert call.ended.wait(SECONDS)
+    one.begin_call()
+
+
+def test_a_call_that_failed_costs_the_process_group(one: PlayedRun) -> None:
+    (agent,) = one.agents
+    call = one.begin_call()
+    agent.next()
+    for rank in (0, 1):
+        agent.tell(
+            wire.Raised, rank=rank, kind="exception", type_name="E", text="bad", traceback="bad"
+        )
+    assert call.ended.wait(SECONDS)
+    one.begin_call()
+    sent = agent.next()
+    assert isinstance(sent, wire.Call)
+    assert sent.group_generation == 1
+
+
+def test_what_comes_late_for_an_old_call_is_dropped(one: PlayedRun) -> None:
+    (agent,) = one.agents
+    call = one.begin_call()
+    agent.next()
+    agent.return_all(1)
+    assert call.ended.wait(SECONDS)
+    again = one.begin_call()
+    agent.next()
+    agent.tell(wire.Returned, call=1, rank=0, value=wire.Packet(header=b""))
+    agent.tell(wire.CallStarted, call=2, rank=1)
+    eventually(lambda: again.state.ranks[1].status == "running", within=SECONDS, what="it came")
+    assert not again.state.ranks[0].has_ended
+
+
+def test_no_call_after_a_rank_has_died(one: PlayedRun) -> None:
+    (agent,) = one.agents
+    agent.tell(wire.RankEnded, call=0, rank=1, signal=9)
+    eventually(
+        lambda: one.pool.processes[1].status == "ended", within=SECONDS, what="the pool heard"
+    )
+    with pytest.raises(LaunchError, match="rank 1 was killed by SIGKILL"):
+        one.begin_call()
+
+
+def test_no_call_after_leave(one: PlayedRun) -> None:
+    one.pool.leave()
+    assert isinstance(one.agents[0].next(), wire.Leave)
+    with pytest.raises(LaunchError, match="told to leave"):
+        one.begin_call()
+    one.agents[0].end_all()
+    assert one.pool.ended.wait(SECONDS)
+
+
+# ---- an agent that is lost -----------------------------------------------------------------------
+
+
+def test_a_lost_agent_fails_the_call(one: PlayedRun) -> None:
+    (agent,) = one.agents
+    call = one.begin_call()
+    agent.channel.close()
+    assert call.ended.wait(SECONDS)
+    failure = call.failure()
+    assert failure is not None
+    assert "was killed by SIGKILL" in failure.message
+    assert agent.killed.is_set()
+    assert one.pool.ended.wait(SECONDS)
+
+
+def test_an_agent_that_talks_nonsense_is_lost(one: PlayedRun) -> None:
+    (agent,) = one.agents
+    call = one.begin_call()
+    # In one piece with what can be understood, and then nothing more.
+    agent.channel.post(wire.CallStarted(run="r", call=1, rank=0))
+    (good, _) = agent.channel._outgoing.pop()
+    agent.channel._socket.sendall(bytes(good) + b"\xff" * 64)
+    assert call.ended.wait(SECONDS)
+    assert agent.killed.is_set()
+    assert call.state.status == "failed"
+
+
+def test_the_loss_of_one_agent_ends_the_call_on_the_other(two: PlayedRun) -> None:
+    first, second = two.agents
+    call = two.begin_call()
+    begin_on_both(two)
+    first.channel.close()
+    assert isinstance(second.next(), wire.RankFailed)
+    second.tell(wire.RankEnded, call=0, rank=1, signal=15, ours=True)
+    assert call.ended.wait(SECONDS)
+    assert call.failure() is not None
+
+
+def test_a_call_whose_first_agent_is_lost_before_its_port_is_known(two: PlayedRun) -> None:
+    first, second = two.agents
+    call = two.begin_call()
+    first.channel.close()
+    # It never got the call, which nobody can send any more.
+    assert isinstance(second.next(), wire.Kill)
+    assert isinstance(second.next(), wire.RankFailed)
+    second.tell(wire.RankEnded, call=0, rank=1, signal=9, ours=True)
+    assert call.ended.wait(SECONDS)
+
+
+# ---- what agents must know of each other ---------------------------------------------------------
+
+
+def test_the_port_of_the_first_agent_goes_to_the_second(two: PlayedRun) -> None:
+    first, second = two.agents
+    two.begin_call()
+    two.pool.stop(call=1, grace=1.0)
+    assert isinstance(first.next(), wire.Call)
+    assert isinstance(first.next(), wire.Stop)
+    assert second.says_nothing_new(), "what cannot be sent yet waits"
+    first.tell(wire.PortReserved, port=4321)
+    sent = second.next()
+    assert isinstance(sent, wire.Call)
+    assert sent.master_port == 4321
+    assert isinstance(second.next(), wire.Stop)
+
+
+def test_a_failure_goes_to_the_other_agent(two: PlayedRun) -> None:
+    two.begin_call()
+    begin_on_both(two)
+    two.agents[1].tell(wire.RankFailed)
+    assert isinstance(two.agents[0].next(), wire.RankFailed)
+
+
+def test_all_leave_after_the_highest_point(two: PlayedRun) -> None:
+    two.begin_call()
+    begin_on_both(two)
+    two.pool.stop(call=1, grace=1.0)
+    for agent in two.agents:
+        assert isinstance(agent.next(), wire.Stop)
+    two.agents[0].tell(wire.Passed, batches=3, reads=0, is_read=False)
+    two.agents[1].tell(wire.Passed, batches=5, reads=0, is_read=False)
+    leaves = [agent.next() for agent in two.agents]
+    assert all(isinstance(leave, wire.LeaveAt) for leave in leaves)
+    assert len({leave.batches for leave in leaves if isinstance(leave, wire.LeaveAt)}) == 1
+
+
+def test_a_stop_does_not_wait_for_an_agent_that_is_lost(two: PlayedRun) -> None:
+    two.begin_call()
+    begin_on_both(two)
+    two.pool.stop(call=1, grace=1.0)
+    for agent in two.agents:
+        assert isinstance(agent.next(), wire.Stop)
+    two.agents[1].tell(wire.Passed, batches=5, reads=0, is_read=False)
+    two.agents[0].channel.close()
+    kinds = [type(two.agents[1].next()) for _ in range(2)]
+    assert kinds == [wire.RankFailed, wire.LeaveAt]
+
+
+def test_all_agents_hear_that_the_call_has_ended(two: PlayedRun) -> None:
+    two.begin_call()
+    begin_on_both(two)
+    two.agents[0].return_all()
+    assert two.agents[0].says_nothing_new()
+    two.agents[1].return_all()
+    assert [type(agent.next()) for agent in two.agents] == [wire.CallEnded, wire.CallEnded]
+
+
+# ---- an agent that does not answer ---------------------------------------------------------------
+
+
+def test_an_agent_that_does_not_kill_is_killed(one: PlayedRun) -> None:
+    call = one.begin_call()
+    asked = time.monotonic()
+    one.pool.kill(call=1)
+    assert one.agents[0].killed.wait(SECONDS)
+    assert time.monotonic() - asked >= 3.0, "it had its time"
+    assert call.ended.wait(SECONDS)
+
+
+def test_an_agent_that_reads_nothing_does_not_hold_up_the_caller(two: PlayedRun) -> None:
+    two.begin_call()
+    begin_on_both(two)
+    for _ in range(5000):
+        two.pool.send(wire.Interrupt(run="r", call=1))
+    # The first has not read one byte; the second is served all the same.
+    assert [type(two.agents[1].next()) for _ in range(5000)] == [wire.Interrupt] * 5000
+
+
+# ---- stacks ------------------------------------------------------------------------------------
+
+
+def test_stacks_of_each_rank(one: PlayedRun) -> None:
+    (agent,) = one.agents
+    agent.tell(wire.RankEnded, call=0, rank=1, exitcode=0)
+    eventually(
+        lambda: one.pool.processes[1].status == "ended", within=SECONDS, what="the pool heard"
+    )
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(one.pool.stacks)
+        assert isinstance(agent.next(), wire.DumpStacks)
+        agent.tell(wire.Stacks, call=0, rank=0, text="here\n")
+        assert asked.result() == [(0, "here\n"), (1, "the rank has ended\n")]

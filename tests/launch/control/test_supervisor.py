@@ -1,0 +1,153 @@
+"""One call, from its sending to its verdict, on a pool whose agent is played by the test."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from notebook_accel.launch import wire
+from tests.engines.processes import eventually
+from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[PlayedRun]:
+    """Two ranks behind one agent."""
+    with played(tmp_path, PlayedAgent(0, 1)) as run:
+        yield run
+
+
+def raised(**fields: Any) -> dict[str, Any]:
+    given = {"kind": "exception", "type_name": "ValueError", "text": "bad", "traceback": "bad\n"}
+    return {**given, **fields}
+
+
+def test_a_call_that_returns(run: PlayedRun) -> None:
+    (agent,) = run.agents
+    call = run.begin_call()
+    results = call.results
+    agent.return_all()
+    assert call.ended.wait(SECONDS)
+    assert (call.state.status, call.failure()) == ("succeeded", None)
+    assert results is not None
+    assert [results.get(rank) for rank in (0, 1)] == [0, 1]
+    # The handle has them, nobody else.
+    assert call.results is None
+    assert run.view.closed == [call.state]
+    assert run.folder.load() == call.state
+
+
+def test_a_call_that_fails(run: PlayedRun) -> None:
+    (agent,) = run.agents
+    call = run.begin_call()
+    agent.tell(wire.Raised, rank=1, **raised())
+    agent.tell(wire.Raised, rank=0, **raised(kind="interrupted", ours=True))
+    assert call.ended.wait(SECONDS)
+    failure = call.failure()
+    assert failure is not None
+    assert (failure.rank, failure.ranks, call.state.status) == (1, (1,), "failed")
+    assert call.state.error == failure.message
+
+
+def test_metrics_are_kept_and_the_last_is_shown(run: PlayedRun) -> None:
+    (agent,) = run.agents
+    call = run.begin_call()
+    metrics = call._metrics
+    for step in range(3):
+        agent.tell(wire.Metric, rank=0, values={"loss": 1.0 - step}, step=step)
+    agent.return_all()
+    assert call.ended.wait(SECONDS)
+    assert [row["value"] for row in metrics.read()] == [1.0, 0.0, -1.0]
+    assert call.state.ranks[0].metrics["loss"] == (2, -1.0)
+
+
+def test_the_view_draws_five_times_a_second_at_most(run: PlayedRun) -> None:
+    (agent,) = run.agents
+    call = run.begin_call()
+    began = time.monotonic()
+    step = 0
+    while len(run.view.drawn) < 4:
+        assert time.monotonic() < began + SECONDS
+        agent.tell(wire.Metric, rank=0, values={"loss": 1.0}, step=step)
+        step += 1
+        time.sleep(0.002)
+    agent.return_all()
+    assert call.ended.wait(SECONDS)
+    times = [when for when, _ in run.view.drawn]
+    assert all(later - earlier >= 0.19 for earlier, later in pairwise(times))
+    assert step > len(times)
+
+
+def test_nothing_new_draws_nothing(run: PlayedRun) -> None:
+    (agent,) = run.agents
+    call = run.begin_call()
+    agent.tell(wire.CallStarted, rank=0)
+    eventually(lambda: call.state.status == "running", within=SECONDS, what="it runs")
+    eventually(
+        lambda: any(state is call.state for _, state in run.view.drawn),
+        within=SECONDS,
+        what="it was drawn",
+    )
+    number = len(run.view.drawn)
+    until = time.monotonic() + 0.5
+    eventually(lambda: time.monotonic() > until, within=SECONDS, what="time passed")
+    assert len(run.view.drawn) == number
+
+
+def test_a_stop_then_a_harder_one(run: PlayedRun) -> None:
+    (agent,) = run.agents
+    call = run.begin_call()
+    agent.next()
+    call.stop(grace=3.0)
+    stop = agent.next()
+    assert isinstance(stop, wire.Stop)
+    assert (stop.call, stop.grace, call.state.status) == (1, 3.0, "stopping")
+    call.stop()
+    assert isinstance(agent.next(), wire.Interrupt)
+    for rank in (0, 1):
+        agent.tell(wire.Raised, rank=rank, **raised(kind="stopped"))
+    assert call.ended.wait(SECONDS)
+    assert call.state.status == "stopped"
+    call.stop()
+    call.press(1)
+    call.kill()
+    assert agent.says_nothing_new(), "who has ended is not told to"
+
+
+def test_presses_grow_harder(run: PlayedRun) -> None:
+    (agent,) = run.agents
+    call = run.begin_call()
+    agent.next()
+    for number, kind in enumerate((wire.Interrupt, wire.Terminate, wire.Kill, wire.Kill), start=1):
+        call.press(number)
+        assert type(agent.next()) is kind
+
+
+def test_a_time_out_stops_and_then_presses(run: PlayedRun) -> None:
+    (agent,) = run.agents
+    call = run.begin_call(timeout=0.1)
+    agent.next()
+    kinds = [type(agent.next()) for _ in range(4)]
+    assert kinds == [wire.Stop, wire.Interrupt, wire.Terminate, wire.Kill]
+    assert call.timed_out
+
+
+def test_ranks_of_a_lost_agent_have_ended(run: PlayedRun) -> None:
+    (agent,) = run.agents
+    call = run.begin_call()
+    agent.tell(wire.Raised, rank=0, **raised())
+    agent.channel.close()
+    assert call.ended.wait(SECONDS)
+    assert [rank.has_ended for rank in call.state.ranks] == [True, True]
+    assert call.state.ranks[1].ended_by_us
+    # What a rank raised says more than that its agent is gone.
+    failure = call.failure()
+    assert failure is not None
+    assert failure.rank == 0
