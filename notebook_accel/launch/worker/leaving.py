@@ -46,6 +46,8 @@ def _give_up(code: int) -> None:
 
 
 def _end_children() -> None:
+    if not processes.has_children():
+        return
     children = psutil.Process().children()
     for child in children:
         with contextlib.suppress(psutil.Error):

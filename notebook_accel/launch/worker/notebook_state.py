@@ -45,7 +45,11 @@ def _apply_generators(state: NotebookState) -> None:
     else:
         np.random.seed(int.from_bytes(keys, "little"))
     # First the seed, which devices start from once they are used, then how far the CPU came.
-    torch.manual_seed(state.torch_seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(state.torch_seed)
+    else:
+        # torch.manual_seed notes the stack for each kind of device that may come: 5 ms a rank.
+        torch.default_generator.manual_seed(state.torch_seed)
     if state.torch_state is not None:
         torch.set_rng_state(torch.frombuffer(bytearray(state.torch_state), dtype=torch.uint8))
 
