@@ -106,7 +106,7 @@ def _fork_agent(
         # It may be stopped, and would not see that nobody wants it.
         _end(pid, run)
         raise LaunchError(
-            f"the process that was to watch the ranks {end.how} before it could ({error}). "
+            f"the process that was to watch the ranks did not start: it {end.how} ({error}). "
             f"Launch again.{end.in_its_own_words}"
         ) from None
     except BaseException:

@@ -7,8 +7,8 @@ process's.
 
 Each question to it has a deadline. One that is stopped (SIGSTOP), that says nothing, or whose
 answers cannot be understood is ended, and asked again is a new one (:func:`ask_template`); agents
-that it had forked go on without it. One that is replaced because launches now need other variables
-stays until nobody waits for it.
+that it had forked go on without it. One template is kept; launches of other threads that need
+another keep theirs until they have their agents.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _READ_AT_IMPORT = (
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # It imports torch, from a cold disk.
 _START_SECONDS = 120.0
-_HANDSHAKE_SECONDS = 10.0
+_HANDSHAKE_SECONDS = 30.0
 _FORK_SECONDS = 20.0
 # The process gives a driver 60 s to name its devices.
 _DEVICES_SECONDS = 70.0
@@ -72,6 +72,8 @@ _LOOK_SECONDS = 0.25
 _NUM_LOOKS = 4
 _KILLED_SECONDS = 5.0
 _POLL_SECONDS = 0.01
+# From a launch's wait for the imports to its agent: then it is one that failed in between.
+_LAUNCH_SECONDS = 30.0
 
 _BOOT = (
     "import sys; sys.path[:] = [p for p in sys.path if p] + {path!r}; "
@@ -117,6 +119,7 @@ class Template:
         self._channel: Channel | None = None
         self.pid = self._process.pid
         self.num_users = 0
+        self._launch_until = 0.0
 
     @property
     def alive(self) -> bool:
@@ -138,6 +141,12 @@ class Template:
         """
         with self._lock:
             self._ready()
+        self._launch_until = time.monotonic() + _LAUNCH_SECONDS
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether somebody waits for an answer, or a launch waited and has no agent yet."""
+        return self.num_users > 0 or time.monotonic() < self._launch_until
 
     def fork_agent(self, sock: socket.socket, *, run: str, secret: bytes) -> int:
         """Fork an agent that accepts the other end of ``sock`` by ``secret``; gives its pid.
@@ -153,6 +162,7 @@ class Template:
                 f"no process could be forked for the run: {answer.error}. "
                 "Free memory or processes on this machine, then launch again."
             )
+        self._launch_until = 0.0
         return answer.pid
 
     def count_devices(self, environment: Mapping[str, str]) -> wire.Devices:
@@ -338,8 +348,7 @@ def template(environment: Mapping[str, str] | None = None) -> Template:
 def ask_template(environment: Mapping[str, str], question: Callable[[Template], T]) -> T:
     """What ``question`` gives for the template of this environment.
 
-    It is asked once more, of a new template, where the first one did not answer. Meanwhile a
-    launch of another thread that needs a template of its own leaves this one open.
+    It is asked once more, of a new template, where the first one did not answer.
 
     Raises:
         LaunchError: as ``question`` does; of :class:`UnresponsiveTemplateError` the second.
@@ -365,33 +374,39 @@ def _in_use(environment: Mapping[str, str]) -> Iterator[Template]:
         if source is not None:
             with held(), _templates_lock:
                 source.num_users -= 1
-                if source not in _templates.values():
-                    _close_unused(source)
+                _close_unneeded(keep=source)
 
 
 def _find(environment: Mapping[str, str]) -> Template:
-    """The template that fits, the only one that is kept: each takes 300 MB. Under the lock."""
+    """The template that fits; called under the lock."""
     key = _key(environment)
     found = _templates.get(key)
     if found is None or not found.alive:
-        _close_all()
+        if found is not None:
+            found.close()
         found = _templates[key] = Template(environment)
         atexit.unregister(_close_all)
         atexit.register(_close_all)
+    _close_unneeded(keep=found)
     return found
 
 
+def _close_unneeded(*, keep: Template) -> None:
+    """Close the other templates, since each takes 300 MB; called under the lock.
+
+    Not those for whose answer a thread waits: a selector forgets a socket that is closed, and the
+    thread would never wake.
+    """
+    for key, source in list(_templates.items()):
+        if source is not keep and not source.is_needed:
+            del _templates[key]
+            source.close()
+
+
 def _close_all() -> None:
-    replaced = list(_templates.values())
-    _templates.clear()
-    for source in replaced:
-        _close_unused(source)
-
-
-def _close_unused(source: Template) -> None:
-    # Had it users, closed sockets would wake none of them: a selector forgets what is closed.
-    if not source.num_users:
+    for source in _templates.values():
         source.close()
+    _templates.clear()
 
 
 def warm() -> None:
