@@ -19,6 +19,7 @@ __all__ = [
     "is_namedtuple",
     "leaves",
     "listify",
+    "merge_dicts",
     "pad_input_tensors",
     "recursively_apply",
     "send_to_device",
@@ -249,3 +250,18 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         return torch.cat((value, value.new_zeros(shape)), dim=dim)
 
     return recursively_apply(pad, tensor, error_on_other_type=True)
+
+
+def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+    """Put all of ``source`` into ``destination``, dictionaries in dictionaries merged likewise.
+
+    Returns:
+        ``destination``, which is changed in place.
+    """
+    for key, value in source.items():
+        there = destination.get(key)
+        if isinstance(value, dict):
+            destination[key] = merge_dicts(value, there if isinstance(there, dict) else {})
+        else:
+            destination[key] = value
+    return destination

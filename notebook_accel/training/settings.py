@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutocastKwargs",
+    "ComputeEnvironment",
     "DDPCommunicationHookType",
     "DistributedDataParallelKwargs",
     "DistributedType",
@@ -24,8 +25,10 @@ __all__ = [
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LoggerType",
+    "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",
+    "RNGType",
     "pick_handler",
 ]
 
@@ -85,6 +88,38 @@ class LoggerType(_Text):
     CLEARML = "clearml"
     DVCLIVE = "dvclive"
     SWANLAB = "swanlab"
+
+
+class PrecisionType(_Text):
+    """A mixed precision, by its name."""
+
+    NO = "no"
+    FP8 = "fp8"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class RNGType(_Text):
+    """A source of random numbers that ranks can take from rank 0: ``rng_types``."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    MLU = "mlu"
+    SDAA = "sdaa"
+    MUSA = "musa"
+    NPU = "npu"
+    XLA = "xla"
+    XPU = "xpu"
+    HPU = "hpu"
+    NEURON = "neuron"
+    GENERATOR = "generator"
+
+
+class ComputeEnvironment(_Text):
+    """Where a training runs, as Accelerate's config files say it."""
+
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 @dataclass

@@ -208,3 +208,50 @@ def test_a_patched_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == ["1", "new"]
     assert os.environ["COMPAT_OLD"] == "before"
     assert "COMPAT_NEW" not in os.environ
+
+
+def test_small_names_of_utils() -> None:
+    from notebook_accel import utils
+
+    assert str(utils.RNGType.GENERATOR) == "generator"
+    assert utils.PrecisionType("bf16") == "bf16"
+    assert utils.ComputeEnvironment.LOCAL_MACHINE == "LOCAL_MACHINE"
+    assert "wandb" in utils.LoggerType.list()
+    there = {"b": {"c": 1}, "x": 0}
+    merged = utils.merge_dicts({"a": 1, "b": {"d": 2}, "x": {"y": 1}}, there)
+    assert merged is there
+    assert there == {"a": 1, "b": {"c": 1, "d": 2}, "x": {"y": 1}}
+    assert utils.get_grad_scaler(init_scale=4.0).get_scale() in (4.0, 1.0)  # 1: it is off
+
+
+def test_the_mixed_precision_is_that_of_the_newest_accelerator() -> None:
+    from notebook_accel.utils import AutocastKwargs, get_mixed_precision_context_manager
+
+    def kind(**arguments: object) -> torch.dtype:
+        with get_mixed_precision_context_manager(**arguments):  # type: ignore[arg-type]
+            return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    notebook_accel.Accelerator(cpu=True, mixed_precision="bf16")
+    assert kind(native_amp=True) == torch.bfloat16
+    assert kind() == torch.float32
+    assert kind(native_amp=True, autocast_kwargs=AutocastKwargs(enabled=False)) == torch.float32
+
+
+def test_file_names_are_those_that_are_written(tmp_path: Path) -> None:
+    from notebook_accel import utils
+
+    accelerator = notebook_accel.Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    model = accelerator.prepare(model, optimizer, scheduler)[0]
+    accelerator.save_state(tmp_path / "state")
+    accelerator.save_model(model, tmp_path / "model", safe_serialization=False)
+    written = {path.name for path in tmp_path.rglob("*.*")}
+    assert written >= {
+        utils.SAFE_WEIGHTS_NAME,
+        utils.WEIGHTS_NAME,
+        f"{utils.OPTIMIZER_NAME}.bin",
+        f"{utils.SCHEDULER_NAME}.bin",
+        f"{utils.RNG_STATE_NAME}_0.pkl",
+    }

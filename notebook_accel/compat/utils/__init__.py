@@ -109,6 +109,22 @@ from notebook_accel.training.big_modeling.ties import (
     find_tied_parameters,
     retie_parameters,
 )
+from notebook_accel.training.checkpoint.file_names import (
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    PROFILE_PATTERN_NAME,
+    RNG_STATE_NAME,
+    SAFE_MODEL_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    SAMPLER_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    WEIGHTS_PATTERN_NAME,
+)
 from notebook_accel.training.collectives import (
     broadcast,
     broadcast_object_list,
@@ -160,8 +176,13 @@ from notebook_accel.training.memory import (
     find_executable_batch_size,
     release_memory,
 )
+from notebook_accel.training.mixed_precision import (
+    get_grad_scaler,
+    get_mixed_precision_context_manager,
+)
 from notebook_accel.training.nested import (
     convert_outputs_to_fp32,
+    merge_dicts,
     pad_input_tensors,
 )
 from notebook_accel.training.parallelism import (
@@ -184,6 +205,7 @@ from notebook_accel.training.seeding import (
 )
 from notebook_accel.training.settings import (
     AutocastKwargs,
+    ComputeEnvironment,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DistributedType,
@@ -192,14 +214,36 @@ from notebook_accel.training.settings import (
     InitProcessGroupKwargs,
     KwargsHandler,
     LoggerType,
+    PrecisionType,
     ProfileKwargs,
     ProjectConfiguration,
+    RNGType,
 )
 from notebook_accel.training.topology import (
     barrier as wait_for_everyone,
 )
 
 __all__ = [
+    "get_grad_scaler",
+    "get_mixed_precision_context_manager",
+    "merge_dicts",
+    "ComputeEnvironment",
+    "PrecisionType",
+    "RNGType",
+    "MODEL_NAME",
+    "OPTIMIZER_NAME",
+    "PROFILE_PATTERN_NAME",
+    "RNG_STATE_NAME",
+    "SAFE_MODEL_NAME",
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "SAFE_WEIGHTS_PATTERN_NAME",
+    "SAMPLER_NAME",
+    "SCALER_NAME",
+    "SCHEDULER_NAME",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
+    "WEIGHTS_PATTERN_NAME",
     "AutocastKwargs",
     "BnbQuantizationConfig",
     "CustomDtype",

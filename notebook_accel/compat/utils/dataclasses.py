@@ -8,6 +8,7 @@ from notebook_accel.training.fsdp_plugin import (
 )
 from notebook_accel.training.settings import (
     AutocastKwargs,
+    ComputeEnvironment,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DistributedType,
@@ -16,11 +17,16 @@ from notebook_accel.training.settings import (
     InitProcessGroupKwargs,
     KwargsHandler,
     LoggerType,
+    PrecisionType,
     ProfileKwargs,
     ProjectConfiguration,
+    RNGType,
 )
 
 __all__ = [
+    "ComputeEnvironment",
+    "PrecisionType",
+    "RNGType",
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",

@@ -1,5 +1,8 @@
 """Door: ``accelerate.utils.other`` under our name."""
 
+from notebook_accel.training.nested import (
+    merge_dicts,
+)
 from notebook_accel.training.prepare import (
     extract_model_from_parallel,
 )
@@ -12,6 +15,7 @@ from notebook_accel.training.topology import (
 )
 
 __all__ = [
+    "merge_dicts",
     "extract_model_from_parallel",
     "load",
     "save",

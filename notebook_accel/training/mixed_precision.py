@@ -1,0 +1,52 @@
+"""The mixed precision of the newest ``Accelerator``, for code that has none at hand."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from notebook_accel.training.precision import make_precision
+from notebook_accel.training.settings import AutocastKwargs, GradScalerKwargs
+from notebook_accel.training.state import AcceleratorState
+from notebook_accel.training.topology import topology
+
+if TYPE_CHECKING:
+    from notebook_accel.training.settings import DistributedType
+
+__all__ = ["get_grad_scaler", "get_mixed_precision_context_manager"]
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[Any, bool | None]:
+    """A context that computes in the mixed precision of the newest ``Accelerator``.
+
+    Args:
+        native_amp: False gives a context without effect.
+        autocast_kwargs: how ``torch.autocast`` is entered.
+    """
+    if not native_amp:
+        return nullcontext()
+    state = AcceleratorState()
+    precision = make_precision(
+        state.mixed_precision,
+        state.device,
+        autocast=autocast_kwargs or AutocastKwargs(),
+        scaler=GradScalerKwargs(),
+    )
+    return precision.autocast()
+
+
+def get_grad_scaler(
+    distributed_type: DistributedType | None = None,  # noqa: ARG001
+    **kwargs: Any,
+) -> torch.amp.GradScaler:
+    """A loss scaler for this rank's device.
+
+    Args:
+        distributed_type: accepted; ``prepare`` takes the scaler that goes with its strategy.
+        **kwargs: arguments of ``torch.amp.GradScaler``.
+    """
+    return torch.amp.GradScaler(topology().device.type, **kwargs)
