@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-__all__ = ["AutocastForward", "ReplacedForward", "strip_forward", "uncompiled"]
+__all__ = ["AutocastForward", "ReplacedForward", "forward_of", "strip_forward", "uncompiled"]
 
 
 class ReplacedForward:
@@ -82,7 +82,7 @@ class AutocastForward(ReplacedForward):
         return convert_to_fp32(outputs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_forward_of, (self.module, self.replaced))
+        return (forward_of, (self.module, self.replaced))
 
 
 def strip_forward(module: Module) -> None:
@@ -103,5 +103,6 @@ def _class_forward(module: Module) -> Callable[..., Any]:
     return bound
 
 
-def _forward_of(module: Module, replaced: Callable[..., Any] | None) -> Callable[..., Any]:
+def forward_of(module: Module, replaced: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The forward that a pickled module comes back with in place of a :class:`ReplacedForward`."""
     return replaced or _class_forward(module)

@@ -54,11 +54,12 @@ class ParallelismConfig:
     sp_handler: Any = None
     """Accepted."""
     pp_size: int | None = None
-    """Stages of the pipeline into which the model is split: not there yet beyond 1."""
+    """Ranks over which the model's blocks are divided, one after the other (a pipeline). Train by
+    ``accelerator.forward_backward``; composes with ``dp_replicate_size``."""
     pp_schedule: str = "1F1B"
-    """In which order the stages work: "1F1B", "GPipe" or "Interleaved1F1B"."""
+    """In which order the stages work: "1F1B", "GPipe" or "Interleaved1F1B" (two stages a rank)."""
     num_microbatches: int | None = None
-    """Parts of a batch that follow each other through the pipeline; None: two a stage."""
+    """Parts of a batch that follow each other through the pipeline; None: two a rank."""
     tp_plan: Mapping[str, Any] | None = None
     """How layers are divided: module name, or pattern with ``*``, to "colwise", "rowwise", or a
     ``ParallelStyle`` of torch; None takes the model's own ``tp_plan`` or ``_tp_plan``."""
@@ -76,7 +77,7 @@ class ParallelismConfig:
             if getattr(self, name) > 1:
                 raise ConfigError(
                     f"ParallelismConfig({name}={getattr(self, name)}): {what} are not there yet; "
-                    "use dp_shard_size, dp_replicate_size or tp_size"
+                    "use dp_shard_size, dp_replicate_size, tp_size or pp_size"
                 )
         if self.pp_schedule not in _SCHEDULES:
             raise ConfigError(
@@ -86,6 +87,28 @@ class ParallelismConfig:
             raise ConfigError(
                 f"ParallelismConfig(num_microbatches={self.num_microbatches}): expected 1 or more"
             )
+        unfit = [f"{name}_size" for name in ("dp_shard", "tp") if self.sizes[name] > 1]
+        if self.pp_enabled and unfit:
+            raise ConfigError(
+                f"ParallelismConfig has pp_size={self.sizes['pp']} and {' and '.join(unfit)} "
+                "beyond 1: a pipeline composes with replicas alone; use dp_replicate_size for the "
+                "other ranks (with an FSDP plugin: sharding_strategy NO_SHARD)"
+            )
+        if self.pp_enabled and self.num_microbatches is not None:
+            self._check_microbatches(self.num_microbatches)
+
+    def _check_microbatches(self, number: int) -> None:
+        size = self.sizes["pp"]
+        if self.pp_schedule == "1F1B" and number < size:
+            expected = f"{size} or more"
+        elif self.pp_schedule == "Interleaved1F1B" and number % size:
+            expected = f"a multiple of {size}"
+        else:
+            return
+        raise ConfigError(
+            f"ParallelismConfig(pp_size={size}, pp_schedule={self.pp_schedule!r}, "
+            f"num_microbatches={number}): this schedule expects {expected}"
+        )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -140,7 +163,6 @@ class ParallelismConfig:
 
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _UNBUILT = {
-    "pp_size": "pipelines",
     "cp_size": "sequences that are divided over ranks",
     "sp_size": "sequences that DeepSpeed divides over ranks",
 }

@@ -33,8 +33,12 @@ __all__ = [
 ]
 
 
+def _wants_stages(request: Request) -> bool:
+    return request.parallelism is not None and request.parallelism.pp_enabled
+
+
 def _wants_weights_in_parts(request: Request) -> bool:
-    """Sharding or divided layers or stages; replicas alone are plain data parallelism."""
+    """Sharding or divided layers; replicas alone are plain data parallelism."""
     asked = request.parallelism
     divides = asked is not None and set(asked.active_mesh_dims) - {"dp_replicate"} != set()
     return request.topology.num_processes > 1 and (divides or request.fsdp is not None)
@@ -60,6 +64,7 @@ class Choice(NamedTuple):
 
 # In order: what was asked for by name comes before what follows from the number of ranks.
 STRATEGIES = {
+    "pipeline": Choice(_wants_stages, "pipeline", "PipelineParallel"),
     "mesh": Choice(_wants_weights_in_parts, "mesh", "MeshParallel"),
     "ddp": Choice(_has_several_ranks, "ddp", "DataParallel"),
     "single": Choice(_is_anything, "single", "SingleDevice"),

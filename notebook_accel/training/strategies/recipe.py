@@ -1,12 +1,14 @@
 """The recipe: how one model is spread over the mesh, step by step, in the order that must be kept.
 
 The order is torchtitan's (pipeline, tensor, activation checkpointing, compile, then data). Each
-step works on what the one before has left; there are no pipelines and no compiling yet:
+step works on what the one before has left; there is no compiling yet:
 
 1. all ranks start from the same weights;
-2. tensor: the layers of the plan are divided over the ranks that compute them together;
-3. activation checkpointing: around whole blocks, so that it sees divided layers, not the reverse;
-4. data: what is left is sharded over the ranks that read different samples, outermost.
+2. pipeline: each rank keeps the blocks of its stages, so that all that follows sees those alone;
+3. tensor: the layers of the plan are divided over the ranks that compute them together;
+4. activation checkpointing: around whole blocks, so that it sees divided layers, not the reverse;
+5. data: what is left is sharded over the ranks that read different samples, outermost. Replicas of
+   a pipeline shard nothing: they average gradients after the batch.
 """
 
 from __future__ import annotations
@@ -50,13 +52,18 @@ def spread(
     dimensions = mesh.mesh_dim_names or ()
     if plugin.sync_module_states:
         start_alike(model, device, plugin)
+    if "pp" in dimensions:
+        # Imported here: torch's pipelines take seconds, for those who use them alone.
+        from notebook_accel.training.strategies import stages
+
+        stages.cut(model, mesh["pp"], parallelism, device)
     if "tp" in dimensions:
         tensor.divide_layers(model, mesh["tp"], parallelism.tp_plan)
     chosen = fsdp.choose_modules(model, plugin)
     if plugin.activation_checkpointing:
         chosen = fsdp.checkpoint_activations(model, chosen, plugin)
     data = tuple(name for name in ("dp_replicate", "dp_shard") if name in dimensions)
-    if data:
+    if data and "pp" not in dimensions:
         # One dimension shards; of two, the first replicates what the second shards.
         fsdp.shard(model, chosen, mesh[data], plugin=plugin, dtype=dtype, device=device)
     dtensors.accept_whole_weights(model)

@@ -1,0 +1,292 @@
+"""Pipeline parallelism: each rank has some blocks of the model, and batches pass through them.
+
+Ranks of one pipeline read the same samples; several pipelines beside each other
+(``dp_replicate_size``) read different ones and average their gradients::
+
+    ParallelismConfig(pp_size=2, dp_replicate_size=2)      dp_replicate ->
+                                                    pp  0: [ rank 0, rank 1 ]  first stages
+                                                        1: [ rank 2, rank 3 ]  last stages
+
+How a model is cut and how a batch passes through is in ``stages``. What is here gives the rest of
+``training`` the whole: weights, states of optimizers and norms of gradients of all stages.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training import collectives
+from notebook_accel.training.nested import recursively_apply
+from notebook_accel.training.strategies import stages
+from notebook_accel.training.strategies.mesh import MeshParallel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from notebook_accel.training.strategies.base import ModelToPrepare, PrepareCall, Request
+
+__all__ = ["PipelineParallel"]
+
+
+class PipelineParallel(MeshParallel):
+    """Stages by ``torch.distributed.pipelining``, and replicas of the whole pipeline."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        assert self.mesh is not None
+        self._group = self.mesh["pp"].get_group()
+        self._place = self.mesh.get_local_rank("pp")
+        # Whole files, unless the user's plugin wants every rank's parts.
+        self.saves_shards = request.fsdp is not None and self.plugin.saves_shards
+        # Of each weight that was prepared, kept here or not: its name, alike on every rank, and
+        # of all names their order.
+        self._names = WeakIdKeyDictionary()
+        self._order: dict[str, int] = {}
+        # Weights that no other stage has.
+        self._own = WeakIdKeyDictionary()
+        # Of each optimizer: the names of the weights of all stages, by group.
+        self._layouts: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
+        self._state_names: WeakKeyDictionary[Module, list[str]] = WeakKeyDictionary()
+
+    def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
+        given = [_weights_of(optimizer) for optimizer in call.optimizers]
+        models, optimizers = super().prepare(call)
+        for optimizer, groups in zip(optimizers, given, strict=True):
+            if optimizer not in self._layouts:
+                self._layouts[optimizer] = self._lay_out(groups)
+        return models, optimizers
+
+    def prepare_model(self, given: ModelToPrepare) -> Module:
+        if not given.training:
+            return super().prepare_model(given)
+        model = given.model
+        weights = dict(model.named_parameters())
+        number = len(self._state_names)
+        self._state_names[model] = list(model.state_dict())
+        note = _name_all(self._state_names[model])
+        model.register_state_dict_post_hook(note)  # type: ignore[no-untyped-call]
+        for name, weight in weights.items():
+            self._names[weight] = f"{number}.{name}"
+            self._order[f"{number}.{name}"] = len(self._order)
+        model = super().prepare_model(given)
+        kept = {id(weight) for weight in model.parameters()}
+        for name, weight in model.named_parameters():
+            if weight not in self._names:  # made anew, of one on the meta device
+                self._names[weight] = f"{number}.{name}"
+        for weight in weights.values():
+            if id(weight) not in kept and weight not in self._replaced:
+                self._replaced[weight] = None
+        pipeline = stages.pipeline_of(model)
+        assert pipeline is not None
+        for weight in pipeline.own_weights:
+            self._own[weight] = True
+        return model
+
+    def _lay_out(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[list[str]]:
+        """The names of an optimizer's weights in all stages, by group.
+
+        One that was made before ``prepare`` has the weights of all stages, in its own order; one
+        that was made after it has those of this stage alone.
+        """
+        mine = [
+            [self._name_of(weight, number, index) for index, weight in enumerate(group)]
+            for number, group in enumerate(groups)
+        ]
+        of_stages: list[list[list[str]]] = collectives.gather_object([mine], group=self._group)
+        if all(names == mine for names in of_stages):
+            return mine
+        joined = []
+        for names_of_group in zip(*of_stages, strict=True):
+            names = {name for names in names_of_group for name in names}
+            joined.append(sorted(names, key=lambda name: self._order.get(name, len(self._order))))
+        return joined
+
+    def forward_backward(
+        self,
+        model: Module,
+        inputs: Any,
+        targets: Any,
+        loss_function: Callable[[Any, Any], torch.Tensor],
+        num_steps: int = 1,
+    ) -> torch.Tensor:
+        pipeline = stages.pipeline_of(model)
+        if pipeline is None:
+            raise ConfigError(
+                f"forward_backward() got a {type(model).__name__} that was not prepared for "
+                "training: expected what accelerator.prepare(model) gave"
+            )
+
+        def for_backward(loss: torch.Tensor) -> torch.Tensor:
+            loss = loss / num_steps
+            return loss if self.scaling is None else self.scaling.scale(loss)
+
+        if self.scaling is not None:
+            # A scaler makes its scale when it is first used, which the last stage alone would do.
+            self.scaling.scale(torch.zeros((), device=self.topology.device))
+        if pipeline.has_added_up and self._place:
+            # Gradients that the loop kept were added up already, and count once.
+            for weight in pipeline.shared_weights:
+                weight.grad = None
+        loss = pipeline.forward_backward(model, inputs, targets, loss_function, for_backward)
+        pipeline.has_added_up = pipeline.exchanges_gradients
+        if pipeline.exchanges_gradients:
+            stages.add_up_gradients(pipeline.shared_weights, self._group)
+            if self.data_group.size > 1:
+                assert self.data_group.process_group is not None
+                weights = [*pipeline.shared_weights, *pipeline.own_weights]
+                group, size = self.data_group.process_group, self.data_group.size
+                stages.add_up_gradients(weights, group, divide_by=size)
+        return loss
+
+    def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
+        raise ConfigError(f"backward() was called: {stages.PLAIN_LOOP}")
+
+    def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
+        pipeline = stages.pipeline_of(model)
+        if pipeline is None:
+            return super().gradient_sync(model, enabled)
+        return _exchanging(pipeline, enabled)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        weights = [weight for weight in parameters if weight.grad is not None]
+        # What all stages have counts once.
+        counted = [weight for weight in weights if weight in self._own or not self._place]
+        device = self.topology.device
+        norm = torch.nn.utils.get_total_norm(
+            [weight.grad for weight in counted if weight.grad is not None], norm_type
+        ).to(device, torch.float32)
+        if norm_type == float("inf"):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
+            total = norm
+        else:
+            power = norm**norm_type
+            dist.all_reduce(power, group=self._group)
+            total = power ** (1 / norm_type)
+        torch.nn.utils.clip_grads_with_norm_(weights, max_norm, total)
+        return total
+
+    def state_dict(self, model: Module, *, full: bool) -> dict[str, Any]:
+        if not full or model not in self._state_names:
+            return super().state_dict(model, full=full)
+        return self.make_whole(model.state_dict())  # type: ignore[no-any-return]
+
+    def make_whole(self, values: Any) -> Any:
+        # What a user saves by hand: accelerator.save(model.state_dict(), file).
+        names = getattr(values, _NAMES, None)
+        if names is not None:
+            joined = self._join(_with_ties(values))
+            return {name: joined[name] for name in names}
+        if type(values) in (list, tuple):
+            return type(values)(self.make_whole(value) for value in values)
+        if type(values) is dict:
+            return {key: self.make_whole(value) for key, value in values.items()}
+        return values
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        local, names = optimizer.state_dict(), self._own_names(optimizer)
+        own = {names[index]: state for index, state in local["state"].items()}
+        joined = self._join(recursively_apply(_on_host, own))
+        layout = self._layouts[optimizer]
+        numbers = iter(range(sum(map(len, layout))))
+        groups = [
+            {**settings, "params": [next(numbers) for _ in group]}
+            for settings, group in zip(local["param_groups"], layout, strict=True)
+        ]
+        order = [name for group in layout for name in group]
+        state = {index: joined[name] for index, name in enumerate(order) if name in joined}
+        return {"state": state, "param_groups": groups}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        layout, names = self._layouts[optimizer], self._own_names(optimizer)
+        stored = [len(group["params"]) for group in state["param_groups"]]
+        if stored != [len(group) for group in layout]:
+            raise ValueError(
+                f"the optimizer's state is of groups of {stored} weights, and the optimizer has "
+                f"groups of {[len(group) for group in layout]}: load it into one made alike"
+            )
+        order = [name for group in layout for name in group]
+        by_name = {order[index]: values for index, values in state["state"].items()}
+        local = optimizer.state_dict()
+        groups = [
+            {**settings, "params": own["params"]}
+            for settings, own in zip(state["param_groups"], local["param_groups"], strict=True)
+        ]
+        own_state = {i: by_name[name] for i, name in enumerate(names) if name in by_name}
+        optimizer.load_state_dict({**state, "state": own_state, "param_groups": groups})
+
+    def _own_names(self, optimizer: Optimizer) -> list[str]:
+        """The names of an optimizer's weights in this stage, in its order."""
+        return [
+            self._name_of(weight, number, index)
+            for number, group in enumerate(_weights_of(optimizer))
+            for index, weight in enumerate(group)
+        ]
+
+    def _name_of(self, weight: torch.Tensor, group: int, index: int) -> str:
+        """A weight's name; of one that is in no prepared model, its position in the optimizer."""
+        position = f"group{group}.{index}"
+        return self._names.get(weight, position)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _join(self, own: dict[str, Any]) -> dict[str, Any]:
+        """What all stages have, by name; of what several have, the first stage's."""
+        of_stages: list[dict[str, Any]] = collectives.gather_object([own], group=self._group)
+        joined: dict[str, Any] = {}
+        for found in of_stages:
+            for name, value in found.items():
+                joined.setdefault(name, value)
+        return joined
+
+
+# An attribute of a cut model's state dict: the names of the whole one.
+_NAMES = "_notebook_accel_names"
+
+
+def _name_all(names: list[str]) -> Callable[..., None]:
+    """A hook that notes in a model's state dict what the whole one has."""
+
+    def note(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
+        if not prefix:
+            setattr(state, _NAMES, names)
+
+    return note
+
+
+def _with_ties(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict on the host, with one tensor for all names of a weight: pickled tensors share
+    nothing unless they are one object, and a file would have the weight twice."""
+    seen: dict[Any, torch.Tensor] = {}
+    found = dict(state)
+    for name, value in state.items():
+        if torch.is_tensor(value) and value.numel():
+            key = value.data_ptr(), value.dtype, value.shape, value.stride()
+            found[name] = seen.setdefault(key, _on_host(value))
+    return found
+
+
+def _weights_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def _on_host(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().cpu()
+
+
+@contextmanager
+def _exchanging(pipeline: stages.Pipeline, enabled: bool) -> Iterator[None]:
+    before, pipeline.exchanges_gradients = pipeline.exchanges_gradients, enabled
+    try:
+        yield
+    finally:
+        pipeline.exchanges_gradients = before

@@ -1,0 +1,433 @@
+"""Training through a pipeline equals the single process: schedules, replicas, windows, saving.
+
+Tolerances are those of ``meshes``: micro-batches add up the same products in another order.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from notebook_accel import Accelerator, ConfigError, ParallelismConfig
+from notebook_accel.training.settings import GradientAccumulationPlugin
+from notebook_accel.training.strategies.blocks import balance
+from tests.training.harness import run_ranks
+from tests.training.meshes import FLOAT_ERROR, WIDTH, WORDS, Block, Tiny, data, loss_of, weights_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Deep(Tiny):
+    """Enough blocks for two stages a rank; embedding and head, outside of them, are one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), Block(), Block()])
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Embedding(WORDS, WIDTH), Block(), nn.ReLU(inplace=True), Block(), nn.Linear(WIDTH, WORDS)
+    )
+
+
+MODELS: dict[str, Any] = {"decoder": Deep, "sequential": chain}
+CASES: dict[str, dict[str, Any]] = {
+    "decoder": {"model": "decoder"},
+    "sequential, uneven end": {"model": "sequential", "samples": 13, "optimizer": "sgd"},
+    "accumulation, clipping a window": {"model": "decoder", "accumulate": 2, "clip": 0.05},
+    "clipping the largest and by value": {
+        "model": "sequential",
+        "clip": 0.005,
+        "norm": float("inf"),
+        "clip_value": 0.003,
+    },
+    "gradients exchanged at every batch": {
+        "model": "decoder",
+        "accumulate": 2,
+        "each": True,
+        "samples": 10,
+    },
+}
+# name: ranks, shares of the data, sizes
+PIPELINES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "GPipe": (2, 1, {"pp_size": 2, "pp_schedule": "GPipe"}),
+    "1F1B": (2, 1, {"pp_size": 2, "num_microbatches": 3}),
+    "Interleaved1F1B": (2, 1, {"pp_size": 2, "pp_schedule": "Interleaved1F1B"}),
+    "1F1B, replicas": (4, 2, {"pp_size": 2, "dp_replicate_size": 2}),
+}
+BATCH = 4
+
+
+def make(case: dict[str, Any]) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    model = MODELS[case["model"]]()
+    weights = list(model.parameters())
+    # Groups across stages, in another order than the model's.
+    groups: list[Any] = [{"params": weights[:3:-1], "lr": 2e-2}, {"params": weights[:4]}]
+    if case.get("optimizer") == "sgd":
+        return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    return model, torch.optim.AdamW(groups, lr=1e-2)
+
+
+def accelerator_for(pipeline: str | None, **settings: Any) -> Accelerator:
+    asked = ParallelismConfig(**PIPELINES[pipeline][2]) if pipeline else None
+    return Accelerator(cpu=True, parallelism_config=asked, **settings)
+
+
+def train(pipeline: str, case: dict[str, Any]) -> dict[str, Any]:
+    window = GradientAccumulationPlugin(
+        num_steps=case.get("accumulate", 1), sync_each_batch=case.get("each", False)
+    )
+    accelerator = accelerator_for(pipeline, gradient_accumulation_plugin=window)
+    model, optimizer = make(case)
+    loader: Any = DataLoader(data(case.get("samples", 16)), batch_size=BATCH)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seen: dict[str, Any] = {"losses": [], "norms": [], "samples": []}
+    for _ in range(2):
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                loss = accelerator.forward_backward(model, inputs, targets, loss_of)
+                if accelerator.sync_gradients and "clip" in case:
+                    norm = accelerator.clip_grad_norm_(
+                        model.parameters(), case["clip"], case.get("norm", 2.0)
+                    )
+                    seen["norms"].append(float(norm))
+                if accelerator.sync_gradients and "clip_value" in case:
+                    accelerator.clip_grad_value_(model.parameters(), case["clip_value"])
+                optimizer.step()
+                optimizer.zero_grad()
+            seen["losses"].append(float(accelerator.reduce(loss, "mean")))
+            seen["samples"] += accelerator.gather_for_metrics(inputs).tolist()
+    model.eval()
+    tokens = data(5).tensors[0]
+    return {
+        **seen,
+        "weights": weights_of(accelerator, model),
+        "outputs": model(tokens).tolist(),
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+    }
+
+
+def twin(shares: int, case: dict[str, Any]) -> dict[str, Any]:
+    """Plain torch on the batches of all shares together."""
+    model, optimizer = make(case)
+    inputs, targets = data(case.get("samples", 16)).tensors
+    size, window = BATCH * shares, case.get("accumulate", 1)
+    end = len(inputs) if shares == 1 else -(-len(inputs) // size) * size  # filled up
+    batches = torch.tensor([index % len(inputs) for index in range(end)]).split(size)
+    seen: dict[str, Any] = {"losses": [], "norms": []}
+    for _ in range(2):
+        for number, batch in enumerate(batches, start=1):
+            loss = loss_of(model(inputs[batch]), targets[batch])
+            (loss / window).backward()
+            seen["losses"].append(float(loss.detach()))
+            if number % window and number < len(batches):
+                continue
+            if "clip" in case:
+                norm = nn.utils.clip_grad_norm_(
+                    model.parameters(), case["clip"], case.get("norm", 2.0)
+                )
+                seen["norms"].append(float(norm))
+            if "clip_value" in case:
+                nn.utils.clip_grad_value_(model.parameters(), case["clip_value"])
+            optimizer.step()
+            optimizer.zero_grad()
+    state = {name: value.tolist() for name, value in model.state_dict().items()}
+    whole = sum(weight.numel() for weight in model.parameters())
+    outputs = model(data(5).tensors[0]).tolist()
+    return {**seen, "weights": state, "outputs": outputs, "parameters": whole}
+
+
+def train_all(pipeline: str) -> dict[str, Any]:
+    return {name: train(pipeline, case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module", params=PIPELINES)
+def trained(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
+    return request.param, run_ranks(train_all, PIPELINES[request.param][0], request.param)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pipeline_equals_one_process(name: str, trained: tuple[str, list[Any]]) -> None:
+    pipeline, results = trained
+    shares, case = PIPELINES[pipeline][1], CASES[name]
+    expected = twin(shares, case)
+    error = 16 * FLOAT_ERROR
+    for result in results:
+        ours = result[name]
+        assert ours["losses"] == pytest.approx(expected["losses"], abs=error)
+        assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert list(ours["weights"]) == list(expected["weights"])
+        for key, value in expected["weights"].items():
+            torch.testing.assert_close(ours["weights"][key], value, atol=error, rtol=0)
+        torch.testing.assert_close(ours["outputs"], expected["outputs"], atol=error, rtol=0)
+        # Each rank has a part of the model, and each sample counts once.
+        assert ours["parameters"] < expected["parameters"]
+        samples = data(case.get("samples", 16)).tensors[0].tolist()
+        assert sorted(ours["samples"]) == sorted(2 * samples)
+
+
+def resume(pipeline: str | None, folder: str, saves: bool) -> list[float]:
+    """Three epochs, a checkpoint, and three more; or the last three from the checkpoint."""
+    accelerator = accelerator_for(pipeline, split_batches=True)
+    model, optimizer = make(CASES["decoder"])
+    if not saves:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.zero_()
+    loader: Any = DataLoader(data(8), batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    def steps() -> list[float]:
+        losses = []
+        for _ in range(3):
+            for inputs, targets in loader:
+                loss = accelerator.forward_backward(model, inputs, targets, loss_of)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(accelerator.reduce(loss, "mean")))
+        return losses
+
+    if saves:
+        steps()
+        accelerator.save_state(folder)
+    else:
+        accelerator.load_state(folder)
+    return steps()
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [("1F1B", None), (None, "1F1B"), ("Interleaved1F1B", "1F1B, replicas")],
+)
+def test_a_checkpoint_goes_on_anywhere(writer: Any, reader: Any, tmp_path: Path) -> None:
+    ranks = {None: 1, **{name: ranks for name, (ranks, _, _) in PIPELINES.items()}}
+    folder = str(tmp_path / "checkpoint")
+    expected = run_ranks(resume, ranks[writer], writer, folder, True)[0]
+    assert (tmp_path / "checkpoint" / "model.safetensors").exists()
+    for losses in run_ranks(resume, ranks[reader], reader, folder, False):
+        assert losses == pytest.approx(expected, abs=30 * FLOAT_ERROR)
+
+
+def save_by_hand(folder: str) -> bool:
+    accelerator = accelerator_for("1F1B")
+    torch.manual_seed(3)
+    plain = Deep().state_dict()
+    model: Any = accelerator.prepare(Deep())
+    model.load_state_dict(plain)
+    inner = accelerator.unwrap_model(model)
+    accelerator.save({"model": inner.state_dict(), "epoch": 1}, f"{folder}/weights.pt")
+    accelerator.save_model(model, f"{folder}/model")
+    accelerator.wait_for_everyone()
+    loaded = torch.load(f"{folder}/weights.pt", weights_only=True)["model"]
+    return all(torch.equal(loaded[name], value) for name, value in plain.items())
+
+
+def test_whole_weights_are_saved_and_loaded_by_hand(tmp_path: Path) -> None:
+    from safetensors.torch import load_model
+
+    assert run_ranks(save_by_hand, 2, str(tmp_path)) == [True, True]
+    model = Deep()
+    load_model(model, tmp_path / "model" / "model.safetensors")
+    torch.manual_seed(3)
+    assert torch.equal(model.blocks[3].up.weight, Deep().blocks[3].up.weight)
+
+
+def late_optimizer() -> tuple[list[str], list[int]]:
+    """An optimizer made after ``prepare`` has the weights of its stage alone."""
+    accelerator = accelerator_for("1F1B")
+    model: Any = accelerator.prepare(Deep())
+    optimizer: Any = accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    inputs, targets = data(4).tensors
+    accelerator.forward_backward(model, inputs, targets, loss_of)
+    optimizer.step()
+    state = accelerator._strategy.optimizer_state(optimizer.optimizer)
+    return state["param_groups"][0]["params"], [
+        state["state"][index]["momentum_buffer"].numel() for index in sorted(state["state"])
+    ]
+
+
+def test_the_state_of_an_optimizer_made_later_is_in_the_model_s_order() -> None:
+    sizes = [weight.numel() for weight in Deep().parameters()]
+    assert run_ranks(late_optimizer, 2) == [(list(range(len(sizes))), sizes)] * 2
+
+
+def overflow(bad_rank: int) -> tuple[bool, float]:
+    accelerator = accelerator_for("1F1B", mixed_precision="fp16")
+    torch.manual_seed(3)
+    model: Any = Deep()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs, targets = data(4).tensors
+    loss = accelerator.forward_backward(model, inputs, targets, loss_of)
+    if accelerator.process_index == bad_rank:
+        next(weight for weight in model.blocks.parameters()).grad.view(-1)[0] = float("inf")
+    optimizer.step()
+    return optimizer.step_was_skipped, float(loss)
+
+
+def test_an_overflow_in_one_stage_skips_the_step_of_all() -> None:
+    for bad_rank, skipped in ((1, True), (-1, False)):
+        results = run_ranks(overflow, 2, bad_rank)
+        assert [result[0] for result in results] == [skipped, skipped]
+        assert results[0][1] == results[1][1]
+    torch.manual_seed(3)
+    inputs, targets = data(4).tensors
+    whole = loss_of(Deep()(inputs), targets).item()
+    assert results[0][1] == pytest.approx(whole, rel=2**-8)  # a few roundings to 11 bits
+
+
+def averages() -> int:
+    """How many batches a running average saw of one batch of four micro-batches."""
+    accelerator = accelerator_for("1F1B")
+    norm = nn.BatchNorm1d(2)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), norm, nn.Linear(2, 2)))
+    mse = nn.functional.mse_loss
+    accelerator.forward_backward(model, torch.randn(12, 2), torch.randn(12, 2), mse)
+    return int(accelerator.get_state_dict(model)["1.num_batches_tracked"])
+
+
+def test_running_averages_see_each_micro_batch_once() -> None:
+    assert run_ranks(averages, 2) == [3, 3]
+
+
+def train_transformers(kind: str, pipeline: str | None) -> dict[str, Any]:
+    import transformers
+
+    torch.manual_seed(5)
+    sizes: dict[str, Any] = {"vocab_size": 16}
+    if kind == "Llama":
+        config: Any = transformers.LlamaConfig(
+            **sizes,
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+        )
+    else:
+        config = transformers.GPT2Config(
+            **sizes, n_embd=8, n_layer=4, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+    model = getattr(transformers, f"{kind}ForCausalLM" if kind == "Llama" else "GPT2LMHeadModel")(
+        config
+    )
+    accelerator = accelerator_for(pipeline)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model.train()
+    tokens = torch.randint(16, (6, 5), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[:2, 0] = 0
+    losses = []
+    for _ in range(3):
+        loss = accelerator.forward_backward(
+            model,
+            {"input_ids": tokens, "attention_mask": mask},
+            tokens,
+            lambda outputs, targets: loss_of(outputs.logits, targets),
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    model.eval()
+    logits = model(input_ids=tokens, attention_mask=mask).logits
+    return {"losses": losses, "logits": logits.tolist()}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+@pytest.mark.parametrize("pipeline", ["1F1B", "Interleaved1F1B"])
+def test_a_transformers_decoder_is_cut(kind: str, pipeline: str) -> None:
+    pytest.importorskip("transformers")
+    expected = run_ranks(train_transformers, 1, kind, None)[0]
+    for result in run_ranks(train_transformers, 2, kind, pipeline):
+        assert result["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+        torch.testing.assert_close(result["logits"], expected["logits"], atol=1e-5, rtol=0)
+
+
+def plain_loop(part: str) -> str:
+    accelerator = accelerator_for("1F1B")
+    model: Any = accelerator.prepare(Deep())
+    inputs, targets = data(4).tensors
+    try:
+        if part == "call":
+            model(inputs)
+        else:
+            loss = loss_of(model.eval()(inputs), targets)
+            accelerator.backward(loss)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("part", ["call", "backward"])
+def test_a_plain_loop_is_told_what_to_call(part: str) -> None:
+    for said in run_ranks(plain_loop, 2, part):
+        assert "call accelerator.forward_backward(model, inputs, targets, loss_function)" in said
+
+
+class Skips(Deep):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        return self.head(self.blocks[3](self.blocks[0](hidden)))
+
+
+def refusal(name: str, asked: dict[str, Any]) -> str:
+    shared, activation = nn.Linear(2, 2), nn.ReLU()
+    models: dict[str, Any] = {
+        "one layer": nn.Linear(4, 3),
+        "too few": nn.Sequential(nn.Linear(4, 3)),
+        "shared": nn.Sequential(shared, nn.ReLU(), shared),
+        "activation": nn.Sequential(
+            nn.Embedding(WORDS, 4), activation, nn.Linear(4, 2), activation, nn.Linear(2, 2)
+        ),
+        "skips": Skips(),
+        "decoder": Deep(),
+    }
+    try:
+        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**asked))
+        model = accelerator.prepare(models[name])
+        inputs, _ = data(4).tensors
+        model.eval()(inputs)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "asked", "message"),
+    [
+        ("one layer", 2, {"pp_size": 2}, "Linear has no nn.Sequential or nn.ModuleList of 2 or"),
+        ("too few", 2, {"pp_size": 2}, "Sequential has no nn.Sequential or nn.ModuleList of 2 or"),
+        ("activation", 2, {"pp_size": 2}, "accepted"),
+        ("shared", 2, {"pp_size": 2}, "'0.weight' and '2.weight' are one weight"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(
+    name: str, ranks: int, asked: dict[str, Any], message: str
+) -> None:
+    for said in run_ranks(refusal, ranks, name, asked):
+        assert re.search(message, said)
+
+
+def test_a_model_that_leaves_blocks_out_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"blocks \[0, 1\] of blocks, and .* ran \[0\]"):
+        run_ranks(refusal_of_first, 2)
+
+
+def refusal_of_first() -> None:
+    said = refusal("skips", {"pp_size": 2})
+    raise AssertionError(said)
+
+
+def test_stages_are_balanced() -> None:
+    assert balance([1, 1, 1, 1], 2) == [2, 4]
+    assert balance([1, 1, 1, 1, 1], 2) == [3, 5]
+    assert balance([9, 1, 1, 1], 2) == [1, 4]
+    assert balance([0, 4, 0, 4, 0], 2) == [3, 5]
+    assert balance([1, 2, 3], 3) == [1, 2, 3]
