@@ -145,8 +145,11 @@ class Session:
             undo.callback(self._folder.remove)
             self._folder.make_logs(plan.world_size)
             message = _launch_message(start, plan, run=self._folder.id)
+            # An interrupt that came inside of held() is raised at its end: the ranks are there
+            # then, and nobody would have the session.
             with held():
                 self._pool = engine.start(start, plan, message, log_dir=self._folder.path)
+                undo.callback(self.kill)
                 self._pool.start()
             undo.pop_all()
 

@@ -960,6 +960,84 @@ class EngineContract:
         with pytest.raises(LaunchError, match="start them again"):
             session.call(hold, view=View())
 
+    def test_what_is_asked_of_a_call_that_has_ended_does_nothing(
+        self, session: Session, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As by somebody who presses Stop at the moment when the call ends."""
+        for name in ("_SILENT_SECONDS", "_DEAF_SECONDS"):
+            monkeypatch.setattr(pool, name, 0.2)
+        run = session.call(os.getpid, view=View())
+        session._pool.stop(call=1, grace=None)
+        session._pool.kill(call=1)
+        # Longer than the thread of an idle session sleeps.
+        assert not session._pool.ended.wait(2.5)
+        assert session.call(os.getpid, view=View()).results == run.pids
+
+    @pytest.mark.parametrize("how", ["kill", "close"])
+    def test_a_call_whose_session_is_ended_is_stopped(self, session: Session, how: str) -> None:
+        def hold() -> int:
+            time.sleep(600)
+            return 7
+
+        run = session.call(hold, view=View(), block=False)
+        eventually(lambda: run.status == "running", within=BUSY, what="it runs")
+        session.kill() if how == "kill" else session.close(grace=0.1)
+        with pytest.raises(RunStopped):
+            run.wait(BUSY)
+        assert (run.status, run.results) == ("stopped", [None, None])
+
+    def test_stacks_of_a_rank_that_has_died(self, session: Session) -> None:
+        pids = session.call(os.getpid, view=View()).results
+        assert "most recent call first" in session.stacks(1)
+        os.kill(pids[1], signal.SIGKILL)
+        eventually(lambda: session.status == "broken", within=SOON, what="it is noticed")
+        assert session.stacks(1) == "rank 1\nthe rank has ended\n"
+
+    def test_an_interrupt_while_a_session_starts_leaves_nobody(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plain = pool.RankPool.start
+
+        def start(self: pool.RankPool) -> None:
+            plain(self)
+            os.kill(os.getpid(), signal.SIGINT)
+            ready = lambda: all(each.status == "ready" for each in self.processes)  # noqa: E731
+            eventually(ready, within=BUSY, what="its ranks are there")
+
+        monkeypatch.setattr(pool.RankPool, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            Session(config=LaunchConfig(engine=self.engine, num_processes=2, devices="cpu"))
+        eventually(lambda: not self.alive(), within=CLEAN, what="nobody is left")
+
+    @pytest.mark.parametrize("what", ["a run", "a session"])
+    @pytest.mark.parametrize("fails", ["its thread", "its launch"])
+    def test_a_start_that_fails_leaves_nobody(
+        self, what: str, fails: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plain = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            if thread.name.startswith("ranks-"):
+                raise RuntimeError("can't start new thread")
+            plain(thread)
+
+        def launch(*_: Any) -> None:
+            raise LaunchError("no thread of ours, and nothing else")
+
+        if fails == "its thread":
+            monkeypatch.setattr(threading.Thread, "start", start)
+        else:
+            monkeypatch.setattr(pool.RankPool, "launch", launch)
+        config = LaunchConfig(engine=self.engine, num_processes=2, devices="cpu")
+        begin: Any = (
+            (lambda: self.launch(time.sleep, 600))
+            if what == "a run"
+            else (lambda: Session(config=config))
+        )
+        with pytest.raises(LaunchError, match="no thread"):
+            begin()
+        eventually(lambda: not self.alive(), within=CLEAN, what="nobody is left")
+
     # ---- the kernel goes -------------------------------------------------------------------
 
     @pytest.mark.parametrize("forked", [False, True])

@@ -97,7 +97,8 @@ class RankPool:
         # Of ranks whose output is sent: the channel, and the number of the stream.
         self._log_streams: dict[int, tuple[AgentLink, int]] = {}
         # Guards what callers' threads and the pool's own thread both change.
-        self._lock = threading.Lock()
+        # Reentrant: a finalizer that ends something may run in a thread that holds it.
+        self._lock = threading.RLock()
         # Guards the channels; nothing is done under it that may block.
         self._channel_lock = threading.Lock()
         # The thread's turn: whoever has it keeps the thread from hearing anything.
@@ -108,7 +109,8 @@ class RankPool:
         self._is_leaving = False
         self._lost: list[LostAgent] = []
         self._kill_asked: float | None = None
-        self._stacks = _Stacks()
+        # The newest dump of each rank, and when it came.
+        self._stacks: dict[int, tuple[float, str]] = {}
         # Of the call: what the other agents get once its port is known (None: it is), when its end
         # was asked for, the agents' answers to a stop, and whether all know that it has ended.
         self._for_others: list[tuple[wire.Message, tuple[int, ...]]] | None = None
@@ -118,8 +120,21 @@ class RankPool:
         self._thread = threading.Thread(target=self._serve, name=f"ranks-{run}", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen."""
-        self._thread.start()
+        """Begin to listen.
+
+        Raises:
+            LaunchError: no thread can be started; the ranks are ended.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            for link in self._links:
+                self._kill_agent(link)
+            self._finish()
+            raise LaunchError(
+                f"no thread could be started to listen to the ranks: {error}. End other processes "
+                "or threads of yours (`ulimit -u` says how many there may be), then launch again."
+            ) from error
 
     # ---- calls -----------------------------------------------------------------------------
 
@@ -156,12 +171,10 @@ class RankPool:
                 group_generation=self._group_generation,
             )
             self._is_leaving = last
-            self._end_asked = None
-            self._stop_points.clear()
             self._has_told_end = not self._has_several
             self._for_others = [] if self._has_several else None
-            supervisor.begin(self._num_calls)
             self._call = supervisor
+            supervisor.begin(self._num_calls)
             # An agent that is dead already is the thread's to tell.
             self.send(message, fds)
 
@@ -228,39 +241,76 @@ class RankPool:
             link.channel.flush(block=False)
 
     def stop(self, *, call: int, grace: float | None) -> None:
-        """Ask the ranks to leave the call of this number, all at the same point of it."""
-        self._end_asked = self._end_asked or time.monotonic()
-        self.send(wire.Stop(run=self.run, call=call, grace=grace))
+        """Ask the ranks to leave the call of this number, all at the same point of it.
+
+        As with :meth:`interrupt` and :meth:`terminate`, a call that has ended stays as it is.
+        """
+        self._ask_end(wire.Stop(run=self.run, call=call, grace=grace))
 
     def interrupt(self, *, call: int) -> None:
         """KeyboardInterrupt in the ranks that are in the call of this number."""
-        self._end_asked = self._end_asked or time.monotonic()
-        self.send(wire.Interrupt(run=self.run, call=call))
+        self._ask_end(wire.Interrupt(run=self.run, call=call))
 
     def terminate(self, *, call: int) -> None:
         """SIGTERM to the ranks that are in the call of this number."""
-        self._end_asked = self._end_asked or time.monotonic()
-        self.send(wire.Terminate(run=self.run, call=call))
+        self._ask_end(wire.Terminate(run=self.run, call=call))
+
+    def _ask_end(self, message: wire.Message) -> None:
+        with held(), self._lock:
+            if self._is_in(message.call):
+                self._end_asked = self._end_asked or time.monotonic()
+                self.send(message)
 
     def leave(self) -> None:
         """No more calls come: the rank processes end after the one that they are in."""
-        self._is_leaving = True
-        self.send(wire.Leave(run=self.run))
+        with held(), self._lock:
+            self._is_leaving = True
+            self.send(wire.Leave(run=self.run))
 
     def kill(self, *, call: int = 0) -> None:
-        """SIGKILL the ranks that are in the call of this number; with 0, all of them."""
+        """SIGKILL the ranks in the call of this number, which is stopped; with 0, all of them."""
+        with held(), self._lock:
+            running = self._call
+            if call == 0 and running is not None:
+                running.note_stop()
+            if call == 0 or self._is_in(call):
+                self._send_kill(call)
+
+    def _send_kill(self, call: int = 0) -> None:
         self._kill_asked = self._kill_asked or time.monotonic()
         self.send(wire.Kill(run=self.run, call=call))
 
+    def _is_in(self, call: int) -> bool:
+        """Whether the call of this number goes on; asked with the lock held."""
+        return self._call is not None and self._call.number == call
+
     def stacks(self, rank: int | None = None) -> list[tuple[int, str]]:
         """Where the Python of one rank, or of each, stands: its number and faulthandler's text."""
-        chosen = [process for process in self.processes if rank in (None, process.rank)]
-        alive = [process.rank for process in chosen if process.status != "ended"]
-        if alive and not self.ended.is_set():
-            self._stacks.expect(alive)
+        asked = time.monotonic()
+        chosen = [number for number in range(len(self.processes)) if rank in (None, number)]
+        if not all(map(self._has_ended, chosen)):
             self.send(wire.DumpStacks(run=self.run, rank=rank))
-            self._stacks.wait(_STACKS_SECONDS)
-        return [(process.rank, self._stacks.text(process.rank)) for process in chosen]
+        deadline = asked + _STACKS_SECONDS
+        # Without a lock: an interrupt of whoever waits must not hold up the pool's thread.
+        while time.monotonic() < deadline and not all(
+            self._has_ended(number) or self._dumped(number, asked) for number in chosen
+        ):
+            time.sleep(_POLL_SECONDS)
+        return [(number, self._stacks_text(number, asked)) for number in chosen]
+
+    def _has_ended(self, rank: int) -> bool:
+        return self.processes[rank].status == "ended"
+
+    def _dumped(self, rank: int, since: float) -> bool:
+        """Whether the newest dump of a rank came after ``since``."""
+        return rank in self._stacks and self._stacks[rank][0] >= since
+
+    def _stacks_text(self, rank: int, asked: float) -> str:
+        if self._has_ended(rank):
+            return "the rank has ended\n"
+        if self._dumped(rank, asked):
+            return self._stacks[rank][1]
+        return f"its agent gave no answer within {_STACKS_SECONDS:g} s\n"
 
     # ---- the thread ------------------------------------------------------------------------
 
@@ -281,11 +331,11 @@ class RankPool:
     def _hear(self, selector: selectors.BaseSelector, link: AgentLink) -> None:
         """Take what an agent says; one that cannot be followed any more is lost."""
         try:
-            self._take(link)
+            self._take_all(link)
             if link.channel.has_ended:
                 # It came with good messages. Unlike the end of a file, nonsense does not wake the
                 # selector again: a run whose agent then fell silent would never have ended.
-                self._take(link)
+                self._take_all(link)
         except (EOFError, OSError) as error:
             selector.unregister(link.channel.fileno())
             self._lose(link, link.how_it_ended() or AgentEnd(f"was lost ({error})"))
@@ -307,25 +357,36 @@ class RankPool:
             return False
         return not any(link.channel.is_receiving for link in self._links)
 
-    def _take(self, link: AgentLink) -> None:
+    def _take_all(self, link: AgentLink) -> None:
         with self._channel_lock:
             messages = link.channel.drain()
             with contextlib.suppress(OSError):
                 link.channel.flush(block=False)
+        problem: Exception | None = None
         for message, fds in messages:
+            try:
+                self._take(link, message, fds)
+            except Exception as error:  # the messages after it may be a result, or the end
+                problem = problem or error
+        if problem is not None:
+            raise problem
+
+    def _take(self, link: AgentLink, message: wire.Message, fds: list[int]) -> None:
+        """Take one message. Its descriptors are closed, unless the call keeps them."""
+        with contextlib.ExitStack() as unwanted:
+            for fd in fds:
+                unwanted.callback(os.close, fd)
             self.processes = apply_to_processes(message, self.processes)
             call = self._call
             if isinstance(message, wire.Stacks) and message.rank is not None:
-                self._stacks.put(message.rank, message.text)
+                self._stacks[message.rank] = time.monotonic(), message.text
             elif isinstance(message, wire.LogOpened) and message.rank is not None:
                 self._save_log(link, message.rank, message.stream)
             # What is about processes (0) concerns every call.
             if call is not None and message.call in (0, call.number):
                 self._pass_between_agents(link, message)
+                unwanted.pop_all()
                 call.take(message, fds)
-            else:
-                for fd in fds:
-                    os.close(fd)
 
     def _save_log(self, link: AgentLink, rank: int, stream: int) -> None:
         """Keep the output of a rank on another machine where that of ranks here lies."""
@@ -403,7 +464,7 @@ class RankPool:
         if self._for_others is not None:
             # Ranks behind the other agents wait for this call, and nobody can send it any more.
             self._drop_for_others()
-            self.kill()
+            self._send_kill()
         self.send(wire.RankFailed(run=self.run, call=call.number))
         self._decide_stop(call.number)
 
@@ -444,7 +505,10 @@ class RankPool:
     def _end_call(self, call: Supervisor) -> None:
         with self._lock:
             self._call = None
+            # With the call ends what was asked about it: no agent owes an answer any more.
             self._kill_asked = None
+            self._end_asked = None
+            self._stop_points.clear()
             if not call.ended_well:
                 # A rank that left its loop early, or was interrupted in a collective, may have
                 # the group in a state that the others do not share.
@@ -458,7 +522,6 @@ class RankPool:
             for link in self._links:
                 link.channel.close()
         self._drop_for_others()
-        self._stacks.close()
         with self._lock:
             call, self._call = self._call, None
         self.ended.set()
@@ -483,34 +546,3 @@ def _how_it_ended(process: ProcessState) -> str:
     if process.signal is not None:
         return f"rank {process.rank} was killed by {signal_name(process.signal)}"
     return f"rank {process.rank} ended with exit code {process.exitcode}"
-
-
-class _Stacks:
-    """The newest dump of each rank, and who waits for it.
-
-    Without a lock: an interrupt of whoever waits must not hold up the pool's thread.
-    """
-
-    def __init__(self) -> None:
-        self._expected: set[int] = set()
-        self._texts: dict[int, str] = {}
-
-    def expect(self, ranks: Sequence[int]) -> None:
-        self._expected.update(ranks)
-
-    def put(self, rank: int, text: str) -> None:
-        self._texts[rank] = text
-        self._expected.discard(rank)
-
-    def wait(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while self._expected and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        self._expected.clear()
-
-    def text(self, rank: int) -> str:
-        return self._texts.get(rank, "the rank has ended\n")
-
-    def close(self) -> None:
-        self._texts.clear()
-        self._expected.clear()

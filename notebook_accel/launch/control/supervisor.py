@@ -9,6 +9,7 @@ its turns; the methods of a :class:`Conductor` are for the threads of whoever ho
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 import time
 from dataclasses import replace
@@ -99,25 +100,25 @@ class Supervisor(Conductor):
         self._stops += 1
         if self._stops > 1:
             self.press(1)
-        elif self._note_stop():
+        elif self.note_stop():
             self._pool.stop(call=self.number, grace=grace)
 
     def press(self, number: int) -> None:
         ends = [self._pool.interrupt, self._pool.terminate]
         if number > len(ends):
             self.kill()
-        elif self._note_stop():
+        elif self.note_stop():
             ends[number - 1](call=self.number)
 
     def kill(self) -> None:
-        if self._note_stop():
+        if self.note_stop():
             self._pool.kill(call=self.number)
 
     def stacks(self, rank: int | None = None) -> str:
         texts = self._pool.stacks(rank)
         return "\n".join(f"rank {rank}\n{readable(text, self._labels)}" for rank, text in texts)
 
-    def _note_stop(self) -> bool:
+    def note_stop(self) -> bool:
         """Note that somebody wants the end; False where the call has ended already."""
         with held(), self._state_lock:
             if self.state.has_ended:
@@ -153,7 +154,11 @@ class Supervisor(Conductor):
         if isinstance(message, wire.Returned) and message.rank is not None:
             assert self.results is not None, "nothing comes after the end"
             self.results.keep(message.rank, message.value, list(fds))
-        elif isinstance(message, wire.Metric) and message.rank is not None:
+            fds = ()
+        for fd in fds:
+            # A rank's own code can write to its channel: only a result brings any.
+            os.close(fd)
+        if isinstance(message, wire.Metric) and message.rank is not None:
             self._metrics.add(
                 wall=message.wall, rank=message.rank, step=message.step, values=message.values
             )

@@ -86,7 +86,8 @@ def judge(state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], log_d
     without_result = tuple(rank.rank for rank in state.ranks if not rank.returned)
     if lost and not is_stopped and without_result:
         return Verdict(status="failed", failure=_agent_failure(lost[0], without_result))
-    return Verdict(status="stopped" if is_stopped else "succeeded")
+    # A rank that did not fail and has no result was ended by us, whoever asked for that.
+    return Verdict(status="stopped" if is_stopped or without_result else "succeeded")
 
 
 def _has_failed(rank: RankState, *, is_stopped: bool) -> bool:

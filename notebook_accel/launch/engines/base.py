@@ -238,10 +238,18 @@ class AgentEngine(Engine):
     def start(self, job: Start, plan: RankPlan, launch: wire.Launch, *, log_dir: Path) -> RankPool:
         with held():
             links = self.start_agents(job, plan, run=launch.run)
-            pool = RankPool(links, run=launch.run, grace=job.config.grace, log_dir=log_dir)
-            for link in links:
-                folder = str(log_dir) if link.sees_files else None
-                pool.launch(link, msgspec.structs.replace(launch, ranks=link.ranks, log_dir=folder))
+            try:
+                pool = RankPool(links, run=launch.run, grace=job.config.grace, log_dir=log_dir)
+                for link in links:
+                    folder = str(log_dir) if link.sees_files else None
+                    pool.launch(
+                        link, msgspec.structs.replace(launch, ranks=link.ranks, log_dir=folder)
+                    )
+            except BaseException:
+                for link in links:
+                    link.channel.close()
+                    link.kill()
+                raise
             return pool
 
     def open(self, job: Job, opening: Opening) -> Conductor:
