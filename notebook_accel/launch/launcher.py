@@ -16,6 +16,7 @@ from notebook_accel.launch.control.environment import num_threads_of, rank_envir
 from notebook_accel.launch.control.export import script_of
 from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.stores import MetricStore, RunFolder
+from notebook_accel.launch.control.terminal_text import one_line
 from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.engines.base import Job, Opening, PreparedCall, Start, begin_call
 from notebook_accel.launch.payload import notebook_state
@@ -36,6 +37,7 @@ __all__ = ["Session", "launch"]
 
 _WAIT_SECONDS = 0.05
 _KILL_SECONDS = 10.0
+_MAX_NAME = 60
 
 
 def launch(
@@ -79,7 +81,7 @@ def launch(
         function=function,
         args=tuple(args),
         kwargs=dict(kwargs or {}),
-        name=getattr(function, "__name__", type(function).__name__),
+        name=_name_of(function),
         config=config,
         environment=rank_environment(config),
         sources=tuple(sources),
@@ -181,7 +183,7 @@ class Session:
             function=function,
             args=tuple(args),
             kwargs=dict(kwargs or {}),
-            name=getattr(function, "__name__", type(function).__name__),
+            name=_name_of(function),
             config=self._start.config,
             environment=self._start.environment,
             sources=tuple(sources),
@@ -305,6 +307,11 @@ def _opening(
                 undo.pop_all()
             for fd in call.fds if call is not None else ():
                 os.close(fd)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """What lines for the person call the function: whoever makes functions names them freely."""
+    return one_line(str(getattr(function, "__name__", type(function).__name__)), _MAX_NAME)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch.control.terminal_text import strip_escapes
+from notebook_accel.launch.control.terminal_text import plain_text
 from notebook_accel.launch.view.new_lines import LineReader
 from notebook_accel.notebook.ansi import ansi_to_markup
 from notebook_accel.notebook.markup import Markup, element, join, shorten
@@ -193,5 +193,5 @@ def _cut(line: str) -> str:
     """The line, cut where it is so long that a page would stand still."""
     text = line[:_LINE_CHARACTERS]
     if _markup_bytes(text) > _LINE_BYTES:
-        text = shorten(strip_escapes(text), _LINE_BYTES)
+        text = shorten(plain_text(text), _LINE_BYTES)
     return text if len(line) <= _LINE_CHARACTERS else f"{text}… ({len(line):,} characters)"

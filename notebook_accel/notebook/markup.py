@@ -6,21 +6,18 @@ the texts of exceptions are plain ``str`` and become ``Markup`` here, and nowher
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import markupsafe
 from markupsafe import Markup
 
-from notebook_accel.launch.control.terminal_text import strip_escapes
+from notebook_accel.launch.control.terminal_text import plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = ["Markup", "element", "escape", "join", "message_bytes", "shorten"]
 
-# A parser ends the document, or shows a box, at these.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 # Bytes of the characters that markupsafe writes as several.
 _ESCAPED_BYTES = {"&": 5, "<": 4, ">": 4, '"': 5, "'": 5}
 _VOID_TAGS = frozenset({"br", "col", "img"})
@@ -30,7 +27,7 @@ def escape(text: str) -> Markup:
     """``text`` as HTML, without terminal colours and control characters; markup stays as it is."""
     if isinstance(text, Markup):
         return text
-    return markupsafe.escape(_CONTROLS.sub("", strip_escapes(text)))
+    return markupsafe.escape(plain_text(text))
 
 
 def join(parts: Iterable[str]) -> Markup:

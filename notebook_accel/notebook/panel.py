@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from notebook_accel.launch.control.terminal_text import one_line
 from notebook_accel.launch.view import wording
 from notebook_accel.launch.view.progress import (
     ProgressLine,
     last_values,
     memory_of,
+    name_of,
     progress_lines,
     spread,
 )
@@ -202,7 +204,12 @@ def _metrics(state: RunState, curves: Mapping[str, Sequence[float]], limit: int)
     cells = [
         element(
             "div",
-            element("span", shorten(name, 40), class_="na-name na-muted", title=shorten(name, 90)),
+            element(
+                "span",
+                shorten(name_of(name), 40),
+                class_="na-name na-muted",
+                title=shorten(one_line(name, 90), 90),
+            ),
             element("b", wording.number(next(iter(by_rank.values())))),
             charts.sparkline(curves.get(name, ())),
             element("span", spread(by_rank), class_="na-muted na-spread"),

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.control.plotting import metric_curves
+from notebook_accel.launch.control.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import summary, wording
-from notebook_accel.launch.view.progress import spread
+from notebook_accel.launch.view.progress import name_of, spread
 from notebook_accel.notebook import charts
 from notebook_accel.notebook.ansi import ansi_to_markup
 from notebook_accel.notebook.markup import Markup, element, join, message_bytes, shorten
@@ -28,9 +29,19 @@ __all__ = ["MAX_BYTES", "Snapshot", "render_line", "render_slim", "render_snapsh
 
 MAX_BYTES = 120_000
 _MAX_NOTICES = 8
+_MAX_NOTICE = 500
 _MAX_PLOTS = 6
-_MAX_NAMED_METRICS = 60
 _MAX_CURVES = 8
+_MAX_ERROR = 12_000
+# Lines of each output, plots and characters of the error's traceback, less and less of them: the
+# first that stays below the limit is taken. Without lines, a line says where the output is.
+_SIZES = (
+    (200, _MAX_PLOTS, _MAX_ERROR),
+    (40, _MAX_PLOTS, _MAX_ERROR),
+    (8, _MAX_PLOTS, _MAX_ERROR),
+    (0, _MAX_PLOTS, _MAX_ERROR),
+    (0, 0, 2_000),
+)
 # Output up to this many lines stays open; of a longer one the last lines do.
 _SHORT_OUTPUT = 24
 _LAST_LINES = 10
@@ -92,10 +103,15 @@ def render_slim(state: RunState, *, now: float | None = None, with_output: bool 
     """
     now = state.started if now is None else now
     line = element("div", *_title_parts(state, summary.elapsed(state, now)), style=_FONT)
-    parts = [line, _notices(state), _output(state, _PLAIN_TEXT) if with_output else ""]
     text = summary.summary_lines(state, now=now)[0]
-    # As far from the edge as JupyterLab puts what a cell prints: its values stand right below.
-    return Snapshot(element("div", *parts, class_=_NO_MATHS, style="padding:0 7px"), text)
+    for max_lines, _, _ in _SIZES:
+        output = _output(state, _PLAIN_TEXT, max_lines) if with_output else ""
+        parts = [line, _notices(state), output]
+        # As far from the edge as JupyterLab puts what a cell prints: its values stand right below.
+        html = element("div", *parts, class_=_NO_MATHS, style="padding:0 7px")
+        if message_bytes(html) <= MAX_BYTES:
+            break
+    return Snapshot(html, text)
 
 
 def render_snapshot(
@@ -115,20 +131,29 @@ def render_snapshot(
     """
     now = state.started if now is None else now
     seconds = summary.elapsed(state, now)
-    head = [
-        element("div", *_title_parts(state, seconds)),
-        _table(state, seconds),
-        _notices(state),
-        _failure(state),
-        _metrics(metric_curves(metrics)),
-    ]
-    for max_lines in (200, 40, 8, 0):
-        parts = [*head, _output(state, _TEXT, max_lines)] if with_output else head
+    curves = metric_curves(metrics)
+    for max_lines, num_plots, max_error in _SIZES:
+        parts = [
+            element("div", *_title_parts(state, seconds)),
+            _table(state, seconds),
+            _notices(state),
+            _failure(state, max_error),
+            _metrics(curves, num_plots),
+            _output(state, _TEXT, max_lines) if with_output else "",
+        ]
         html = element("div", *parts, class_=_NO_MATHS, style=_FRAME)
         if message_bytes(html) <= MAX_BYTES:
             break
-    text = [*summary.summary_lines(state, now=now), *state.notices[-_MAX_NOTICES:]]
-    return Snapshot(html, "\n".join([*text, _end(state.error, 4000)] if state.error else text))
+    return Snapshot(html, _text(state, now))
+
+
+def _text(state: RunState, now: float) -> str:
+    """The summary for terminals and files: no HTML, and nothing that a terminal would obey."""
+    lines = summary.summary_lines(state, now=now)
+    lines += [one_line(text, _MAX_NOTICE) for text in state.notices[-_MAX_NOTICES:]]
+    if state.error:
+        lines.append(_end(plain_text(state.error), 4000))
+    return "\n".join(lines)
 
 
 # ---- title, ranks, notices and failure -----------------------------------------------------
@@ -173,11 +198,12 @@ def _table(state: RunState, seconds: float) -> Markup:
 
 
 def _notices(state: RunState) -> Markup:
-    return join(element("div", f"⚠ {shorten(text, 500)}") for text in state.notices[-_MAX_NOTICES:])
+    newest = state.notices[-_MAX_NOTICES:]
+    return join(element("div", f"⚠ {shorten(text, _MAX_NOTICE)}") for text in newest)
 
 
-def _failure(state: RunState) -> Markup:
-    """The error's first line, and the rest of it folded."""
+def _failure(state: RunState, max_characters: int) -> Markup:
+    """The error's first line, and the end of the rest of it folded."""
     if not state.error:
         return Markup("")
     first, _, rest = state.error.partition("\n")
@@ -185,7 +211,7 @@ def _failure(state: RunState) -> Markup:
     parts = [element("div", element("b", shorten(first, 500)), style=colour)]
     if rest.strip():
         fold = element("summary", "traceback")
-        text = element("pre", _end(rest.strip("\n"), 12_000), style=_TEXT)
+        text = element("pre", _end(rest.strip("\n"), max_characters), style=_TEXT)
         parts.append(element("details", fold, text))
     return join(parts)
 
@@ -198,37 +224,37 @@ def _end(text: str, limit: int) -> str:
 # ---- metrics -------------------------------------------------------------------------------
 
 
-def _metrics(curves: Curves) -> Markup:
+def _metrics(curves: Curves, num_plots: int) -> Markup:
     """Plots of the first metrics, and the last values of the others."""
     if not curves:
         return Markup("")
     names = list(curves)
-    plots = [_plot(name, curves[name]) for name in names[:_MAX_PLOTS]]
+    plots = [_plot(name, curves[name]) for name in names[:num_plots]]
     row = "display:flex;flex-wrap:wrap;gap:8px 24px;margin:8px 0 2px"
     parts = [element("div", *plots, style=row)]
-    others = names[_MAX_PLOTS:]
+    others = names[num_plots:]
     if others:
         row = "display:flex;flex-wrap:wrap;gap:0 24px;margin:6px 0 2px"
         values = [
             element(
                 "span",
-                element("span", f"{shorten(name, 40)} ", style=_MUTED),
+                element("span", f"{name_of(name)} ", style=_MUTED),
                 element("b", _last_value(curves[name])),
                 # Where styles are dropped, a space keeps them apart.
                 " ",
             )
-            for name in others[:_MAX_NAMED_METRICS]
+            for name in others[: summary.MAX_NAMED_METRICS]
         ]
-        hidden = len(others) - _MAX_NAMED_METRICS
+        hidden = len(others) - summary.MAX_NAMED_METRICS
         if hidden > 0:
-            values.append(element("span", f"… and {hidden} more in run.metrics", style=_MUTED))
+            values.append(element("span", f"… and {hidden:,} more in run.metrics", style=_MUTED))
         parts.append(element("div", *values, style=row))
     return join(parts)
 
 
 def _plot(name: str, by_rank: Mapping[int, Sequence[Point]]) -> Markup:
     shown = dict(list(by_rank.items())[:_MAX_CURVES])
-    title = [element("b", shorten(name, 40)), f"\N{NO-BREAK SPACE} {_last_value(by_rank)}"]
+    title = [element("b", name_of(name)), f"\N{NO-BREAK SPACE} {_last_value(by_rank)}"]
     parts = [element("div", *title)]
     if len(shown) > 1:
         marks = [
@@ -244,7 +270,7 @@ def _plot(name: str, by_rank: Mapping[int, Sequence[Point]]) -> Markup:
     if any(len(points) > 1 for points in shown.values()):
         first_curve = next(iter(by_rank.values()))
         first, last = (wording.number(value) for _, value in (first_curve[0], first_curve[-1]))
-        alt = f"{name}: {first} → {last} at step {wording.number(first_curve[-1][0])}"
+        alt = f"{name_of(name)}: {first} → {last} at step {wording.number(first_curve[-1][0])}"
         parts.append(charts.chart({str(rank): p for rank, p in shown.items()}, alt=alt))
     return element("div", *parts)
 
@@ -257,8 +283,18 @@ def _last_value(by_rank: Mapping[int, Sequence[Point]]) -> str:
 # ---- output --------------------------------------------------------------------------------
 
 
-def _output(state: RunState, style: str, max_lines: int = 200) -> Markup:
-    """What ranks printed: ranks that printed the same share a block, and short blocks are open."""
+def _output(state: RunState, style: str, max_lines: int) -> Markup:
+    """What ranks printed: ranks that printed the same share a block, and short blocks are open.
+
+    Args:
+        state: of the run.
+        style: of the text.
+        max_lines: of each block, the last ones; 0 for none, where a line says where they are.
+    """
+    if not max_lines:
+        total = sum(rank.num_lines + rank.open_line for rank in state.ranks)
+        lines = f"{total:,} line{'' if total == 1 else 's'} of output: all of it in run.logs()"
+        return element("div", lines, style=_MUTED) if total else Markup("")
     alike: dict[_Printed, list[int]] = {}
     for rank in state.ranks:
         printed = _printed(rank, max_lines)
@@ -296,7 +332,7 @@ def _printed(rank: RankState, max_lines: int) -> _Printed:
         traceback = tuple(rank.failure.traceback.rstrip("\n").split("\n"))
         if lines[-len(traceback) :] == traceback:
             lines, total = lines[: -len(traceback)], total - len(traceback)
-    return _Printed(lines[-max_lines:] if max_lines else (), total)
+    return _Printed(lines[-max_lines:], total)
 
 
 def _block(printed: _Printed, label: str, style: str, *, is_open: bool) -> Markup:

@@ -169,3 +169,35 @@ def test_a_page_takes_it_as_one_block_of_html_and_sees_no_mathematics() -> None:
 
 def test_a_run_that_goes_on_shows_how_long_it_has_taken() -> None:
     assert "2 ranks, 10.0 s" in render_snapshot(running(2), now=1010.0).text
+
+
+HOSTILE_NAMES = [
+    "big" * 400_000,
+    "a\x1b[2J\nFAKE: 99",
+    "\u202eb\x00\x9b31m",
+    *map(str, range(20_000)),
+]
+
+
+def hostile() -> RunState:
+    """Long names everywhere, of characters that HTML and JSON write as several bytes."""
+    values = dict.fromkeys(HOSTILE_NAMES, 1.0)
+    state = running(200, name="\x1b[2J'\"\n" * 100_000)
+    for rank in range(200):
+        text = f"{rank}" + "'\"\U0001f600" * 200 + "\n"
+        bar = wire.Bar(rank=rank, bar=0, name=text, n=1, total=3, rate=1.0, elapsed=1.0, unit=text)
+        state = after(state, wire.Output(rank=rank, text=text * 3), bar)
+    state = after(state, wire.Metric(rank=0, values=values))
+    return replace(state, notices=("\x1b[2J\n'" * 10_000,) * 20, error="\x1b[2J'\n" * 100_000)
+
+
+def test_no_name_and_no_number_of_them_breaks_the_limits() -> None:
+    rows = [{"rank": 0, "step": 0, "name": name, "value": 1.0} for name in HOSTILE_NAMES]
+    rows += [{**row, "step": 1, "rank": rank} for row in rows[:10] for rank in range(20)]
+    state = hostile()
+    for snapshot in (render_snapshot(state, rows), render_slim(state)):
+        assert message_bytes(snapshot.html) <= MAX_BYTES
+        assert len(snapshot.text) <= 20_000
+        for text in (snapshot.html, snapshot.text):
+            assert not re.search("[\x00\x1b\x9b\u202e]", text)
+        assert "\nFAKE" not in snapshot.text

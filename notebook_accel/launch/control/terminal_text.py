@@ -1,4 +1,5 @@
-"""Lines of output as a terminal would show them: a line that is rewritten shows its last state.
+"""Text for terminals and pages: what it would have them obey is left out, and rewritten lines
+show their last state.
 
 Output comes in pieces that end anywhere. A :class:`Tail` holds the newest lines and whether the
 last of them goes on; :func:`append_output` adds a piece.
@@ -9,18 +10,36 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Tail", "append_output", "as_shown", "strip_escapes"]
+__all__ = ["Tail", "append_output", "as_shown", "one_line", "plain_text"]
 
+# Each in seven bits (after ESC) and in eight.
 _ESCAPES = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]+[0-~]|\x1b[@-Z\\-_]"
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
+    r"|(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
+    r"|\x1b[ -/]+[0-~]|\x1b[@-Z\\-_]"
 )
+# A page ends at some of them, a terminal obeys others; the last ones turn text around, so that it
+# reads as what it is not.
+_CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]"
+)
+# NEL is a control character as well, and would join what it parts.
+_BREAKS = re.compile(r"[\s\x85]+")
 # Of a longer line the end is shown: it is progress, printed as dots or by a carriage return.
 _MAX_LINE = 4_000
 
 
-def strip_escapes(text: str) -> str:
-    """``text`` without ANSI escape sequences."""
-    return _ESCAPES.sub("", text)
+def plain_text(text: str) -> str:
+    """``text`` without escape sequences and control characters; tabs and line breaks stay."""
+    return _CONTROLS.sub("", _ESCAPES.sub("", text))
+
+
+def one_line(text: str, limit: int) -> str:
+    """A name as plain text in one line of at most ``limit`` characters."""
+    # A name may have megabytes, and is shown five times a second.
+    line = plain_text(_BREAKS.sub(" ", text[: 20 * limit])).strip()
+    is_whole = len(text) <= 20 * limit and len(line) <= limit
+    return line if is_whole else line[: limit - 1] + "…"
 
 
 def as_shown(line: str) -> str:

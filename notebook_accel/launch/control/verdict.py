@@ -18,6 +18,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from notebook_accel.launch.control.terminal_text import plain_text
 from notebook_accel.launch.system.processes import signal_name
 from notebook_accel.launch.view.wording import rank_list
 
@@ -148,10 +149,11 @@ def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) ->
         f"The whole output of rank {cause.rank}: {logs}, kept in {log_dir}",
     ]
     return Failure(
-        message="\n".join(lines),
+        # What a function raised or printed may clear the person's terminal.
+        message=plain_text("\n".join(lines)),
         rank=cause.rank,
         ranks=tuple(sorted(rank.rank for rank in culprits)),
-        traceback=raised.traceback if raised else "",
+        traceback=plain_text(raised.traceback) if raised else "",
         exitcode=raised.exitcode if raised else cause.exitcode,
         signal=signal_name(cause.signal) if cause.signal and not raised else None,
         pickled=raised.pickled if raised else None,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.launch.control.environment import ON_CPU
 from notebook_accel.launch.control.interrupts import Latch
 from notebook_accel.launch.control.results import Results
+from notebook_accel.launch.control.terminal_text import plain_text
 from notebook_accel.launch.control.verdict import Failure
 from notebook_accel.launch.engines.base import Engine, RankPlan
 from notebook_accel.launch.payload import Registry
@@ -99,8 +100,9 @@ class _Inline(Conductor):
             self._kept.put(0, None)
             self._become("succeeded", returned=True)
             return
-        text = shorten(format_error(error, caller=__file__))
-        message = f"rank 0 failed: {type(error).__name__}: {shorten(error_text(error))}\n\n{text}"
+        text = plain_text(shorten(format_error(error, caller=__file__)))
+        words = plain_text(f"{type(error).__name__}: {shorten(error_text(error))}")
+        message = f"rank 0 failed: {words}\n\n{text}"
         self._failure = Failure(
             message=message,
             rank=0,

@@ -10,11 +10,11 @@ import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
-from notebook_accel.launch.control.terminal_text import strip_escapes
+from notebook_accel.launch.control.terminal_text import one_line, plain_text
 from notebook_accel.launch.system.token_bucket import TokenBucket
 from notebook_accel.launch.view import View, wording
 from notebook_accel.launch.view.new_lines import LineReader, NewLines
-from notebook_accel.launch.view.progress import Throughput, progress_lines
+from notebook_accel.launch.view.progress import Throughput, name_of, progress_lines
 from notebook_accel.launch.view.summary import elapsed, summary_lines
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class PlainView(View):
     # ---- what other views of text do in their own way --------------------------------------
 
     def write(self, lines: Sequence[str]) -> None:
-        """Print lines."""
+        """Print lines of plain text."""
         if lines:
             stream = self._stream if self._stream is not None else sys.stdout
             stream.write("\n".join(lines) + "\n")
@@ -120,7 +120,12 @@ class PlainView(View):
     # ---- output ----------------------------------------------------------------------------
 
     def _print_news(self, run: Run, state: RunState) -> None:
-        self.write([f"notebook_accel: {text}" for text in state.notices[self._num_notices :]])
+        self.write(
+            [
+                f"notebook_accel: {one_line(text, _MAX_WIDTH)}"
+                for text in state.notices[self._num_notices :]
+            ]
+        )
         self._num_notices = len(state.notices)
         news: dict[int, NewLines] = {}
         for rank in state.ranks:
@@ -141,7 +146,7 @@ class PlainView(View):
 
 
 def _printable(line: str) -> str:
-    text = strip_escapes(line)
+    text = plain_text(line)
     return text if len(text) <= _MAX_WIDTH else text[:_MAX_WIDTH] + "…"
 
 
@@ -156,5 +161,5 @@ def _progress(rank: RankState, throughput: float | None) -> str:
         left = f"{line.remaining} left" if line.remaining else ""
         parts += [line.label, percent, line.count, line.rate, left]
     metrics = list(rank.metrics.items())[:_MAX_METRICS]
-    parts += [f"{name} {wording.number(value)}" for name, (_, value) in metrics]
+    parts += [f"{name_of(name)} {wording.number(value)}" for name, (_, value) in metrics]
     return "  ".join(part for part in parts if part)

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from notebook_accel.launch.control.terminal_text import one_line
 from notebook_accel.launch.view import wording
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = [
     "current_bars",
     "last_values",
     "memory_of",
+    "name_of",
     "progress_lines",
     "progress_text",
     "spread",
@@ -32,6 +34,9 @@ __all__ = [
 _WINDOW_SECONDS = 5.0
 # Below this the mean of a window says nothing.
 _MIN_WINDOW_SECONDS = 0.5
+_MAX_NAME = 40
+_MAX_LABEL = 200
+_MAX_UNIT = 20
 # Deeper nesting is not shown; nobody draws it.
 _MAX_DEPTH = 4
 
@@ -105,13 +110,14 @@ def current_bars(bars: Sequence[BarState]) -> list[BarState]:
 
 
 def _line_of_bar(bar: BarState) -> ProgressLine:
-    label = ", ".join(part for part in (bar.name, bar.postfix) if part)
+    parts = (one_line(bar.name, _MAX_LABEL), one_line(bar.postfix, _MAX_LABEL))
+    label = ", ".join(part for part in parts if part)
     count = _count_of(bar.n, bar.total)
     return ProgressLine(
         label=label,
         fraction=_fraction(bar.n, bar.total),
         count=count,
-        rate=wording.rate(bar.rate or 0.0, bar.unit),
+        rate=wording.rate(bar.rate or 0.0, one_line(bar.unit, _MAX_UNIT)),
         text=f"{label}: {count}" if label else count,
     )
 
@@ -201,6 +207,11 @@ class Throughput:
         if not samples or samples[-1][0] - samples[0][0] < _MIN_WINDOW_SECONDS:
             return None
         return (samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0])
+
+
+def name_of(metric: str) -> str:
+    """The name of a metric, short and without what would garble a page or a terminal."""
+    return one_line(metric, _MAX_NAME)
 
 
 def memory_of(rank: RankState) -> str:

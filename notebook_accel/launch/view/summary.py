@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from notebook_accel.launch.control.terminal_text import one_line
 from notebook_accel.launch.view import wording
 from notebook_accel.launch.view.progress import (
     last_values,
     memory_of,
+    name_of,
     progress_lines,
     progress_text,
     spread,
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLUMNS",
+    "MAX_NAMED_METRICS",
     "SIGNS",
     "condition",
     "elapsed",
@@ -33,7 +36,10 @@ __all__ = [
 
 COLUMNS = ("rank", "state", "progress", "rate", "memory")
 SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "lost peer": "○"}
+# Of more metrics the first ones are named, and the others counted.
+MAX_NAMED_METRICS = 60
 _MAX_ROWS = 16
+_MAX_NAME = 60
 _MAX_PROGRESS = 100
 
 
@@ -101,13 +107,18 @@ def summary_lines(state: RunState, *, now: float) -> list[str]:
     shown = ranks_with_row(state.ranks)
     rows = [COLUMNS, *(rank_facts(rank, seconds) for rank in shown)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{state.name}: {state.status}, {num_ranks(state)}, {wording.span(seconds)}"]
+    name = one_line(state.name, _MAX_NAME)
+    lines = [f"{name}: {state.status}, {num_ranks(state)}, {wording.span(seconds)}"]
     for row in rows:
         cells = (text.ljust(width) for text, width in zip(row, widths, strict=True))
         lines.append("  ".join(cells).rstrip())
     rest = hidden_ranks(state.ranks, shown)
     if rest:
         lines.append(rest)
-    for name, by_rank in last_values(state).items():
-        lines.append(f"{name}: {spread(by_rank) or wording.number(next(iter(by_rank.values())))}")
+    metrics = list(last_values(state).items())
+    for name, by_rank in metrics[:MAX_NAMED_METRICS]:
+        value = spread(by_rank) or wording.number(next(iter(by_rank.values())))
+        lines.append(f"{name_of(name)}: {value}")
+    if len(metrics) > MAX_NAMED_METRICS:
+        lines.append(f"… and {len(metrics) - MAX_NAMED_METRICS:,} more in run.metrics")
     return lines

@@ -71,5 +71,6 @@ class TerminalView(PlainView):
         left = f"{lines[0].remaining} left" if lines[0].remaining else ""
         facts = [*(line.count for line in lines), lines[-1].rate, left]
         # Not as a postfix, before which tqdm puts a comma.
-        bar.bar_format = "{desc} |{bar}| " + "  ".join(fact for fact in facts if fact)
+        text = "  ".join(fact for fact in facts if fact)
+        bar.bar_format = "{desc} |{bar}| " + text.replace("{", "{{").replace("}", "}}")
         bar.refresh()

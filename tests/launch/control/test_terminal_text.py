@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from notebook_accel.launch.control.terminal_text import Tail, append_output, as_shown, strip_escapes
+from notebook_accel.launch.control.terminal_text import (
+    Tail,
+    append_output,
+    as_shown,
+    one_line,
+    plain_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,11 +25,31 @@ from notebook_accel.launch.control.terminal_text import Tail, append_output, as_
         ("\x1b]8;;http://x\x07link\x1b]8;;\x07", "link"),
         ("\x1b(Bplain", "plain"),
         ("nothing [31m here", "nothing [31m here"),
-        ("an end \x1b", "an end \x1b"),
+        ("an end \x1b", "an end "),
+        ("\x9b31mred\x9d0;title\x9c in eight bits", "red in eight bits"),
+        ("nul\x00, bell\x07, del\x7f", "nul, bell, del"),
+        ("\u202ebackwards\u202c and \u2066isolated\u2069", "backwards and isolated"),
+        ("half a pair \ud800, no character \uffff", "half a pair , no character "),
+        ("tabs\tand\nlines stay", "tabs\tand\nlines stay"),
     ],
 )
-def test_escapes_are_left_out(text: str, plain: str) -> None:
-    assert strip_escapes(text) == plain
+def test_what_a_terminal_would_obey_is_left_out(text: str, plain: str) -> None:
+    assert plain_text(text) == plain
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("loss", "loss"),
+        ("a\nFAKE: 99", "a FAKE: 99"),
+        ("a\r\n\tb\u2028c\x85d", "a b c d"),
+        ("\x1b[31mloss\x1b[0m", "loss"),
+        ("x" * 12, "x" * 9 + "…"),
+        ("\x1b[0m" * 100_000 + "end", "…"),
+    ],
+)
+def test_a_name_becomes_one_line(text: str, line: str) -> None:
+    assert one_line(text, 10) == line
 
 
 @pytest.mark.parametrize(

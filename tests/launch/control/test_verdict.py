@@ -309,3 +309,13 @@ def test_an_agent_that_died_after_a_failure() -> None:
 def test_an_agent_that_was_killed_for_a_stop() -> None:
     state = run(2, *ended_by_us(0, 1))
     assert verdict(state, is_stopped=True, lost=[LOST]).status == "stopped"
+
+
+def test_the_error_holds_nothing_that_a_terminal_obeys() -> None:
+    bad = "bad\x1b[2J\x9b31m\x00\u202e"
+    failed = raised(0, bad, type_name=f"E{bad}", traceback=f"Traceback\n{bad}\n")
+    failure = verdict(run(1, failed)).failure
+    assert failure is not None
+    for text in (failure.message, failure.traceback):
+        assert "bad" in text
+        assert text.replace("\n", " ").isprintable()

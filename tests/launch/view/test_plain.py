@@ -112,3 +112,20 @@ def test_it_prints_where_standard_output_goes_now(capsys: pytest.CaptureFixture[
     view.open(run)
     view.poll()
     assert capsys.readouterr().out == "[rank 0] a\n"
+
+
+def test_nothing_that_a_terminal_obeys_is_printed() -> None:
+    shown = Shown(progress_seconds=0.0)
+    hostile = "a\x1b[2J\x9b31m\x00\u202e\nFAKE: 1"
+    bar = wire.Bar(rank=0, bar=0, name=hostile, n=1, total=3, rate=1.0, elapsed=1.0, unit="it")
+    state = after(
+        running(1, name=hostile),
+        output(0, f"{hostile}\n"),
+        wire.Metric(rank=0, values={hostile: 1.0, "big" * 400_000: 2.0}),
+        wire.Notice(text=hostile),
+        bar,
+    )
+    lines = [*shown.poll(state), *shown.settle(succeeded(state))]
+    assert all(line.isprintable() for line in lines)
+    assert max(map(len, lines)) < 2100
+    assert sum(line.startswith("FAKE") for line in lines) == 0

@@ -1,0 +1,35 @@
+"""The summary as lines of text, whatever names the function gave."""
+
+from __future__ import annotations
+
+import pytest
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.view.summary import MAX_NAMED_METRICS, summary_lines
+from tests.notebook.states import after, running, succeeded
+
+HOSTILE_NAMES = [
+    "a\x1b[2J\nFAKE: 99",
+    "b\x9b31m",
+    "c\x1b]0;title\x07",
+    "d\r\x00\u202e\u2028x",
+    "big" * 400_000,
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+def test_a_name_is_one_short_line_of_plain_text(name: str) -> None:
+    bar = wire.Bar(rank=0, bar=0, name=name, n=1, total=3, rate=1.0, elapsed=1.0, unit=name)
+    state = after(running(1, name=name), wire.Metric(rank=0, values={name: 1.0}), bar)
+    lines = summary_lines(succeeded(state), now=1042.0)
+    assert len(lines) == 4, "a title, a head, a rank and a metric"
+    assert max(map(len, lines)) < 250
+    assert all(line.isprintable() for line in lines)
+    assert lines[3].startswith(name[:1])
+
+
+def test_of_many_metrics_the_first_are_named() -> None:
+    values = {f"m{number}": float(number) for number in range(20_000)}
+    lines = summary_lines(after(running(1), wire.Metric(rank=0, values=values)), now=1042.0)
+    assert lines[-2] == f"m{MAX_NAMED_METRICS - 1}: {MAX_NAMED_METRICS - 1}"
+    assert lines[-1] == f"… and {20_000 - MAX_NAMED_METRICS:,} more in run.metrics"
