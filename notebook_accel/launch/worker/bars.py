@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 from tqdm.std import tqdm
 
 from notebook_accel.launch import rank
+from notebook_accel.launch.system.token_bucket import TokenBucket
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,32 +71,22 @@ def _underlying(stream: Any) -> Any:
     return getattr(stream, "_wrapped", stream)
 
 
-class _Voice:
-    """The number of one bar, and how much it may still say: a bucket that fills up with time."""
+class _Reports:
+    """What was reported of one bar: under which number, and how often it may be from now on."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self._left = float(_BURST)
-        self._seen = time.monotonic()
-
-    def may_speak(self) -> bool:
-        now = time.monotonic()
-        self._left = min(_BURST, self._left + (now - self._seen) * _REPORTS_PER_SECOND)
-        self._seen = now
-        if self._left < 1.0:
-            return False
-        self._left -= 1.0
-        return True
+        self.limit = TokenBucket(_BURST, _REPORTS_PER_SECOND)
 
 
 def _report(bar: Any, *, closed: bool) -> None:
-    voice: _Voice = bar.__dict__.setdefault("_notebook_accel_voice", None) or _Voice()
-    bar._notebook_accel_voice = voice
-    if not voice.may_speak() and not closed:
+    reports: _Reports = bar.__dict__.setdefault("_notebook_accel_reports", None) or _Reports()
+    bar._notebook_accel_reports = reports
+    if not reports.limit.try_take() and not closed:
         return
     shown: dict[str, Any] = bar.format_dict
     rank.current().bar(
-        voice.number,
+        reports.number,
         name=str(shown.get("prefix") or "").rstrip(": "),
         n=float(shown["n"]),
         total=_as_float(shown.get("total")),
