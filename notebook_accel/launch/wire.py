@@ -23,6 +23,7 @@ __all__ = [
     "VERSION",
     "AgentExited",
     "AgentReady",
+    "Alive",
     "Bar",
     "Call",
     "CallEnded",
@@ -487,68 +488,36 @@ class Credit(Message, frozen=True, kw_only=True):
     size: int
 
 
-_Any = Union[
-    RankReady,
-    CallStarted,
-    Metric,
-    Bar,
-    Displayed,
-    Notice,
-    Returned,
-    Raised,
-    AgentReady,
-    Alive,
-    PortReserved,
-    LogOpened,
-    RankFailed,
-    Passed,
-    Output,
-    Sample,
-    RankEnded,
-    Stacks,
-    Launch,
-    Call,
-    Leave,
-    MasterSocket,
-    Stop,
-    LeaveAt,
-    CallEnded,
-    Interrupt,
-    Terminate,
-    Kill,
-    DumpStacks,
-    TemplateReady,
-    ForkAgent,
-    Forked,
-    AgentExited,
-    CountDevices,
-    Devices,
-    StreamOpened,
-    Data,
-    Credit,
-]
-
 M = TypeVar("M", bound=Message)
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(_Any)
+# The closed union of all messages of this file: it is built once, before anybody could add one.
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
+    Union[tuple(Message.__subclasses__())]
+)
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of one message. Half characters, as of file names that are no text, are spelled."""
+    """The bytes of one message.
+
+    Text that UTF-8 cannot carry travels with its odd characters as escapes: Python gives a file
+    name that is not UTF-8 lone surrogates, which arrive as ``\\udcff``.
+    """
     try:
         return _encoder.encode(message)
     except UnicodeEncodeError:
-        fields = _spelled(msgspec.structs.asdict(message))
+        fields = _without_surrogates(msgspec.structs.asdict(message))
         return _encoder.encode({"type": type(message).__name__, **fields})
 
 
-def _spelled(value: Any) -> Any:
+def _without_surrogates(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
-        return {_spelled(name): _spelled(part) for name, part in value.items()}
-    return [_spelled(part) for part in value] if isinstance(value, tuple) else value
+        return {
+            _without_surrogates(name): _without_surrogates(part) for name, part in value.items()
+        }
+    return [_without_surrogates(part) for part in value] if isinstance(value, tuple) else value
 
 
 def decode(data: bytes | memoryview) -> Message:
