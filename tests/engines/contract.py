@@ -986,6 +986,27 @@ class EngineContract:
             run.wait(BUSY)
         assert (run.status, run.results) == ("stopped", [None, None])
 
+    def test_ranks_that_leave_after_a_call_that_failed_end_in_their_own_time(
+        self, tmp_path: Path
+    ) -> None:
+        def work(path: str) -> None:
+            if os.environ["RANK"] == "0":
+                raise ValueError("bad batch")
+
+            def write() -> None:
+                time.sleep(3)
+                Path(path).write_text("done")
+
+            threading.Thread(target=write).start()
+
+        config = LaunchConfig(engine=self.engine, num_processes=2, devices="cpu", grace=0.5)
+        session = Session(config=config)
+        with pytest.raises(WorkerError):
+            session.call(work, (str(tmp_path / "kept"),), view=View())
+        session.close(grace=BUSY)
+        assert (tmp_path / "kept").read_text() == "done"
+        assert [process.exitcode for process in session.processes] == [0, 0]
+
     def test_stacks_of_a_rank_that_has_died(self, session: Session) -> None:
         pids = session.call(os.getpid, view=View()).results
         assert "most recent call first" in session.stacks(1)

@@ -228,6 +228,9 @@ class Agent:
                 if rank.broken and not rank.ended_by_us:
                     self._give_up(rank)
         self._answer_stop(now)
+        if self._call and not self._ending.is_last and not self._in_call():
+            # An ending ends with its call: ranks that leave later end in their own time.
+            self._ending = Ending(is_last=False)
         stage = self._ending.next_stage(
             now=now,
             idle=self._idle(now),
@@ -493,13 +496,15 @@ class Agent:
         for message in rank.last_messages():
             self._post_message(message)
         self._logs.end(rank.rank)
+        # An exit code is the process's own: once the call has ended everywhere, it fails nobody.
+        is_failure = was_in_call or (exitcode != 0 and not self._board.all_ended)
         rank.row.ended = 1
         if not any(other.alive for other in self._ranks):
             # Before the kernel hears of it: the next launch may want the same port.
             for bound in (self._port, self._store_port):
                 if bound is not None:
                     bound.close()
-        if (exitcode != 0 or was_in_call) and not rank.ended_by_us:
+        if is_failure and not rank.ended_by_us:
             self._rank_failed()
         self._post(
             wire.RankEnded,

@@ -65,14 +65,16 @@ class Interrupts:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Raise one that comes inside of the block only at its end."""
-        is_main = threading.current_thread() is threading.main_thread()
-        self._is_held = self._is_held or is_main
+        # Where it is held already (a signal handler that reports during a report), the outer
+        # block raises it.
+        is_outer = threading.current_thread() is threading.main_thread() and not self._is_held
+        self._is_held = self._is_held or is_outer
         try:
             yield
         finally:
-            if is_main:
+            if is_outer:
                 self._is_held = False
-        if is_main and self._came_meanwhile:
+        if is_outer and self._came_meanwhile:
             self._came_meanwhile = False
             raise KeyboardInterrupt
 
@@ -92,13 +94,26 @@ class Sender:
     def __init__(self, channel: Channel, interrupts: Interrupts) -> None:
         self._channel = channel
         self._interrupts = interrupts
+        # Reentrant: a signal handler or a finalizer may report while its thread is writing.
         self._lock = threading.RLock()
+        self._is_writing = False
         self._pid = os.getpid()
 
     def send(self, message: wire.Message, fds: tuple[int, ...] = ()) -> None:
-        """Write the message; blocks. An agent that is gone, or a forked child, sends nothing."""
+        """Write the message; blocks. An agent that is gone, or a forked child, sends nothing.
+
+        Inside of another send of the same thread it queues the message, which that one writes
+        once its own is whole.
+        """
         # A child of the rank has a copy of the channel, and of a lock that somebody may hold.
         if os.getpid() != self._pid:
             return
         with self._lock, self._interrupts.held(), contextlib.suppress(OSError):
-            self._channel.send(message, fds)
+            self._channel.post(message, fds)
+            # Asked again after each flush: an inner send may have come behind its last look.
+            while self._channel.num_pending and not self._is_writing:
+                self._is_writing = True
+                try:
+                    self._channel.flush()
+                finally:
+                    self._is_writing = False

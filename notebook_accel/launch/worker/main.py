@@ -187,7 +187,10 @@ class _Worker:
                 torch_fixes.listen_on(socket.socket(fileno=fds[0]))
             elif isinstance(message, wire.Call):
                 code = self._answer(message, fds)
-            if isinstance(message, wire.Leave) or getattr(message, "last", False):
+            if isinstance(message, wire.Leave):
+                # How the calls ended was told with each.
+                return 0
+            if getattr(message, "last", False):
                 return code
 
     def _answer(self, message: wire.Call, fds: list[int]) -> int:

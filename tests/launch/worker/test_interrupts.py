@@ -1,0 +1,77 @@
+"""A rank's messages reach its agent whole, whoever reports in the middle of a report."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.transport.channel import Channel
+from notebook_accel.launch.worker.interrupts import Interrupts, Sender
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NUM_MESSAGES = 20_000
+
+
+@pytest.fixture
+def _signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)}
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_signals")
+def test_a_signal_handler_that_reports_during_a_report() -> None:
+    ours, theirs = socket.socketpair()
+    sender, reader = Sender(Channel(ours), Interrupts()), Channel(theirs)
+    heard: list[float] = []
+
+    def read() -> None:
+        while True:
+            message = reader.receive()[0]
+            if not isinstance(message, wire.Metric):
+                return
+            heard.extend(message.values.values())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    num_signals = 0
+
+    def report(*_: Any) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        sender.send(wire.Metric(values={"handler": -float(num_signals)}))
+
+    signal.signal(signal.SIGALRM, report)
+    signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
+    for number in range(NUM_MESSAGES):
+        sender.send(wire.Metric(values={"loss": float(number)}))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    sender.send(wire.RankReady())
+    thread.join(30)
+    assert not thread.is_alive()
+    assert [value for value in heard if value >= 0] == list(range(NUM_MESSAGES))
+    # One handler may interrupt another: in any order, each once.
+    assert sorted(-value for value in heard if value < 0) == list(range(1, num_signals + 1))
+
+
+@pytest.mark.usefixtures("_signals")
+def test_an_interrupt_waits_for_the_outermost_block() -> None:
+    interrupts = Interrupts()
+    interrupts.begin_call(is_interrupted=lambda: False)
+    whole = False
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012, SIM117
+        with interrupts.held():
+            with interrupts.held():
+                pass
+            signal.raise_signal(signal.SIGINT)
+            whole = True
+    assert whole
