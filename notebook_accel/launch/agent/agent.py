@@ -31,7 +31,9 @@ import torch.multiprocessing as mp
 from notebook_accel.launch import wire
 from notebook_accel.launch.agent.ending import Ending, Stage
 from notebook_accel.launch.agent.file_tail import FileTail
+from notebook_accel.launch.agent.flush import flush_to_kernel
 from notebook_accel.launch.agent.logs import rank_logs
+from notebook_accel.launch.agent.ports import reserve_port
 from notebook_accel.launch.agent.rank_process import CLOSED, GARBAGE, RankProcess
 from notebook_accel.launch.system import processes, scratch
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
@@ -52,8 +54,6 @@ _STOP_TICK_SECONDS = 0.002
 _STOP_SECONDS = 1.0
 # Messages that wait for a slow kernel, above which ranks have to wait as well.
 _BUSY_PENDING = 4096
-# How long the last messages wait for a kernel that does not read.
-_FLUSH_SECONDS = 1200.0
 
 # Beside how a call ended.
 _FROM_RANKS = (
@@ -123,8 +123,9 @@ class Agent:
         # Ranks meet where rank 0 is; the other agents learn its port with each call.
         self._port: socket.socket | None = None
         if self._has_rank_0:
-            self._port = self._reserve_master_port(int(launch.environment.get("MASTER_PORT", "0")))
-        self._store_port = None if self._has_others else _reserve_port(0)
+            port = int(launch.environment.get("MASTER_PORT", "0"))
+            self._port = reserve_port(port, shared=not self._has_peers())
+        self._store_port = None if self._has_others else reserve_port(0)
         self._is_port_new = True
         self._group_generation = 0
         self._is_leaving = False
@@ -208,7 +209,7 @@ class Agent:
             for key, _ in self._selector.select(tick):
                 key.data()
             self._tick()
-        self._flush_to_kernel()
+        flush_to_kernel(self._channel, self._kernel)
 
     def _watch(self, fd: int, act: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, act)
@@ -223,7 +224,7 @@ class Agent:
         for rank in self._ranks:
             if rank.alive:
                 for message in rank.observe(now):
-                    self._post_message(message)
+                    self._channel.post(message)
                 rank.check_connection(now)
                 if rank.broken and not rank.ended_by_us:
                     self._give_up(rank)
@@ -340,7 +341,7 @@ class Agent:
             self._group_generation = message.group_generation
             if self._port is not None:
                 self._port.close()
-                self._port = self._reserve_master_port(0)
+                self._port = reserve_port(0, shared=not self._has_peers())
                 self._is_port_new = True
         self._call = message.call
         self._is_leaving = self._is_leaving or message.last
@@ -362,9 +363,6 @@ class Agent:
     def _has_peers(self) -> bool:
         """Whether rank 0 has others to meet; a rank alone leaves MASTER_PORT to its children."""
         return self._launch.world_size > 1
-
-    def _reserve_master_port(self, port: int) -> socket.socket:
-        return _reserve_port(port, shared=not self._has_peers())
 
     def _kernel_gone(self) -> None:
         """Nobody will ever read of these ranks: end them without grace, and go."""
@@ -422,7 +420,7 @@ class Agent:
             text=f"it {rank.broken}",
             traceback="",
         )
-        self._post_message(self._noted(rank, raised))
+        self._channel.post(self._noted(rank, raised))
 
     def _pass_on(
         self, rank: RankProcess, messages: Sequence[tuple[wire.Message, list[int]]]
@@ -449,7 +447,7 @@ class Agent:
             return message
         # The kernel may take the call for ended with the next message: all output comes before.
         for news in rank.end_call():
-            self._post_message(news)
+            self._channel.post(news)
         if not isinstance(message, wire.Raised):
             return message
         message = msgspec.structs.replace(
@@ -494,7 +492,7 @@ class Agent:
             keep=[other.pid for other in self._ranks if other.alive]
         )
         for message in rank.last_messages():
-            self._post_message(message)
+            self._channel.post(message)
         self._logs.end(rank.rank)
         # An exit code is the process's own: once the call has ended everywhere, it fails nobody.
         is_failure = was_in_call or (exitcode != 0 and not self._board.all_ended)
@@ -542,31 +540,7 @@ class Agent:
                     rank.end(number)
 
     def _post(self, kind: type[wire.Message], /, **fields: Any) -> None:
-        self._post_message(kind(run=self._launch.run, **fields))
-
-    def _post_message(self, message: wire.Message) -> None:
-        self._channel.post(message)
-
-    def _flush_to_kernel(self) -> None:
-        """Write all that is queued; a kernel that does not read loses it after a while."""
-        deadline = time.monotonic() + _FLUSH_SECONDS
-        channel = self._channel.fileno()
-        with (
-            contextlib.suppress(OSError, EOFError, ProtocolError),
-            selectors.DefaultSelector() as selector,
-        ):
-            selector.register(self._kernel, selectors.EVENT_READ)
-            selector.register(channel, selectors.EVENT_READ)
-            self._channel.flush(block=False)
-            while not self._channel.is_idle and time.monotonic() < deadline:
-                # Only the kernel's credit lets a stream go on, and nothing but a full socket
-                # makes it worth waiting until that can be written.
-                wanted = selectors.EVENT_WRITE if self._channel.num_pending else 0
-                selector.modify(channel, selectors.EVENT_READ | wanted)
-                if any(key.fd == self._kernel for key, _ in selector.select(1.0)):
-                    return
-                self._channel.drain()
-                self._channel.flush(block=False)
+        self._channel.post(kind(run=self._launch.run, **fields))
 
     def close(self) -> None:
         """Leave nobody behind."""
@@ -574,25 +548,3 @@ class Agent:
         scratch.remove(self._launch.run, used_by=[*self._reaped, *processes.kill_descendants()])
         self._logs.close()
         self._channel.close()
-
-
-def _reserve_port(port: int, *, shared: bool = False) -> socket.socket:
-    """A socket bound to a port on the loopback interface, for a store of rank 0 to listen on.
-
-    Rank 0 gets this very socket. Had it to bind one of its own, with SO_REUSEADDR on both, any
-    other user could bind the port as well, listen first, and get the connections of the others.
-
-    Args:
-        port: which; 0 for any that is free.
-        shared: whether others may bind the port as well.
-    """
-    holder = socket.socket()
-    if port or shared:
-        # Connections of the run before may linger on a port that the user chose, and only
-        # SO_REUSEADDR gets past them.
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", port))
-    if port and not shared:
-        # Of sockets with SO_REUSEADDR only one that listens keeps the others out.
-        holder.listen(socket.SOMAXCONN)
-    return holder
