@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from notebook_accel.launch.rank import current
 from notebook_accel.training import environment
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from notebook_accel.training.optimizer import AcceleratedOptimizer
-
     GradientSync = Callable[[torch.nn.Module, bool], AbstractContextManager[Any]]
 
 __all__ = [
@@ -32,6 +30,14 @@ __all__ = [
 ]
 
 _CURRENT = "accumulation"
+
+
+class _HearsLastBatch(Protocol):
+    """A prepared optimizer, as far as windows know it."""
+
+    def begin_last_batch(self) -> None: ...
+
+    def end_last_batch(self) -> None: ...
 
 
 class Accumulation:
@@ -53,7 +59,7 @@ class Accumulation:
         self.sync_gradients = True
         self.step = 0
         self.inside = False
-        self.optimizers: weakref.WeakSet[AcceleratedOptimizer] = weakref.WeakSet()
+        self.optimizers: weakref.WeakSet[_HearsLastBatch] = weakref.WeakSet()
         self.loaders = active_loaders()
 
     def show(self) -> None:

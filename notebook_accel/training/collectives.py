@@ -45,7 +45,6 @@ __all__ = [
     "gather_ragged",
     "honor_type",
     "is_namedtuple",
-    "lane",
     "listify",
     "num_ranks",
     "pad_across_processes",
@@ -55,6 +54,7 @@ __all__ = [
     "slice_tensors",
     "split_between",
     "this_rank",
+    "transport_device",
     "wait",
 ]
 
@@ -93,7 +93,7 @@ def _facts(group: dist.ProcessGroup | None) -> _GroupFacts:
         facts = _facts_of[asked] = _GroupFacts(
             size=size,
             compares_shapes=size > 1 and _debugs(),
-            carries_cpu=lane(torch.device("cpu"), group).type == "cpu",
+            carries_cpu=transport_device(torch.device("cpu"), group).type == "cpu",
         )
     return facts
 
@@ -172,7 +172,7 @@ def _is_plain(leaf: torch.Tensor) -> bool:
 def _sendable(leaf: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     # gloo sends the memory of a tensor with strides as it lies, without a word.
     leaf = leaf.detach().resolve_conj().resolve_neg()
-    return leaf.to(lane(leaf.device, group)).contiguous()
+    return leaf.to(transport_device(leaf.device, group)).contiguous()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,8 +183,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def lane(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where a tensor of ``device`` must lie for the group to carry it."""
+def transport_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
+    """The device on which the group can send and receive what lies on ``device``."""
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
     backends = dict(pairs)
     if device.type == "cpu" and "cpu" in backends:

@@ -74,7 +74,11 @@ def make_plan(
     step_scheduler_with_optimizer: bool,
     rng_types: Iterable[Any] | None,
 ) -> Plan:
-    """Check everything before the process group is made: a mistake must not leave ranks waiting.
+    """Check the settings, make the process group, and choose the strategy.
+
+    What can be checked without it is checked before the group is made, so that a mistake leaves no
+    rank waiting in it. That the sizes of a mesh fit the number of ranks is checked after: every
+    rank finds the same there, and none waits for another.
 
     Raises:
         ConfigError: a setting makes no sense.

@@ -28,7 +28,7 @@ _KEY = "topology"
 
 @dataclass(frozen=True)
 class Topology:
-    """One rank's place."""
+    """Which rank this process is, of how many, and the device on which it computes."""
 
     process_index: int
     """Rank of this process."""
@@ -54,13 +54,13 @@ class Topology:
 
 
 def topology() -> Topology:
-    """The place of this rank, found out by the first who asks."""
+    """The topology as this rank sees it, found out by the first who asks."""
     found: Topology | None = current().shared.get(_KEY)
     return establish() if found is None else found
 
 
 def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Topology:
-    """Find out the place of this rank, and make its process group where there is none.
+    """Find out which rank this is, and make its process group where there is none.
 
     What is known stays: ``cpu`` and ``options`` count for the first call.
 
@@ -74,7 +74,7 @@ def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = Non
     if found is None or _is_stale(found):
         found = shared[_KEY] = _find(cpu=cpu, options=options)
     elif found.num_processes > 1 and not has_process_group():
-        _open(_whereabouts(), found.device, options)
+        _open(_find_context(), found.device, options)
     return found
 
 
@@ -91,26 +91,26 @@ def barrier() -> None:
 
 
 def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
-    place = _whereabouts()
+    context = _find_context()
     device = devices.choose_device(
         cpu=cpu or environment.read_flag("USE_CPU"),
-        local_rank=place.device_index,
+        local_rank=context.device_index,
         shared=_chosen_backend(options) == "gloo",
     )
-    if place.world_size > 1:
-        _open(place, device, options)
+    if context.world_size > 1:
+        _open(context, device, options)
     return Topology(
-        process_index=place.rank,
-        num_processes=place.world_size,
-        local_process_index=place.local_rank,
-        local_num_processes=place.local_world_size,
+        process_index=context.rank,
+        num_processes=context.world_size,
+        local_process_index=context.local_rank,
+        local_num_processes=context.local_world_size,
         device=device,
         backend=_backend_of(device),
         pid=os.getpid(),
     )
 
 
-def _whereabouts() -> RankContext:
+def _find_context() -> RankContext:
     if has_process_group():
         return _of_group()
     context = current()
@@ -130,14 +130,14 @@ def _of_group() -> RankContext:
     )
 
 
-def _open(place: RankContext, device: torch.device, options: InitProcessGroupKwargs) -> None:
+def _open(context: RankContext, device: torch.device, options: InitProcessGroupKwargs) -> None:
     # A worker of a DataLoader inherits the environment of its rank, and is none itself.
     if has_process_group() or get_worker_info() is not None:
         return
     open_process_group(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_world_size=place.local_world_size,
+        rank=context.rank,
+        world_size=context.world_size,
+        local_world_size=context.local_world_size,
         backend=_chosen_backend(options) or devices.default_backend(device),
         options=options,
     )
@@ -157,7 +157,7 @@ def _backend_of(device: torch.device) -> str | None:
 
 
 def _is_stale(found: Topology) -> bool:
-    """Whether this process is a rank of its own, forked from one that knew another place."""
+    """Whether this process is a rank of its own, forked from another rank."""
     if found.pid == os.getpid() or current().launched:
         return False
     said = RankContext.from_environment()

@@ -224,7 +224,7 @@ def test_tensors_travel_where_the_backend_carries_them(
     backends: str, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
-    assert collectives.lane(torch.device(device)) == torch.device(expected)
+    assert collectives.transport_device(torch.device(device)) == torch.device(expected)
 
 
 # In a world of one.

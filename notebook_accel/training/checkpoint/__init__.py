@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoints"]
 
+# The entries of a checkpoint. Its model files are one a model; the pieces and the index that
+# save_model writes are an export of the user's, which a checkpoint beside them leaves alone.
 _OURS = re.compile(
     r"(model|pytorch_model|optimizer|scheduler|loader)(_\d+)?\.(safetensors|bin)|scaler\.pt"
     r"|(random_states|custom_checkpoint)_\d+\.pkl|pytorch_model_fsdp_\d+|optimizer_\d+"

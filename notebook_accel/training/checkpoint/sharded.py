@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = [
-    "has_model",
-    "has_optimizer",
     "names_of",
     "read_model",
     "read_optimizer",
@@ -50,16 +48,6 @@ def _model_folder(folder: Path, index: int) -> Path:
 
 def _optimizer_folder(folder: Path, index: int) -> Path:
     return folder / f"optimizer_{index}"
-
-
-def has_model(folder: Path, index: int) -> bool:
-    """Whether the checkpoint has this model in parts."""
-    return (_model_folder(folder, index) / ".metadata").exists()
-
-
-def has_optimizer(folder: Path, index: int) -> bool:
-    """Whether the checkpoint has this optimizer in parts."""
-    return (_optimizer_folder(folder, index) / ".metadata").exists()
 
 
 def write_model(state: Mapping[str, Any], folder: Path, index: int) -> None:
@@ -153,9 +141,9 @@ def _named(
     optimizer: Optimizer, names: Mapping[torch.Tensor, str]
 ) -> Iterator[tuple[torch.Tensor, str]]:
     for number, group in enumerate(optimizer.param_groups):
-        for place, weight in enumerate(group["params"]):
+        for position, weight in enumerate(group["params"]):
             # A weight of no prepared model has its position for a name.
-            yield weight, names.get(weight, f"group{number}.{place}")
+            yield weight, names.get(weight, f"group{number}.{position}")
 
 
 def _room_for(stored: TensorStorageMetadata, weight: torch.Tensor) -> torch.Tensor:

@@ -185,10 +185,10 @@ def _known() -> dict[str, Any]:
         known[f"{kind.__module__}.{kind.__qualname__}"] = kind
     core = cast("Any", getattr(np, "_core", None) or np.core)
     # numpy 2 moved its core; files of either version name their own.
-    for place in ("numpy._core", "numpy.core"):
-        known[f"{place}.multiarray._reconstruct"] = core.multiarray._reconstruct
-        known[f"{place}.multiarray.scalar"] = core.multiarray.scalar
-        known[f"{place}.numeric._frombuffer"] = core.numeric._frombuffer
+    for module in ("numpy._core", "numpy.core"):
+        known[f"{module}.multiarray._reconstruct"] = core.multiarray._reconstruct
+        known[f"{module}.multiarray.scalar"] = core.multiarray.scalar
+        known[f"{module}.numeric._frombuffer"] = core.numeric._frombuffer
     known["pathlib._local.PosixPath"] = pathlib.PosixPath  # Python 3.13
     known["pathlib._local.WindowsPath"] = pathlib.WindowsPath
     return known

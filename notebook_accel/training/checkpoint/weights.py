@@ -37,6 +37,7 @@ __all__ = [
     "write_safely",
 ]
 
+# What save_model writes of its one model. Checkpoints number their models instead.
 _MODEL_FILE = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

@@ -28,6 +28,7 @@ from notebook_accel.training.data.loaders import (
     LoaderOptions,
     PreparedLoader,
     SkipDataLoader,
+    copy_as,
     samplers_of,
 )
 from notebook_accel.training.data.samplers import (
@@ -90,7 +91,7 @@ def prepare_data_loader(
     num_shares = data_group.size
     if config.split_batches:
         _check_divisible(loader, num_shares)
-    draft = _copy(loader)
+    draft = copy_as(type(loader), loader)
     if config.use_seedable_sampler:
         _make_seedable(draft, config.data_seed)
     private = _private_generator(config.data_seed, ordinal)
@@ -131,12 +132,6 @@ def _check_divisible(loader: DataLoader[Any], num_processes: int) -> None:
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if size is not None:
         share_of(size, num_processes, split_batches=True)
-
-
-def _copy(loader: DataLoader[Any]) -> DataLoader[Any]:
-    draft = type(loader).__new__(type(loader))
-    vars(draft).update(vars(loader), _iterator=None)
-    return draft
 
 
 def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
@@ -258,7 +253,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         return dataloader.skipping(num_batches)
     if isinstance(dataloader.dataset, IterableDataset):
         return SkipDataLoader.around(dataloader, num_batches)
-    new = _copy(dataloader)
+    new = copy_as(type(dataloader), dataloader)
     name = "sampler" if new.batch_sampler is None else "batch_sampler"
     inner: Any = getattr(new, name)
     if isinstance(inner, SkipBatchSampler):

@@ -25,9 +25,9 @@ from torch.utils.data import IterableDataset
 from notebook_accel.training.collectives import (
     as_bytes,
     broadcast_object_list,
-    lane,
     num_ranks,
     this_rank,
+    transport_device,
 )
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.rounds import Part, Round, RoundDealer
@@ -221,12 +221,12 @@ def _is_slot(value: object) -> bool:
 
 def _scatter(buffers: list[torch.Tensor]) -> None:
     if buffers:
-        sent = [buffer.to(lane(buffer.device)) for buffer in buffers]
+        sent = [buffer.to(transport_device(buffer.device)) for buffer in buffers]
         dist.scatter(torch.empty_like(sent[0]), sent, src=0)
 
 
 def _take(num_bytes: int) -> torch.Tensor:
-    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=lane(torch.device("cpu")))
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=transport_device(torch.device("cpu")))
     if num_bytes:
         dist.scatter(buffer, src=0)
     return buffer

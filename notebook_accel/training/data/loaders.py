@@ -41,7 +41,7 @@ from notebook_accel.training.seeding import synchronize_rng_state
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["DataLoaderShard", "LoaderOptions", "PreparedLoader", "SkipDataLoader"]
+__all__ = ["DataLoaderShard", "LoaderOptions", "PreparedLoader", "SkipDataLoader", "copy_as"]
 
 _NONE = object()
 # An odd constant near 2**64 divided by the golden ratio: neighbours land far apart.
@@ -169,13 +169,13 @@ class PreparedLoader(DataLoader[Any]):
 
         A subclass of DataLoader stays one: what it overrides still holds.
         """
-        new = _copy_as(cls, loader)
+        new = copy_as(cls, loader)
         new._settle(options, _Progress())
         return new
 
     def skipping(self, num_batches: int) -> PreparedLoader:
         """This loader from batch ``num_batches`` of each epoch on."""
-        new = _copy_as(PreparedLoader, self)
+        new = copy_as(PreparedLoader, self)
         new._settle(replace(self._options, skip_batches=num_batches), self._progress)
         return new
 
@@ -470,7 +470,8 @@ class PreparedLoader(DataLoader[Any]):
 Loader = TypeVar("Loader", bound=DataLoader[Any])
 
 
-def _copy_as(kind: type[Loader], loader: DataLoader[Any]) -> Loader:
+def copy_as(kind: type[Loader], loader: DataLoader[Any]) -> Loader:
+    """A copy of ``loader`` that is of ``kind`` too; it shares the samplers and all else."""
     kinds: tuple[Any, Any] = (kind, type(loader))
     joined = _joined(*kinds)
     new: Loader = joined.__new__(joined)
@@ -525,7 +526,7 @@ class SkipDataLoader(DataLoader[Any]):
     @classmethod
     def around(cls, loader: DataLoader[Any], skip_batches: int) -> SkipDataLoader:
         """``loader`` without its first batches."""
-        new = _copy_as(cls, loader)
+        new = copy_as(cls, loader)
         new.skip_batches = skip_batches
         return new
 

@@ -51,7 +51,7 @@ class LastRound(NamedTuple):
     """A round that lacked samples."""
 
     real: int
-    """Samples of all ranks in it, those repeated to fill it up aside."""
+    """Samples of all ranks in it, those repeated to fill it up aside; -1 where no rank knows."""
 
     rows: int | None
     """Samples of this rank in it; None where the size of its batch is not known."""
@@ -147,8 +147,8 @@ class BatchSamplerShard(BatchSampler):
         share = share_of(self.batch_size or 0, num_processes, split_batches)
         # Samples a round, and which of them are this rank's. Without a batch size (a user's own
         # batch sampler) both are empty, and whole batches are dealt instead.
-        self._capacity = share * num_processes
-        self._mine = slice(share * process_index, share * (process_index + 1))
+        self._samples_a_round = share * num_processes
+        self._own_part = slice(share * process_index, share * (process_index + 1))
 
     @property
     def is_uneven(self) -> bool:
@@ -166,7 +166,7 @@ class BatchSamplerShard(BatchSampler):
         """Samples that the last round will have; 0 for a whole one, -1 where it is not known."""
         if self.drop_last or not self._deals_samples or not isinstance(self.sampler, Sized):
             return -1
-        return self._num_samples % self._capacity
+        return self._num_samples % self._samples_a_round
 
     @property
     def _deals_samples(self) -> bool:
@@ -196,9 +196,9 @@ class BatchSamplerShard(BatchSampler):
         if self.num_processes == 1:
             return length_of(self.batch_sampler)
         if self._deals_samples:
-            whole, rest = divmod(self._num_samples, self._capacity)
+            whole, rest = divmod(self._num_samples, self._samples_a_round)
             # Of an uneven last round this rank has something once those before it are served.
-            needed = self._mine.start
+            needed = self._own_part.start
         elif self.split_batches:
             return length_of(self.batch_sampler)
         else:
@@ -215,19 +215,19 @@ class BatchSamplerShard(BatchSampler):
         return self._split_batches() if self.split_batches else self._deal_batches()
 
     def _deal_samples(self) -> Iterator[list[Any]]:
-        capacity, mine = self._capacity, self._mine
+        size, own = self._samples_a_round, self._own_part
         # The samples come from the sampler itself: what its batch sampler skips is skipped here.
         samples = itertools.islice(self.sampler, self._num_skipped, None)
-        first = samples_of_round = [*itertools.islice(samples, capacity)]
-        while len(samples_of_round) == capacity:
-            yield samples_of_round[mine]
-            samples_of_round = [*itertools.islice(samples, capacity)]
+        first = samples_of_round = [*itertools.islice(samples, size)]
+        while len(samples_of_round) == size:
+            yield samples_of_round[own]
+            samples_of_round = [*itertools.islice(samples, size)]
         if not samples_of_round or self.drop_last:
             return
-        filled = _fill(samples_of_round, first, capacity) if self.even_batches else samples_of_round
-        batch = filled[mine]
+        filled = _fill(samples_of_round, first, size) if self.even_batches else samples_of_round
+        batch = filled[own]
         # Before the yield: the loader asks for it while the loop has the batch.
-        self.last_round = LastRound(len(samples_of_round), len(batch), len(samples_of_round[mine]))
+        self.last_round = LastRound(len(samples_of_round), len(batch), len(samples_of_round[own]))
         if batch:
             yield batch
 
@@ -274,7 +274,7 @@ class BatchSamplerShard(BatchSampler):
             rows = len(batch) if isinstance(batch, Sized) else None
             is_repeated = self.process_index >= num_batches
             kept = 0 if is_repeated else 1 if rows is None else rows
-            # Batches may differ in size, so that no rank knows how many samples all have: -1.
+            # Batches may differ in size, so that no rank knows how many samples all have.
             self.last_round = LastRound(-1, rows, kept)
             yield batch
 
@@ -396,8 +396,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.marks_tail = marks_tail
         # Without a batch size each sample is a batch that the dataset has made.
         share = 1 if batch_size is None else share_of(batch_size, num_processes, split_batches)
-        self._capacity = share * num_processes
-        self._mine = slice(share * process_index, share * (process_index + 1))
+        self._samples_a_round = share * num_processes
+        self._own_part = slice(share * process_index, share * (process_index + 1))
 
     @property
     def is_uneven(self) -> bool:
@@ -410,7 +410,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         """Samples that the last round will have; 0 for a whole one, -1 where it is not known."""
         if self.drop_last or not isinstance(self.dataset, Sized):
             return -1
-        return len(self.dataset) % self._capacity
+        return len(self.dataset) % self._samples_a_round
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset which epoch comes."""
@@ -418,16 +418,16 @@ class IterableDatasetShard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        whole, rest = divmod(length_of(self.dataset), self._capacity)
-        share = self._capacity // self.num_processes
+        whole, rest = divmod(length_of(self.dataset), self._samples_a_round)
+        share = self._samples_a_round // self.num_processes
         if self.drop_last or not rest:
             return whole * share
         if self.even_batches:
             return (whole + 1) * share
-        return whole * share + len(range(rest)[self._mine])
+        return whole * share + len(range(rest)[self._own_part])
 
     def __iter__(self) -> Iterator[Any]:
-        samples, capacity, mine = iter(self.dataset), self._capacity, self._mine
+        samples, capacity, mine = iter(self.dataset), self._samples_a_round, self._own_part
         samples_of_round = [*itertools.islice(samples, capacity)]
         # The first round is kept only where it may be needed: a sample can be large.
         fills = self.even_batches and not self.drop_last
@@ -439,12 +439,12 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield from self._deal_last(samples_of_round, first)
 
     def _deal_last(self, samples: list[Any], first: list[Any]) -> Iterator[Any]:
-        filled = _fill(samples, first, self._capacity) if self.even_batches else samples
-        mine = filled[self._mine]
+        filled = _fill(samples, first, self._samples_a_round) if self.even_batches else samples
+        mine = filled[self._own_part]
         if not self.marks_tail:
             yield from mine
             return
         rows = None if self.batch_size is None else len(mine)
-        last_round = LastRound(len(samples), rows, len(samples[self._mine]))
+        last_round = LastRound(len(samples), rows, len(samples[self._own_part]))
         for sample in mine:
             yield _TailSample(sample, last_round)

@@ -109,6 +109,8 @@ def step_one_by_one_where_mixed(optimizer: Optimizer) -> None:
     """
     if len(by_mesh(weight for group in optimizer.param_groups for weight in group["params"])) > 1:
         for group in optimizer.param_groups:
+            # None leaves the choice to torch, which may take the fused loop; True is the user's
+            # own word, and torch says why it cannot be.
             if "foreach" in group and not group["foreach"]:
                 group["foreach"] = False
 
