@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.config import check_seconds, shown
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.system import processes
+from notebook_accel.launch.system.open_files import check_open_files
 
 if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
@@ -22,6 +23,8 @@ __all__ = ["check_call", "check_machine", "check_platform", "check_wait"]
 # Of an agent, for each rank: its channel, log, watch and stacks; gloo's mesh is in the ranks.
 _FILES_A_RANK = 6
 _FILES_BESIDE = 64
+# Of the notebook's process while it launches: folder, metrics, payload, template and channels.
+_FILES_OF_KERNEL = 24
 _MAX_SHOWN = 200
 _INLINE = "otherwise take engine='inline', which runs the function in the notebook's own process"
 
@@ -89,6 +92,7 @@ def check_platform() -> None:
     """
     if not processes.supported():
         raise LaunchError(f"launching processes needs Linux (5.3 or newer) for now; {_INLINE}")
+    check_open_files(_FILES_OF_KERNEL)
     try:
         os.getcwd()
     except OSError as error:
@@ -133,9 +137,11 @@ def check_machine(config: LaunchConfig, world_size: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _FILES_BESIDE + max(_FILES_A_RANK, 2) * world_size
     if hard != resource.RLIM_INFINITY and hard < needed:
+        ranks = "1 rank needs" if world_size == 1 else f"{world_size} ranks need"
+        advice = "have it raised" if world_size == 1 else "ask for fewer ranks, or have it raised"
         raise LaunchError(
-            f"{world_size} ranks need about {needed} open files, and this machine's hard limit is "
-            f"{hard} (ulimit -Hn): ask for fewer ranks, or have the limit raised"
+            f"{ranks} about {needed} open files, and this machine's hard limit is {hard} "
+            f"(ulimit -Hn): {advice}"
         )
     if config.use_port is not None and not _is_free(config.use_port):
         raise LaunchError(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -24,18 +25,20 @@ import uuid
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 import platformdirs
 
 from notebook_accel.errors import LaunchError
+from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.state import RunState
 from notebook_accel.launch.control.terminal_text import as_shown
 from notebook_accel.launch.system.log_files import log_path
+from notebook_accel.launch.system.open_files import TOO_MANY_FILES, too_many_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from notebook_accel.config import LaunchConfig
 
@@ -48,8 +51,8 @@ _LIVE = ".live"
 _STATE = "state.msgpack"
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 _KERNEL = re.compile(r"\.kernel-[0-9a-f]{12}")
-# A file of others may be a FIFO, whose opening waits for a writer, or a link to anything.
-_CAREFULLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+# A file of others may be a FIFO, whose opening waits for a writer.
+_CAREFULLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +105,9 @@ class RunFolder:
             folder.path.mkdir(parents=True, mode=0o700)
             folder._hold()
         except OSError as error:
+            folder.remove()  # it may be there, without what says that we hold it
+            if error.errno in TOO_MANY_FILES:
+                raise too_many_files() from None
             raise LaunchError(
                 f"the folder for the run's logs and metrics cannot be made in {root}: {error}. Set "
                 "NOTEBOOK_ACCEL_RUNS to a folder that can be written"
@@ -138,18 +144,28 @@ class RunFolder:
             )
 
     def make_logs(self, world_size: int) -> None:
-        """Make the empty files for the output of ranks, so that they can be linked."""
-        for rank in range(world_size):
-            log_path(self.path, rank).touch(mode=0o600)
+        """Make the empty files for the output of ranks, so that they can be linked.
+
+        Raises:
+            LaunchError: they cannot be made.
+        """
+        with _making(self.path), held():
+            for rank in range(world_size):
+                log_path(self.path, rank).touch(mode=0o600)
 
     def link_logs(self, session: RunFolder, world_size: int) -> None:
-        """Have the files of output of a session's ranks here too: its calls print into them."""
+        """Have the files of output of a session's ranks here too: its calls print into them.
+
+        Raises:
+            LaunchError: they cannot be linked.
+        """
         for rank in range(world_size):
             source, target = log_path(session.path, rank), log_path(self.path, rank)
             try:
                 target.hardlink_to(source)
             except OSError:  # a file system without them
-                target.symlink_to(source)
+                with _making(self.path):
+                    target.symlink_to(source)
 
     def read_log(self, rank: int, start: int = 0, end: int | None = None) -> str:
         """What a rank printed, as a terminal would show it.
@@ -160,10 +176,12 @@ class RunFolder:
 
         Raises:
             FileNotFoundError: the folder was deleted.
+            OSError: the file cannot be read, or is none.
         """
         self.check()
         try:
-            with log_path(self.path, rank).open("rb") as file:
+            # A link is a log too, of a session on a file system without hard ones.
+            with _open_carefully(log_path(self.path, rank), follow=True) as file:
                 file.seek(start)
                 data = file.read(-1 if end is None else max(0, end - start))
         except FileNotFoundError:  # the rank was never started
@@ -171,12 +189,15 @@ class RunFolder:
         text = data.decode(errors="replace")
         return "\n".join(as_shown(line) for line in text.split("\n"))
 
-    def save(self, state: RunState, config: LaunchConfig | None = None) -> None:
+    def save(self, state: RunState, config: LaunchConfig | None = None) -> str:
         """Write what other processes can know; a full disk costs them that, never us the run.
 
         Args:
             state: the newest.
             config: how the run was launched; its variables, which may be secrets, are left out.
+
+        Returns:
+            A line for the person where it could not be written, else "".
         """
         path = self.path / _STATE
         part = path.with_suffix(".part")
@@ -186,12 +207,13 @@ class RunFolder:
             part.write_bytes(msgspec.msgpack.encode(state))
             part.replace(path)
         except (OSError, UnicodeEncodeError) as error:
-            _log.warning("the state of run %s is not on disk: %s", self.id, error)
+            return _loss("how this run ended is known to this kernel alone", self.path, error)
+        return ""
 
     def load(self) -> RunState | None:
         """The state saved last; None where there is none that this version can read."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            return msgspec.msgpack.decode(_read_carefully(self.path / _STATE), type=RunState)
+            return msgspec.msgpack.decode(_read(self.path / _STATE), type=RunState)
         return None
 
     @property
@@ -208,16 +230,57 @@ class RunFolder:
 
 
 def run_folders(root: Path | None = None) -> list[RunFolder]:
-    """The folders of the runs on disk, oldest first; what we did not make is left out."""
+    """The folders of this user's runs on disk, oldest first; what we did not make is left out."""
     root = runs_folder() if root is None else root
     with contextlib.suppress(OSError):
         names = sorted(
             entry.name
             for entry in os.scandir(root)
-            if _ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            if _ID.fullmatch(entry.name)
+            and entry.is_dir(follow_symlinks=False)
+            # What others put into a shared folder, they may change while we read it.
+            and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
         )
         return [RunFolder(root / name) for name in names]
     return []
+
+
+@contextlib.contextmanager
+def _making(folder: Path) -> Iterator[None]:
+    """Whoever cannot make a file in the folder of a new run says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in TOO_MANY_FILES:
+            raise too_many_files() from None
+        raise LaunchError(
+            f"the files for the run's logs and metrics cannot be made in {folder}: "
+            f"{error.strerror}. {_REMEDY}"
+        ) from None
+
+
+_REMEDY = (
+    "Make room on its disk, or set NOTEBOOK_ACCEL_RUNS to a folder on another one that can be "
+    "written"
+)
+
+
+def _loss(what: str, folder: Path, error: OSError | UnicodeEncodeError | None) -> str:
+    """A line for the person: what is lost, why, and what to do.
+
+    Args:
+        what: is lost.
+        folder: of the run.
+        error: why; None where it was deleted.
+    """
+    if error is None or not folder.is_dir():
+        return (
+            f"files of this run were deleted while it went on ({folder}): logs and metrics are "
+            "lost. Launch again to have them"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"disk full: {what} ({folder}). {_REMEDY}"
+    return f"{what} ({folder}): {error}. {_REMEDY}"
 
 
 # ---- who holds a run -----------------------------------------------------------------------
@@ -263,7 +326,7 @@ def _let_go(mark: Path, pid: int) -> None:
 
 def _is_held(folder: Path) -> bool:
     try:
-        name = _read_carefully(folder / _LIVE).decode(errors="replace")
+        name = _read(folder / _LIVE).decode(errors="replace")
     except FileNotFoundError:
         return False
     except OSError:  # of another user, or no file at all: not ours to judge
@@ -274,31 +337,41 @@ def _is_held(folder: Path) -> bool:
 def _is_locked(path: Path) -> bool:
     """Whether a kernel lives that holds this file; removes the file where none does."""
     try:
-        number = os.open(path, _CAREFULLY)
+        with _open_carefully(path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
     except FileNotFoundError:
         return False
     except OSError:
         return True
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
-    except OSError:
-        return True
-    finally:
-        os.close(number)
     return False
 
 
-def _read_carefully(path: Path) -> bytes:
-    """The bytes of a regular file.
+def _open_carefully(path: Path, *, follow: bool = False) -> IO[bytes]:
+    """Open a regular file that others may have put there.
+
+    Args:
+        path: where it is.
+        follow: whether it may be a link.
 
     Raises:
-        OSError: it is none, or cannot be read.
+        OSError: it is no regular file, or cannot be read.
     """
-    number = os.open(path, _CAREFULLY)
-    with open(number, "rb") as file:
-        if not stat.S_ISREG(os.fstat(number).st_mode):
-            raise OSError(f"{path} is no regular file")
+
+    def opener(name: str, _: int) -> int:
+        return os.open(name, _CAREFULLY if follow else _CAREFULLY | os.O_NOFOLLOW)
+
+    # Interrupted before the file has its descriptor, that would stay open for good.
+    with held():
+        file = open(path, "rb", opener=opener)  # noqa: SIM115 (the caller closes it)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is no regular file")
+    return file
+
+
+def _read(path: Path) -> bytes:
+    with _open_carefully(path) as file:
         return file.read()
 
 
@@ -332,20 +405,40 @@ class MetricReader:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
+        self._num_bad = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Every row, in the order in which they came; none where there is no file."""
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
-            return [_decode(line) for line in file if line.endswith(b"\n")]
+        """Every row, in the order in which they came; none where there is no file.
+
+        What is no row is left out, with a line in Python's log that counts it.
+
+        Raises:
+            OSError: the file cannot be read, or is none.
+        """
+        with contextlib.suppress(FileNotFoundError), _open_carefully(self.path) as file:
+            return self._rows(line for line in file if line.endswith(b"\n"))
         return []
+
+    def _rows(self, lines: Iterable[bytes]) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        num_bad = 0
+        for line in lines:
+            try:
+                rows.append(_decode(line))
+            except (ValueError, RecursionError):
+                num_bad += 1
+        if num_bad > self._num_bad:
+            self._num_bad = num_bad
+            _log.warning("%d lines that are no metrics were left out: %s", num_bad, self.path)
+        return rows
 
     def sample(self, max_bytes: int) -> list[dict[str, Any]]:
         """Every row of a short file; of a long one, stretches from its begin to its end."""
         with contextlib.suppress(FileNotFoundError):
             size = self.path.stat().st_size
             if size > max_bytes:
-                with self.path.open("rb") as file:
-                    return [_decode(line) for line in _spread_lines(file, size, max_bytes)]
+                with _open_carefully(self.path) as file:
+                    return self._rows(_spread_lines(file, size, max_bytes))
         return self.read()
 
 
@@ -353,11 +446,21 @@ class MetricStore(MetricReader):
     """The metrics of a run that goes on.
 
     A disk that is full costs the metrics from then on, never the run.
+
+    Attributes:
+        loss: a line for the person where metrics are lost, else "".
     """
 
     def __init__(self, folder: Path) -> None:
+        """Make the file.
+
+        Raises:
+            LaunchError: it cannot be made.
+        """
         super().__init__(folder)
-        self._file = self.path.open("ab")
+        self.loss = ""
+        with _making(folder):
+            self._file = self.path.open("ab")
 
     def add(self, *, wall: float, rank: int, step: int | None, values: dict[str, float]) -> None:
         """Append values; readers see them after :meth:`flush`."""
@@ -369,6 +472,8 @@ class MetricStore(MetricReader):
     def flush(self) -> None:
         with self._writing():
             self._file.flush()
+            if not self.loss and os.fstat(self._file.fileno()).st_nlink == 0:
+                self.loss = _loss("metrics are lost", self.path.parent, None)
 
     def close(self) -> None:
         with self._writing():
@@ -381,7 +486,7 @@ class MetricStore(MetricReader):
         except ValueError:  # closed meanwhile, by the run's end or by a full disk
             return
         except OSError as error:
-            _log.warning("metrics are lost from here on: %s: %s", self.path, error)
+            self.loss = _loss("metrics are lost from here on", self.path.parent, error)
             with contextlib.suppress(OSError):
                 self._file.close()
 
@@ -408,6 +513,17 @@ def _spread_lines(file: IO[bytes], size: int, max_bytes: int) -> Iterator[bytes]
             yield line
 
 
+class _Row(TypedDict):
+    time: float
+    rank: int
+    step: int | None
+    name: str
+    value: float | str
+
+
+_DECODER = msgspec.json.Decoder(_Row)
+
+
 def _encode(row: dict[str, Any]) -> bytes:
     # JSON has no nan and no infinity; they travel as text.
     value = row["value"]
@@ -416,7 +532,12 @@ def _encode(row: dict[str, Any]) -> bytes:
 
 
 def _decode(line: bytes) -> dict[str, Any]:
-    row: dict[str, Any] = msgspec.json.decode(line)
+    """The row of one line.
+
+    Raises:
+        ValueError: the line is none.
+    """
+    row: dict[str, Any] = _DECODER.decode(line)  # type: ignore[assignment]
     if isinstance(row["value"], str):
         row["value"] = float(row["value"])
     return row

@@ -185,6 +185,9 @@ class Supervisor(Conductor):
             return
         self._next_draw = now + _DRAW_SECONDS
         self._metrics.flush()
+        if self._metrics.loss:
+            with self._state_lock:
+                self.state = apply(wire.Notice(text=self._metrics.loss), self.state)
         if self.state is not self._drawn:
             self._drawn = self.state
             self._context.run(self._view.update, self.state)
@@ -218,14 +221,17 @@ class Supervisor(Conductor):
             self.state, is_stopped=self._is_stopped, lost=lost, log_dir=str(self._folder.path)
         )
         error = verdict.failure.message if verdict.failure else ""
-        notices = (*self.state.notices, *self._closing_notices(self.state))
-        state = replace(
-            self.state, status=verdict.status, ended=self.state.now(), error=error, notices=notices
-        )
+        self._metrics.flush()
         self._metrics.close()
+        state = replace(self.state, status=verdict.status, ended=self.state.now(), error=error)
+        lines = [self._metrics.loss] if self._metrics.loss else []
+        for line in (*lines, *self._closing_notices(self.state)):
+            state = apply(wire.Notice(text=line), state)
         # What is large, and what holds the notebook's function: the handle has it, nobody else.
         self.results = None
         self._closing_notices = lambda _: ()
-        self._folder.save(state)
+        loss = self._folder.save(state)
+        if loss:
+            state = apply(wire.Notice(text=loss), state)
         self._verdict = verdict
         self.state = state

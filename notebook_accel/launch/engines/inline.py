@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.launch import wire
 from notebook_accel.launch.control.environment import ON_CPU
 from notebook_accel.launch.control.interrupts import Latch
 from notebook_accel.launch.control.results import Results
+from notebook_accel.launch.control.state import apply
 from notebook_accel.launch.control.terminal_text import plain_text
 from notebook_accel.launch.control.verdict import Failure
 from notebook_accel.launch.engines.base import Engine, RankPlan
@@ -52,7 +54,9 @@ class InlineEngine(Engine):
                 conductor.call(job)
         finally:
             opening.metrics.close()
-            opening.folder.save(conductor.state)
+            loss = opening.folder.save(conductor.state)
+            if loss:
+                conductor.state = apply(wire.Notice(text=loss), conductor.state)
             conductor.close()
             job.view.close(conductor.state)
             conductor.ended.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -13,7 +14,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel import LaunchError, runs
-from notebook_accel.launch.control.stores import MetricStore, RunFolder, runs_folder
+from notebook_accel.launch.control.state import starting
+from notebook_accel.launch.control.stores import (
+    MetricReader,
+    MetricStore,
+    RunFolder,
+    run_folders,
+    runs_folder,
+)
 from notebook_accel.launch.system.log_files import log_path
 
 if TYPE_CHECKING:
@@ -310,13 +318,112 @@ def test_metrics_of_a_folder_that_is_gone(tmp_path: Path) -> None:
     assert store.read() == []
 
 
-def test_a_full_disk_ends_no_training(tmp_path: Path) -> None:
+def test_a_full_disk_ends_no_training_and_is_told(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     store = MetricStore(tmp_path)
     for step in range(2000):
         store.add(wall=0, rank=0, step=step, values={"loss": 1.0})
         store.flush()
     store.close()
+    assert "disk full: metrics are lost" in store.loss
+    assert "NOTEBOOK_ACCEL_RUNS" in store.loss
+
+
+def test_a_folder_that_is_deleted_in_mid_run_is_told(tmp_path: Path) -> None:
+    folder = RunFolder.make(tmp_path)
+    store = MetricStore(folder.path)
+    store.add(wall=0, rank=0, step=0, values={"loss": 1.0})
+    store.flush()
+    assert store.loss == ""
+    folder.remove()
+    store.flush()
+    assert "were deleted while it went on" in store.loss
+    state = starting(run=folder.id, name="train", world_size=1, started=0.0)
+    assert folder.save(state) == store.loss
+    store.close()
+
+
+def test_a_state_that_is_not_on_disk_is_told(tmp_path: Path) -> None:
+    folder = RunFolder.make(tmp_path)
+    state = starting(run=folder.id, name="train", world_size=1, started=0.0)
+    assert folder.save(state) == ""
+    (folder.path / "state.part").symlink_to("/dev/full")
+    assert folder.save(state).startswith("disk full: how this run ended")
+
+
+def test_what_cannot_be_made_in_a_new_folder_is_a_launch_error(tmp_path: Path) -> None:
+    session, gone = RunFolder.make(tmp_path), RunFolder.make(tmp_path)
+    session.make_logs(1)
+    gone.remove()
+    for make in (
+        lambda: MetricStore(gone.path),
+        lambda: gone.make_logs(1),
+        lambda: gone.link_logs(session, 1),
+    ):
+        with pytest.raises(LaunchError, match="NOTEBOOK_ACCEL_RUNS"):
+            make()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rank-0.log"])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_fifo_where_a_file_should_be_holds_no_reader_up(
+    name: str, is_link: bool, tmp_path: Path
+) -> None:
+    folder = RunFolder.make(tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    if is_link:
+        (folder.path / name).symlink_to(tmp_path / "fifo")
+    else:
+        os.mkfifo(folder.path / name)
+    for read in (
+        MetricReader(folder.path).read,
+        lambda: MetricReader(folder.path).sample(10),
+        lambda: folder.read_log(0),
+    ):
+        with contextlib.suppress(OSError):
+            assert not read()
+
+
+def test_lines_that_are_no_metrics_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = b'{"time":1.0,"rank":0,"step":1,"name":"a","value":2.0}'
+    bad = [
+        b"",
+        b"\xff\x00",
+        b"[1]",
+        b'{"time":1.0}',
+        b'{"time":1e999,"rank":0,"step":1,"name":"a","value":2.0}',
+        b'{"time":1.0,"rank":0,"step":1,"name":["a"],"value":2.0}',
+        b'{"time":1.0,"rank":0,"step":1,"name":"a","value":"__import__"}',
+        b'{"time":1.0,"rank":0,"step":1,"name":"a","value":2.0,"x":' + b"[" * 100_000,
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([good, *bad, good, b""]))
+    reader = MetricReader(tmp_path)
+    assert [row["value"] for row in reader.read()] == [2.0, 2.0]
+    assert len(reader.sample(10_000_000)) == 2
+    assert [f"{len(bad)} lines" in record.message for record in caplog.records] == [True]
+
+
+def test_folders_of_other_users_are_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder.make(tmp_path)
+    assert [found.id for found in run_folders(tmp_path)] == [folder.id]
+    monkeypatch.setattr("os.geteuid", lambda: folder.path.stat().st_uid + 1)
+    assert run_folders(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_held_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", refuse)
+    with pytest.raises(LaunchError):
+        RunFolder.make(tmp_path)
+    assert names(tmp_path) == []
 
 
 def test_adding_is_cheap(tmp_path: Path) -> None:

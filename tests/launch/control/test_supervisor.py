@@ -68,6 +68,19 @@ def test_metrics_are_kept_and_the_last_is_shown(run: PlayedRun) -> None:
     assert call.state.ranks[0].metrics["loss"] == (2, -1.0)
 
 
+def test_metrics_that_are_lost_are_told_while_the_run_goes_on(run: PlayedRun) -> None:
+    call = run.begin_call()
+    [agent] = run.agents
+    run.folder.remove()
+    deadline = time.monotonic() + SECONDS
+    while not call.state.notices and time.monotonic() < deadline:
+        time.sleep(0.01)
+    agent.return_all()
+    assert call.ended.wait(SECONDS)
+    [notice] = call.state.notices
+    assert "were deleted while it went on" in notice
+
+
 def test_the_view_draws_five_times_a_second_at_most(run: PlayedRun) -> None:
     (agent,) = run.agents
     call = run.begin_call()
