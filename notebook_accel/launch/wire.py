@@ -452,10 +452,14 @@ class CountDevices(Message, frozen=True, kw_only=True):
 
 
 class Devices(Message, frozen=True, kw_only=True):
-    """The accelerators: their torch type ("cuda", or "cpu" for none) and names."""
+    """The accelerators: their torch type ("cuda", or "cpu" for none) and names.
+
+    ``error`` says why they could not be counted, where that is so.
+    """
 
     kind: str
     names: tuple[str, ...] = ()
+    error: str = ""
 
 
 # ---- of a channel to another machine (transport/frames.py) ---------------------------------

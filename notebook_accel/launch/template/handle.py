@@ -169,13 +169,19 @@ class Template:
         """The accelerators that a process with this environment sees.
 
         Raises:
-            LaunchError: the template died.
+            LaunchError: the template died, or the accelerators could not be counted.
             UnresponsiveTemplateError: it does not answer.
         """
         chosen = tuple(sorted(item for item in environment.items() if "VISIBLE" in item[0]))
         if chosen not in self._devices:
             request = wire.CountDevices(run=uuid4().hex, environment=dict(environment))
-            self._devices[chosen] = self._ask(request, wire.Devices, seconds=_DEVICES_SECONDS)
+            answer = self._ask(request, wire.Devices, seconds=_DEVICES_SECONDS)
+            if answer.error:
+                raise LaunchError(
+                    "the accelerators of this machine could not be counted. Launch again, or "
+                    f"take devices='cpu' to train without them. What happened: {answer.error}"
+                )
+            self._devices[chosen] = answer
         return self._devices[chosen]
 
     def exit_of(self, pid: int, *, timeout: float) -> wire.AgentExited | None:

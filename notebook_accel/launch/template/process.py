@@ -159,12 +159,17 @@ class _Server:
     def _count_devices(self, message: wire.CountDevices) -> None:
         """Ask in a child: torch may have to initialise a device for the answer."""
         ours, theirs = socket.socketpair()
+        errors = os.memfd_create("device-errors")
         with ours, theirs:
             me = os.getpid()
-            pid = self._fork(lambda: _answer_devices(Channel(theirs), message.environment, me))
+            pid = self._fork(
+                lambda: _answer_devices(Channel(theirs), message.environment, me), errors=errors
+            )
             theirs.close()
             ours.settimeout(_ANSWER_SECONDS)
-            answer: wire.Message = wire.Devices(kind="cpu")
+            # Without an answer it is not known that there is none: a training that should be on
+            # a GPU must not begin on the CPU without a word.
+            answer: wire.Message = wire.Devices(kind="cpu", error="it gave no answer")
             with (
                 processes.acting_on_exit(self._kernel, self._go),
                 contextlib.suppress(EOFError, OSError),
@@ -173,6 +178,10 @@ class _Server:
             answer = msgspec.structs.replace(answer, run=message.run)
             processes.kill_tree([pid])
             os.waitpid(pid, 0)
+        traceback_text = os.pread(errors, _MAX_TRACEBACK_BYTES, 0).decode(errors="replace")
+        os.close(errors)
+        if traceback_text:
+            answer = msgspec.structs.replace(answer, error=traceback_text)
         self._channel.send(answer)
 
     def _fork(self, act: Callable[[], None], *, errors: int | None = None) -> int:
