@@ -188,3 +188,25 @@ def test_the_offload_folder_is_in_the_format_of_accelerate(model: Language, tmp_
         json.loads((tmp_path / w / "index.json").read_text()) for w in ("ours", "theirs")
     )
     assert ours == theirs
+
+
+def test_a_transformers_model_generates_from_host_and_disk(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=3, n_head=2)
+    saved = GPT2LMHeadModel(config).eval()
+    saved.save_pretrained(tmp_path)
+    with init_empty_weights():
+        other = GPT2LMHeadModel(config)
+    other = load_checkpoint_and_dispatch(
+        other,
+        tmp_path,
+        device_map="auto",
+        max_memory={"cpu": 35000},
+        no_split_module_classes=["GPT2Block"],
+        offload_folder=tmp_path / "offload",
+    )
+    assert set(other.hf_device_map.values()) == {"cpu", "disk"}
+    words = torch.randint(0, 50, (1, 5))
+    wanted = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(other.eval().generate(words, **wanted), saved.generate(words, **wanted))
