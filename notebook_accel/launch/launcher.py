@@ -386,7 +386,8 @@ def _advice(last: RunState, packed: payload.PackedCall) -> list[str]:
     lines = _lost_models(last, packed)
     told = [rank.made_group for rank in last.ranks if rank.made_group is not None]
     has_succeeded = all(rank.returned for rank in last.ranks)
-    if last.world_size > 1 and has_succeeded and not any(told):
+    # Of a function that has nothing to train, copies are what was asked for.
+    if packed.uses_torch and last.world_size > 1 and has_succeeded and not any(told):
         alone = (
             f"no rank made a process group: {last.world_size} copies of {last.name} ran on their "
             "own (make an Accelerator in it, or call torch.distributed.init_process_group)"

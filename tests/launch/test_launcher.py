@@ -650,7 +650,10 @@ def test_text_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_copies_that_ran_on_their_own_are_named() -> None:
     def alone() -> None:
-        pass
+        import torch  # noqa: F401
+
+    def has_nothing_to_train() -> int:
+        return 1
 
     def together() -> None:
         import torch.distributed as dist
@@ -662,6 +665,7 @@ def test_copies_that_ran_on_their_own_are_named() -> None:
     assert [line for line in told if "2 copies of alone" in line]
     assert not [line for line in on_cpu(alone, n=1).state.notices if "copies" in line]
     assert not [line for line in on_cpu(together).state.notices if "copies" in line]
+    assert on_cpu(has_nothing_to_train).state.notices == ()
 
 
 def test_a_thread_that_goes_on_after_the_return_is_named() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import types
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +31,6 @@ from notebook_accel.launch.payload.pickling import CallPickler, Discard, ResultP
 from notebook_accel.launch.payload.views import Notice, SmallView, Survey, Watch
 
 if TYPE_CHECKING:
-    import types
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = [
@@ -74,6 +74,10 @@ class Registry:
     objects: tuple[Any, ...] = ()
 
 
+# Where the classes of models, optimizers and loaders come from.
+_OF_TRAINING = ("torch.nn.", "torch.optim.", "torch.utils.data.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PackedCall:
     """A function and its arguments, ready for any number of ranks.
@@ -83,12 +87,14 @@ class PackedCall:
         registry: for :func:`unpack_result` and :func:`unpack_exception`.
         notices: one line each for the person.
         models: names of the notebook's torch modules that travel along.
+        uses_torch: whether the function uses or imports torch, as far as one sees at a glance.
     """
 
     packed: Packed
     registry: Registry
     notices: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
+    uses_torch: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +148,8 @@ def pack_call(
         registry=Registry(tuple(pickler.sent)),
         notices=_moved_notice(pickler.moved, labelled),
         models=_unique(name for name, value in labelled if _is_model(value)),
+        uses_torch=any(map(_is_of_torch, (*args, *kwargs.values(), *(v for _, v in labelled))))
+        or any(_names_torch(used) for used in (function, *(used for used, _ in pickler.used))),
     )
 
 
@@ -258,6 +266,28 @@ def _unique(values: Iterator[str]) -> tuple[str, ...]:
 def _is_model(value: Any) -> bool:
     module = getattr(sys.modules.get("torch.nn"), "Module", None)
     return module is not None and isinstance(value, module)
+
+
+def _is_of_torch(value: Any) -> bool:
+    """Whether it is torch itself, or one of its models, optimizers or loaders."""
+    # By its type alone: what a user's object answers to anything else may raise.
+    if issubclass(type(value), types.ModuleType):
+        return _is_torch(str(vars(value).get("__name__")))
+    kinds = type.mro(value) if type(value) is type else type(value).__mro__
+    return any(str(vars(kind).get("__module__")).startswith(_OF_TRAINING) for kind in kinds)
+
+
+def _names_torch(function: Any) -> bool:
+    """Whether a function imports torch, or uses it as a global of its module."""
+    if type(function) is not types.FunctionType:
+        return False
+    known = function.__globals__
+    names = function.__code__.co_names
+    return any(_is_torch(name) or _is_of_torch(known.get(name)) for name in names)
+
+
+def _is_torch(module: str) -> bool:
+    return module.partition(".")[0] == "torch"
 
 
 def _is_on_device(value: Any, depth: int = 0) -> bool:

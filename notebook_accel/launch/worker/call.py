@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import sys
@@ -36,6 +37,11 @@ _LOST_PEER_PARTS = (
     (re.compile(r"store", re.IGNORECASE), re.compile(r"closed|timed? ?out", re.IGNORECASE)),
     (re.compile(r"read error", re.IGNORECASE), re.compile(r"gloo", re.IGNORECASE)),
     (re.compile(r"timed out waiting", re.IGNORECASE), re.compile(r"send|recv", re.IGNORECASE)),
+)
+_SHM = re.compile(r"unable to \w+[^\n]{0,200}(?:</torch_|shared memory)|out of shared memory")
+_FULL_SHM = (
+    "Likely, /dev/shm is full or too small for the batches of a DataLoader's workers: make it "
+    "larger (docker run --shm-size=8g), or load in the rank itself (num_workers=0)."
 )
 # A larger pickle of an exception stays in the rank: its text is enough.
 _MAX_PICKLED_BYTES = 16 << 20
@@ -150,6 +156,8 @@ def _raised(error: BaseException, context: LaunchedContext, call: payload.Call |
         return _returned(None, context, call)
     kind, exitcode = _classify(error)
     text = cells.name_cells(format_error(error, caller=__file__))
+    if _is_full_shm(error, text):
+        text = f"{text.rstrip()}\n\n{_FULL_SHM}\n"
     if kind in ("exception", "lost peer"):
         _write_error(text)
     _flush_output()
@@ -182,6 +190,14 @@ def _classify(error: BaseException) -> tuple[str, int]:
         # The system keeps eight bits: 256 would be a success.
         return "exit", (error.code & 0xFF) or 1
     return ("lost peer" if _lost_peer(error) else "exception"), 1
+
+
+def _is_full_shm(error: BaseException, traceback: str) -> bool:
+    """Whether a loader's worker found no room for a batch in the machine's shared memory."""
+    if isinstance(error, OSError):
+        # The locks of its queues lie there too.
+        return error.errno == errno.ENOSPC and "SemLock" in traceback
+    return isinstance(error, RuntimeError) and bool(_SHM.search(shorten(error_text(error))))
 
 
 def _lost_peer(error: BaseException) -> bool:

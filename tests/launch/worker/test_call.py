@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from notebook_accel.launch.worker.call import _says_lost_peer
+from notebook_accel.launch.worker.call import _is_full_shm, _says_lost_peer
 from notebook_accel.launch.worker.tracebacks import shorten
 
 
@@ -34,6 +34,29 @@ def test_what_torch_says_of_a_peer_that_is_gone(text: str) -> None:
 )
 def test_what_says_something_else(text: str) -> None:
     assert not _says_lost_peer(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_full"),
+    [
+        (
+            RuntimeError("unable to write to file </torch_7_1_0>: No space left on device (28)"),
+            True,
+        ),
+        (RuntimeError("unable to allocate shared memory(shm) for file </torch_7>"), True),
+        (RuntimeError("DataLoader worker (pid 7) ... are out of shared memory."), True),
+        (OSError(28, "No space left on device"), True),
+        (OSError(2, "No such file"), False),
+        (RuntimeError("CUDA out of memory"), False),
+        (ValueError("unable to write to file </torch_7_1_0>"), False),
+    ],
+)
+def test_a_full_shared_memory_is_known(error: Exception, is_full: bool) -> None:
+    assert _is_full_shm(error, "in _make_name SemLock") is is_full
+
+
+def test_a_full_disk_is_no_full_shared_memory() -> None:
+    assert not _is_full_shm(OSError(28, "No space left on device"), "in save")
 
 
 @pytest.mark.parametrize("word", ["store ", "read error ", "timed out waiting ", "connection "])
