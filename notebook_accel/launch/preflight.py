@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config import check_seconds, shown
 from notebook_accel.errors import ConfigError, LaunchError
+from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.open_files import check_open_files
 
@@ -92,7 +93,9 @@ def check_platform() -> None:
     """
     if not processes.supported():
         raise LaunchError(f"launching processes needs Linux (5.3 or newer) for now; {_INLINE}")
-    check_open_files(_FILES_OF_KERNEL)
+    # Interrupted between a descriptor and its owner, each of these would leave it open for good.
+    with held():
+        check_open_files(_FILES_OF_KERNEL)
     try:
         os.getcwd()
     except OSError as error:
@@ -102,7 +105,7 @@ def check_platform() -> None:
         ) from None
     try:
         folder = tempfile.gettempdir()
-        with tempfile.TemporaryFile(dir=folder):
+        with held(), tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise LaunchError(
@@ -111,7 +114,8 @@ def check_platform() -> None:
         ) from None
     for name, make in (("pidfd_open", _open_pidfd), ("memfd_create", _create_memfd)):
         try:
-            os.close(make())
+            with held():
+                os.close(make())
         except OSError as error:
             raise LaunchError(
                 f"this system refuses {name} ({error.strerror}), which ranks are watched and fed "
