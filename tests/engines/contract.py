@@ -1007,6 +1007,30 @@ class EngineContract:
         assert (tmp_path / "kept").read_text() == "done"
         assert [process.exitcode for process in session.processes] == [0, 0]
 
+    def test_a_rank_stuck_in_a_collective_of_a_group_that_somebody_keeps(
+        self, session: Session
+    ) -> None:
+        def meet(raises: bool) -> str:
+            import builtins
+
+            import torch
+            import torch.distributed as dist
+
+            if not dist.is_initialized():
+                dist.init_process_group("gloo")
+            # As a prepared model does: the group's connections outlive its end.
+            builtins.kept = dist.group.WORLD  # type: ignore[attr-defined]
+            dist.all_reduce(torch.ones(1))
+            if raises and os.environ["RANK"] == "0":
+                raise ValueError("bad batch")
+            dist.all_reduce(torch.ones(1))
+            return os.environ["RANK"]
+
+        with pytest.raises(WorkerError, match="bad batch"):
+            session.call(meet, (True,), view=View())
+        assert session.status == "ready"
+        assert session.call(meet, (False,), view=View()).results == ["0", "1"]
+
     def test_stacks_of_a_rank_that_has_died(self, session: Session) -> None:
         pids = session.call(os.getpid, view=View()).results
         assert "most recent call first" in session.stacks(1)

@@ -80,8 +80,10 @@ def judge(state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], log_d
         log_dir: where the ranks' whole output is.
     """
     failed = [rank for rank in state.ranks if _has_failed(rank, is_stopped=is_stopped)]
-    # What a rank says of a peer that it lost is a consequence where the peer's agent is lost.
-    if failed and not (lost and min(map(_kind, failed)) == _CONSEQUENCE):
+    # What a rank says of a peer that it lost is a consequence where the peer's agent is lost, or
+    # where the peer left as it was told to: agents interrupt their ranks one after the other.
+    has_left = is_stopped and any(_left_as_told(rank) for rank in state.ranks)
+    if failed and not ((lost or has_left) and min(map(_kind, failed)) == _CONSEQUENCE):
         returned = [rank.rank for rank in state.ranks if rank.returned]
         return Verdict(status="failed", failure=_rank_failure(failed, returned, log_dir))
     without_result = tuple(rank.rank for rank in state.ranks if not rank.returned)
@@ -97,10 +99,14 @@ def _has_failed(rank: RankState, *, is_stopped: bool) -> bool:
         return False
     if not is_stopped:
         return True
-    if rank.failure is not None and rank.failure.kind in ("stopped", "interrupted"):
+    if _left_as_told(rank):
         return False
     # An interrupt makes all sorts of errors; only those from before it are the run's own.
     return not rank.after_interrupt
+
+
+def _left_as_told(rank: RankState) -> bool:
+    return rank.failure is not None and rank.failure.kind in ("stopped", "interrupted")
 
 
 _CONSEQUENCE = 2

@@ -20,7 +20,7 @@ import psutil
 from notebook_accel.launch import rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = ["close_group", "disconnect", "disconnect_when_told", "has_group"]
 
@@ -38,14 +38,63 @@ def close_group() -> None:
             sys.modules["torch.distributed"].destroy_process_group()
 
 
+# Sockets that were opened while a process group was made, by inode: those there were before it
+# began, and those it had opened once it was made (None: it is being made).
+_made: list[tuple[set[str], set[str] | None]] = []
+
+
+@contextlib.contextmanager
+def noting_sockets() -> Iterator[None]:
+    """Know the sockets that are opened inside of the block for those of a process group.
+
+    Gloo connects every pair of ranks while a group is made; wherever the other rank is, behind
+    another agent or on another machine, these are the connections on which a collective waits.
+    """
+    before = _sockets()
+    _made.append((set(before), None))
+    index = len(_made) - 1
+    try:
+        yield
+    finally:
+        _made[index] = set(), set(_sockets()) - set(before)
+
+
+def _sockets() -> dict[str, int]:
+    """The descriptor of each socket of this process, by what names the socket."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            if name.startswith("socket:"):
+                found[name] = int(fd)
+    return found
+
+
+def _disconnect_groups(stores: set[int]) -> None:
+    """Shut the connections down that groups of this process have made."""
+    for name, fd in _sockets().items():
+        if not any(
+            name in (opened or ()) or (opened is None and name not in before)
+            for before, opened in _made
+        ):
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as end:
+            is_inet = end.family in (socket.AF_INET, socket.AF_INET6)
+            # One that listens has no peer, and stays.
+            if is_inet and end.getpeername() and end.getsockname()[1] not in stores:
+                end.shutdown(socket.SHUT_RDWR)
+
+
 def disconnect() -> None:
-    """Shut this rank's connections to the other ranks of its agent, and to their store, down.
+    """Shut this rank's connections to the other ranks, and to their store, down.
 
     Whoever waits on one of them gets an error, in this process and in the others. Connections
     of the user's own to other programs stay.
     """
     reserved = rank.current().store
     stores = {int(os.environ.get("MASTER_PORT", "0")), reserved.port if reserved else 0}
+    _disconnect_groups(stores)
+    # What a group opened later, or code of the user's between the ranks of this agent.
     peers = {address for pid in _other_ranks() for address in _local_addresses(pid)}
     for connection in psutil.Process().net_connections("tcp"):
         if not connection.raddr or connection.laddr.port in stores:

@@ -46,6 +46,8 @@ from notebook_accel.launch.worker.call import run_call
 from notebook_accel.launch.worker.interrupts import Interrupts, Sender
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from notebook_accel.launch.transport.channel import Channel
     from notebook_accel.launch.transport.scoreboard import Scoreboard
 
@@ -160,7 +162,7 @@ class _Worker:
         bars.install()
         displays.install()
         torch_fixes.keep_backward_from_stashing()
-        torch_fixes.watch_new_groups(self._note_group)
+        torch_fixes.watch_new_groups(self._making_group)
         for name in self._inherited.launch.imports:
             import_module(name)
 
@@ -172,8 +174,11 @@ class _Worker:
             f"the disk of {log_dir}, or set NOTEBOOK_ACCEL_RUNS to a folder on another one"
         )
 
-    def _note_group(self) -> None:
+    @contextlib.contextmanager
+    def _making_group(self) -> Iterator[None]:
         self._context.made_group = True
+        with groups.noting_sockets():
+            yield
 
     def _serve_calls(self) -> int:
         code = 0

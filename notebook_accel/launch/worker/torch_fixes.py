@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 __all__ = [
     "forget_half_made_groups",
@@ -47,16 +48,16 @@ def keep_backward_from_stashing() -> None:
     torch._C._stash_obj_in_tls = unless_context
 
 
-def watch_new_groups(note: Callable[[], None]) -> None:
-    """Call ``note`` whenever a process group is made: torch forgets one that was destroyed."""
+def watch_new_groups(making: Callable[[], AbstractContextManager[None]]) -> None:
+    """Make each process group inside of ``making()``: torch forgets one that was destroyed."""
     module: Any = sys.modules.get("torch.distributed.distributed_c10d")
     plain = getattr(module, "_new_process_group_helper", None)
     if plain is None:
         return
 
     def helper(*args: Any, **kwargs: Any) -> Any:
-        note()
-        return plain(*args, **kwargs)
+        with making():
+            return plain(*args, **kwargs)
 
     module._new_process_group_helper = helper
 

@@ -267,6 +267,15 @@ def test_what_an_interrupt_breaks_is_no_failure() -> None:
     assert verdict(run(2, broken, lost)).status == "failed"
 
 
+def test_a_peer_that_left_as_it_was_told_was_not_lost_by_a_failure() -> None:
+    """Of two agents one interrupts its ranks first: the others lose them before their own turn."""
+    interrupted = raised(0, kind="interrupted", type_name="KeyboardInterrupt")
+    assert verdict(run(2, interrupted, lost_peer(1)), is_stopped=True).status == "stopped"
+    # A rank that failed by itself is a failure all the same.
+    state = run(3, interrupted, lost_peer(1), raised(2, "before"))
+    assert failure(state, is_stopped=True).rank == 2
+
+
 def test_a_failure_from_before_the_interrupt_stays_one() -> None:
     state = run(2, raised(0, "before"), *ended_by_us(1))
     assert failure(state, is_stopped=True).rank == 0

@@ -54,7 +54,12 @@ def in_a_process(act: Callable[[], bool]) -> bool:
 def test_every_new_group_is_noted() -> None:
     def act() -> bool:
         noted: list[bool] = []
-        torch_fixes.watch_new_groups(lambda: noted.append(distributed.is_initialized()))
+
+        def making() -> contextlib.AbstractContextManager[None]:
+            noted.append(distributed.is_initialized())
+            return contextlib.nullcontext()
+
+        torch_fixes.watch_new_groups(making)
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
         first = len(noted)
         distributed.new_group([0])
