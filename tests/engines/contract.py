@@ -49,7 +49,15 @@ class EngineContract:
     def _leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
         yield
-        eventually(lambda: not self.alive(), within=CLEAN, what="every process of the run ended")
+        try:
+            eventually(
+                lambda: not self.alive(), within=CLEAN, what="every process of the run ended"
+            )
+        finally:
+            # What a failing test leaves must not fail those that follow.
+            for process in self.alive():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     def alive(self) -> list[psutil.Process]:
         """Agents, ranks and all that they brought about."""
@@ -526,9 +534,7 @@ class EngineContract:
     def test_an_agent_that_fails_tells_its_own_error(self, monkeypatch: Any) -> None:
         def launch_without_ranks(self: Any, links: Any, message: Any, fds: Any = ()) -> None:
             if isinstance(message, wire.Launch):
-                broken = msgspec.structs.replace(message, log_dir="/proc/nowhere")
-                environment = {**message.environment, "MASTER_PORT": "no port"}
-                message = msgspec.structs.replace(broken, environment=environment)
+                message = msgspec.structs.replace(message, log_dir="/proc/nowhere")
             send_to(self, links, message, fds)
 
         send_to = RankPool._send_to
@@ -536,7 +542,8 @@ class EngineContract:
         with pytest.raises(WorkerError) as caught:
             self.launch(lambda: 1)
         assert (caught.value.rank, caught.value.ranks) == (None, [0, 1])
-        assert "ValueError: invalid literal for int()" in str(caught.value)
+        # Every agent fails in the same way, so it does not matter which is heard first.
+        assert "FileNotFoundError" in str(caught.value)
         assert "Traceback" in caught.value.traceback
         assert "out of memory" not in str(caught.value)
 
@@ -735,16 +742,22 @@ class EngineContract:
 
     # ---- looking at it ---------------------------------------------------------------------
 
-    def test_stacks_of_a_rank_that_holds_the_gil(self) -> None:
-        def train() -> None:
+    def test_stacks_of_a_rank_that_holds_the_gil(self, tmp_path: Path) -> None:
+        def train(folder: Path) -> None:
+            (folder / os.environ["RANK"]).touch()
             _hold_the_gil()
 
-        run = self.running(train)
-        text = run.stacks()
-        assert "rank 0" in text
-        assert text.count("in train") == 2
-        assert "in train" in run.stacks(1)
-        run.kill()
+        run = self.launch(train, tmp_path, block=False)
+        try:
+            # A run is running as soon as one rank is: the other may not be in the function yet.
+            inside = [tmp_path / str(rank) for rank in range(2)]
+            eventually(lambda: all(map(Path.exists, inside)), within=BUSY, what="both are inside")
+            text = run.stacks()
+            assert "rank 0" in text
+            assert text.count("in train") == 2
+            assert "in train" in run.stacks(1)
+        finally:
+            run.kill()
         with pytest.raises(RunStopped):
             run.wait(BUSY)
 
