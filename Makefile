@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 # How many test files run at a time; with 1, one test after the other in one process.
-JOBS   ?= 1
+JOBS   ?= 2
 
 # The kernels that tests and examples start are those of the environment, not of the person.
 export JUPYTER_PREFER_ENV_PATH := 1
@@ -23,7 +23,7 @@ help:
 	@echo 'make test-soak   launch 1,000 times, and look at what that leaves behind'
 	@echo 'make bench       the figures of the README, peers beside us'
 
-# With JOBS=2, two files at a time, and then, alone, what measures or fills the machine. A file's
+# Two files at a time (with JOBS=1 one), and then, alone, what measures or fills the machine. A file's
 # tests stay together, so that the fixtures of a module are made once.
 test: check browser
 ifeq ($(JOBS)$(strip $(ARGS)),$(filter-out 1,$(JOBS)))
