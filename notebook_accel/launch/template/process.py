@@ -149,9 +149,7 @@ class _Server:
         # What the agent would have ended itself, had it not been killed.
         reaped = processes.kill_descendants(keep=self._agents)
         scratch.remove(self._runs.pop(pid), used_by=reaped)
-        errors = self._errors.pop(pid)
-        text = os.pread(errors, _MAX_TRACEBACK_BYTES, 0).decode(errors="replace")
-        os.close(errors)
+        text = _read_and_close(self._errors.pop(pid))
         exitcode = os.waitstatus_to_exitcode(status)
         with contextlib.suppress(OSError):
             self._channel.send(wire.AgentExited(pid=pid, exitcode=exitcode, traceback=text))
@@ -178,13 +176,11 @@ class _Server:
             answer = msgspec.structs.replace(answer, run=message.run)
             processes.kill_tree([pid])
             os.waitpid(pid, 0)
-        traceback_text = os.pread(errors, _MAX_TRACEBACK_BYTES, 0).decode(errors="replace")
-        os.close(errors)
-        if traceback_text:
-            answer = msgspec.structs.replace(answer, error=traceback_text)
+        if error := _read_and_close(errors):
+            answer = msgspec.structs.replace(answer, error=error)
         self._channel.send(answer)
 
-    def _fork(self, act: Callable[[], None], *, errors: int | None = None) -> int:
+    def _fork(self, act: Callable[[], None], *, errors: int) -> int:
         """Fork a child that does ``act`` and ends; what it raises is written to ``errors``."""
         pid = os.fork()
         if pid:
@@ -195,10 +191,16 @@ class _Server:
             act()
             code = 0
         except BaseException:  # the process ends here: whatever it is, somebody is told
-            if errors is not None:
-                os.write(errors, traceback.format_exc().encode()[-_MAX_TRACEBACK_BYTES:])
+            os.write(errors, traceback.format_exc().encode()[-_MAX_TRACEBACK_BYTES:])
         finally:
             os._exit(code)
+
+
+def _read_and_close(errors: int) -> str:
+    """What a child wrote of its error before it ended; nothing where it had none."""
+    text = os.pread(errors, _MAX_TRACEBACK_BYTES, 0).decode(errors="replace")
+    os.close(errors)
+    return text
 
 
 def _answer_devices(channel: Channel, environment: dict[str, str], template: int) -> None:
