@@ -22,6 +22,7 @@ from notebook_accel.training.checkpoint import Checkpoints
 from notebook_accel.training.checkpoint.weights import save_object
 from notebook_accel.training.data import skip_first_batches
 from notebook_accel.training.data.gathering import gather_for_metrics
+from notebook_accel.training.pickled import Pickled
 from notebook_accel.training.plan import make_plan, refuse_unbuilt, resolve_loaders, resolve_project
 from notebook_accel.training.prepare import Preparation, extract_model_from_parallel
 from notebook_accel.training.process_group import close_process_group
@@ -119,6 +120,8 @@ class Accelerator(WindowView, TrackerView):
         Raises:
             ConfigError: a setting makes no sense, or is not built.
         """
+        # What a pickled one is made with again.
+        self._asked = {**locals(), **others}
         refuse_unbuilt(others)
         loaders = resolve_loaders(
             dataloader_config,
@@ -153,6 +156,7 @@ class Accelerator(WindowView, TrackerView):
         current().shared[_STRATEGY] = self._strategy
         AcceleratorSettings(self.mixed_precision, self._strategy.distributed_type).show()
         self._prepared.watch.start(self)
+        self._made_here = frozenset(vars(self))
 
     # Making objects ready.
 
@@ -530,3 +534,6 @@ class Accelerator(WindowView, TrackerView):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pickled.make_again, (Pickled.of(self),)

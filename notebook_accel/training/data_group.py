@@ -13,7 +13,7 @@ different shares must be joined when results are gathered::
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -37,6 +37,10 @@ class DataGroup:
     process_group: dist.ProcessGroup | None = None
     """One rank of each share, this one among them, in the order of the shares; None for the
     default group, which holds every rank."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A process group cannot leave its process. Loaders, which are pickled, ask for the numbers.
+        return DataGroup, (self.size, self.index, self.index_of_rank)
 
     @classmethod
     def of_all_ranks(cls, num_ranks: int, rank: int) -> DataGroup:

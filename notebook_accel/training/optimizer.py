@@ -56,15 +56,24 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         device_memory: Callable[[], int | None] | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self._accumulation = accumulation
-        self._scaling = scaling
-        self._device_memory = device_memory
         self._used = False
         self._skipped = False
         # Of the last batch of a window: the gradients as it began (None: it is not running), and
         # whether zero_grad was called before any of its own came.
         self._at_start: list[tuple[int, int]] | None = None
         self._was_held_back = False
+        self.join(accumulation, scaling, device_memory)
+
+    def join(
+        self,
+        accumulation: Accumulation,
+        scaling: LossScaling | None,
+        device_memory: Callable[[], int | None] | None,
+    ) -> None:
+        """Step in these windows, by this loss scale, and report this device's memory."""
+        self._accumulation = accumulation
+        self._scaling = scaling
+        self._device_memory = device_memory
         accumulation.optimizers.add(self)
 
     @property

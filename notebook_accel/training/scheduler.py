@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from notebook_accel.training.accumulation import current_accumulation
 from notebook_accel.training.notices import notice_once
 
 if TYPE_CHECKING:
@@ -51,9 +52,13 @@ class AcceleratedScheduler:
         self.optimizers = list(optimizers)
         self.num_steps = num_steps
         self.step_with_optimizer = step_with_optimizer
-        self._accumulation = accumulation
         self._peak = 0.0
         self._ran_out = False
+        self.join(accumulation)
+
+    def join(self, accumulation: Accumulation) -> None:
+        """Move with the steps of these windows."""
+        self._accumulation = accumulation
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Move the schedule, if the optimizers made a step.
@@ -111,6 +116,14 @@ class AcceleratedScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put back what ``state_dict`` gave."""
         self.scheduler.load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Windows are the process's; one that is unpickled takes those that it finds.
+        return {name: value for name, value in vars(self).items() if name != "_accumulation"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.join(current_accumulation())
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not yet there: a copy is being made

@@ -23,12 +23,12 @@ from torch.utils.data import (
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.active import ActiveLoaders, active_loaders
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
+from notebook_accel.training.data.joined import copy_as
 from notebook_accel.training.data.loaders import (
     DataLoaderShard,
     LoaderOptions,
     PreparedLoader,
     SkipDataLoader,
-    copy_as,
     samplers_of,
 )
 from notebook_accel.training.data.samplers import (

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -25,6 +25,7 @@ from notebook_accel.errors import RunStopped
 from notebook_accel.launch.rank import current
 from notebook_accel.training.collectives import num_ranks, this_rank
 from notebook_accel.training.data.active import Position, active_loaders
+from notebook_accel.training.data.joined import copy_as
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -41,7 +42,7 @@ from notebook_accel.training.seeding import synchronize_rng_state
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["DataLoaderShard", "LoaderOptions", "PreparedLoader", "SkipDataLoader", "copy_as"]
+__all__ = ["DataLoaderShard", "LoaderOptions", "PreparedLoader", "SkipDataLoader"]
 
 _NONE = object()
 # An odd constant near 2**64 divided by the golden ratio: neighbours land far apart.
@@ -95,6 +96,10 @@ class _Progress:
         self.position: Position | None = None  # of the newest pass
         self.generators: dict[str, torch.Tensor] = {}  # their states when it began
         self.restored: Mapping[str, Any] | None = None  # where the next pass has to begin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The pass that is under way stays with its loop: a pickled loader begins the epoch anew.
+        return _Progress, (), {"iteration": self.iteration, "restored": self.restored}
 
 
 class _IndexSource:
@@ -183,6 +188,9 @@ class PreparedLoader(DataLoader[Any]):
         self._options = options
         self._progress = progress
         self._index = _IndexSource(super()._index_sampler)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_iterator": None}  # processes of a pass that is under way
 
     @property
     def _index_sampler(self) -> Any:
@@ -465,26 +473,6 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def _marks_tail(self) -> bool:
         return isinstance(self.collate_fn, TailCollate)
-
-
-Loader = TypeVar("Loader", bound=DataLoader[Any])
-
-
-def copy_as(kind: type[Loader], loader: DataLoader[Any]) -> Loader:
-    """A copy of ``loader`` that is of ``kind`` too; it shares the samplers and all else."""
-    kinds: tuple[Any, Any] = (kind, type(loader))
-    joined = _joined(*kinds)
-    new: Loader = joined.__new__(joined)
-    vars(new).update(vars(loader), _iterator=None)
-    return new
-
-
-@lru_cache
-def _joined(kind: Any, other: Any) -> Any:
-    """A class that is both."""
-    if issubclass(kind, other) or issubclass(other, kind):
-        return kind if issubclass(kind, other) else other
-    return type(kind)(kind.__name__, (kind, other), {"__module__": kind.__module__})
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:

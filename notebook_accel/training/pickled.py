@@ -1,0 +1,112 @@
+"""What a pickled ``Accelerator`` keeps, and how one is made of it again.
+
+Process group, device, open trackers and the hooks of checkpoints are the process's. So a pickle
+holds the arguments of the ``Accelerator``, what it had prepared and where its window stood; the
+process that unpickles it calls the class with those arguments, which finds or makes the rest::
+
+    Accelerator --dumps--> Pickled(arguments, prepared, window) --loads--> Accelerator(*arguments)
+                                                                             prepared objects in
+                                                                             its windows and scale
+
+Where the arguments make new process groups (a mesh), all ranks have to unpickle it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.training import devices
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from notebook_accel.training.accelerator import Accelerator
+    from notebook_accel.training.optimizer import AcceleratedOptimizer
+    from notebook_accel.training.prepare import PreparedModel
+    from notebook_accel.training.scheduler import AcceleratedScheduler
+
+__all__ = ["Pickled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pickled:
+    """An ``Accelerator`` without what is its process's."""
+
+    kind: type[Accelerator]
+    arguments: dict[str, Any]
+    """Those of ``Accelerator.__init__``."""
+    extras: dict[str, Any]
+    """Attributes that a subclass or the user's code added."""
+
+    models: list[PreparedModel]
+    optimizers: list[AcceleratedOptimizer]
+    schedulers: list[AcceleratedScheduler]
+    loaders: list[DataLoader[Any]]
+    custom: list[Any]
+    """What ``register_for_checkpointing`` was given."""
+
+    num_steps: int
+    step: int
+    sync_gradients: bool
+    loss_scale: dict[str, Any]
+    """State of the loss scaler; empty where there is none."""
+    iteration: int
+    """Number of the next numbered checkpoint."""
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> Pickled:
+        """What to pickle in place of an ``Accelerator``."""
+        prepared = accelerator._prepared
+        own = {*accelerator._made_here, "_made_here"}
+        return cls(
+            kind=type(accelerator),
+            arguments={
+                name: value
+                for name, value in accelerator._asked.items()
+                if name not in ("self", "others", "__class__")
+            },
+            extras={name: value for name, value in vars(accelerator).items() if name not in own},
+            models=prepared.models,
+            optimizers=prepared.optimizers,
+            schedulers=prepared.schedulers,
+            loaders=prepared.loaders,
+            custom=accelerator._checkpoints.custom,
+            num_steps=accelerator.gradient_accumulation_steps,
+            step=accelerator.step,
+            sync_gradients=accelerator.sync_gradients,
+            loss_scale={} if accelerator.scaler is None else accelerator.scaler.state_dict(),
+            iteration=accelerator.save_iteration,
+        )
+
+    def make_again(self) -> Accelerator:
+        """An ``Accelerator`` of the same arguments, which has prepared the same objects."""
+        from notebook_accel.training.accelerator import Accelerator
+
+        made = self.kind.__new__(self.kind)
+        # Not a subclass's own __init__, whose arguments are not known: what it added is kept.
+        Accelerator.__init__(made, **self.arguments)
+        vars(made).update(self.extras)
+        made.gradient_accumulation_steps = self.num_steps
+        made.step, made.sync_gradients = self.step, self.sync_gradients
+        if made.scaler is not None:
+            made.scaler.load_state_dict(self.loss_scale)
+        made.project_configuration.iteration = self.iteration
+        made._checkpoints.register(self.custom)
+        prepared, plan = made._prepared, made._plan
+        for model in self.models:
+            plan.precision.wrap(model.inner)  # a pickled module has its plain forward
+            prepared.models.append(model)
+        prepared.loaders += self.loaders
+        for optimizer in self.optimizers:
+            optimizer.join(
+                plan.accumulation,
+                plan.strategy.scaling,
+                devices.memory_reader(plan.topology.device),
+            )
+            prepared.watch.knows(optimizer.optimizer)
+            prepared.optimizers.append(optimizer)
+        for scheduler in self.schedulers:
+            scheduler.join(plan.accumulation)
+            prepared.schedulers.append(scheduler)
+        return made
