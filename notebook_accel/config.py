@@ -18,15 +18,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import platformdirs
 import yaml
 
 from notebook_accel.errors import ConfigError
 
+if TYPE_CHECKING:
+    from notebook_accel.launch.engines.base import Engine
+
 __all__ = [
-    "ENGINES",
     "LaunchConfig",
     "check_enough_devices",
     "check_seconds",
@@ -37,8 +39,6 @@ __all__ = [
     "write_basic_config",
 ]
 
-# Name of each engine, and how many ranks it can have; None: any number.
-ENGINES: Mapping[str, int | None] = {"auto": None, "local": None, "inline": 1}
 _PRECISIONS = ("no", "bf16", "fp16")
 # Name of each backend, and whether it works on a CPU.
 _BACKENDS = {"nccl": False, "gloo": True}
@@ -113,7 +113,7 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_processes", _as_count("num_processes", self.num_processes))
         _check_choice("mixed_precision", self.mixed_precision, (*_PRECISIONS, None))
-        _check_choice("engine", self.engine, tuple(ENGINES))
+        _check_choice("engine", self.engine, tuple(_engines()))
         _check_choice("backend", self.backend, (*_BACKENDS, None))
         _check_port(self.use_port)
         _check_env(self.env)
@@ -126,7 +126,7 @@ class LaunchConfig:
         self._check_together()
 
     def _check_together(self) -> None:
-        wanted, most = self.num_processes, ENGINES[self.engine]
+        wanted, most = self.num_processes, _engines()[self.engine].max_ranks
         if wanted is not None and most is not None and wanted > most:
             raise ConfigError(
                 f"engine={self.engine!r} has {most} rank{'s' * (most > 1)}, so num_processes="
@@ -164,6 +164,13 @@ class LaunchConfig:
             name: list(value) if isinstance(value, tuple) else value
             for name, value in changed.items()
         }
+
+
+def _engines() -> Mapping[str, type[Engine]]:
+    """The engines by name: the one table of them is where they are (launch/engines)."""
+    from notebook_accel.launch.engines import ENGINES
+
+    return ENGINES
 
 
 def default_config_path() -> Path:

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from notebook_accel import ConfigError
-from notebook_accel import config as configs
 from notebook_accel.config import (
     LaunchConfig,
     check_enough_devices,
@@ -480,7 +479,12 @@ def test_each_field_is_documented_under_it() -> None:
     assert told == {field.name for field in fields(LaunchConfig)}
 
 
-def test_the_engines_of_the_settings_are_those_that_there_are() -> None:
-    from notebook_accel.launch.engines import ENGINES
+def test_a_new_engine_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    from notebook_accel.launch.engines import ENGINES, InlineEngine
 
-    assert set(configs.ENGINES) == set(ENGINES)
+    with pytest.raises(ConfigError, match="'auto', 'local', 'inline'"):
+        LaunchConfig(engine="new")
+    monkeypatch.setitem(ENGINES, "new", InlineEngine)
+    assert LaunchConfig(engine="new").engine == "new"
+    with pytest.raises(ConfigError, match="engine='new' has 1 rank"):
+        LaunchConfig(engine="new", num_processes=2)

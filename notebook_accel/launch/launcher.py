@@ -350,17 +350,12 @@ def _pack(job: Job) -> payload.PackedCall:
 def _launch_message(job: Start, plan: RankPlan, *, run: str) -> wire.Launch:
     """What starts the rank processes of a run; the engine adds each agent's ranks and folder."""
     num_threads = num_threads_of(job.environment, plan.world_size)
-    environment = {
-        **job.environment,
-        "OMP_NUM_THREADS": str(num_threads),
-        **plan.environment,
-        **(job.config.env or {}),
-    }
+    of_engine = {"OMP_NUM_THREADS": str(num_threads), **plan.environment}
     return wire.Launch(
         run=run,
         world_size=plan.world_size,
         ranks=(),
-        environment=environment,
+        environment=rank_environment(job.config, of_engine=of_engine),
         directory=os.getcwd(),
         path=tuple(sys.path),
         log_dir=None,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import sys
 import threading
 import time
 from contextvars import ContextVar
@@ -25,7 +26,14 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.transport.scoreboard import Scoreboard
 
-__all__ = ["LaunchedContext", "RankContext", "StorePort", "current", "enter"]
+__all__ = [
+    "LaunchedContext",
+    "RankContext",
+    "StorePort",
+    "current",
+    "enter",
+    "has_process_group",
+]
 
 _MEMORY_SECONDS = 1.0
 
@@ -285,3 +293,9 @@ def enter(context: RankContext, *, whole_process: bool = True) -> None:
     _context.set(context)
     if whole_process:
         _process_context = context
+
+
+def has_process_group() -> bool:
+    """Whether this process has a default process group, whoever made it; imports no torch."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())

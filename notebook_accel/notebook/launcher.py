@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from IPython.core.getipython import get_ipython
 
-from notebook_accel.config import ENGINES, resolve, shown
+from notebook_accel.config import resolve, shown
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.engines import engine_named
+from notebook_accel.launch.engines import ENGINES, engine_named
 from notebook_accel.launch.launcher import launch
 from notebook_accel.notebook.sources import cell_sources
 from notebook_accel.notebook.tracebacks import show_in_short

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from notebook_accel.launch.rank import has_process_group
 from notebook_accel.training import environment
 from notebook_accel.training.nested import (
     concatenate,
@@ -100,16 +101,12 @@ def _facts(group: dist.ProcessGroup | None) -> _GroupFacts:
 
 def num_ranks(group: dist.ProcessGroup | None = None) -> int:
     """Number of ranks in the group, 1 where none was made."""
-    return dist.get_world_size(group) if _has_group() else 1
+    return dist.get_world_size(group) if has_process_group() else 1
 
 
 def this_rank(group: dist.ProcessGroup | None = None) -> int:
     """This rank's number in the group, 0 where none was made."""
-    return dist.get_rank(group) if _has_group() else 0
-
-
-def _has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return dist.get_rank(group) if has_process_group() else 0
 
 
 def wait(group: dist.ProcessGroup | None = None) -> None:

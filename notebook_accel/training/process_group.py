@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch.rank import current
+from notebook_accel.launch.rank import current, has_process_group
 
 if TYPE_CHECKING:
     from notebook_accel.training.settings import InitProcessGroupKwargs
 
-__all__ = ["close_process_group", "has_process_group", "open_process_group"]
+__all__ = ["close_process_group", "open_process_group"]
 
 _OURS = "process group is ours"
 _SERVERS = "stores that this rank serves"
@@ -45,11 +45,6 @@ _PROBE_SECONDS = 1.0
 _POLL_SECONDS = 0.001
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK_NAMES = ("lo", "lo0")
-
-
-def has_process_group() -> bool:
-    """Whether this process has a default group, whoever made it."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def open_process_group(

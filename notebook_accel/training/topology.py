@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-from notebook_accel.launch.rank import RankContext, current
+from notebook_accel.launch.rank import RankContext, current, has_process_group
 from notebook_accel.training import devices, environment
-from notebook_accel.training.process_group import has_process_group, open_process_group
+from notebook_accel.training.process_group import open_process_group
 from notebook_accel.training.settings import DistributedType, InitProcessGroupKwargs
 
 if TYPE_CHECKING:

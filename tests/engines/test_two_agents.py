@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from notebook_accel import RunStopped, WorkerError, config
+from notebook_accel import RunStopped, WorkerError
 from notebook_accel.launch import engines
 from tests.engines import two_agents
 from tests.engines.contract import BUSY, EngineContract, _join_group
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engines.ENGINES, two_agents.NAME, two_agents.TwoAgentsEngine)
-    monkeypatch.setattr(config, "ENGINES", {**config.ENGINES, two_agents.NAME: None})
 
 
 class TestTwoAgents(EngineContract):

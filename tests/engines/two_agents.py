@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from notebook_accel import config
 from notebook_accel.launch import engines, wire
 from notebook_accel.launch.engines.base import RankPlan
 from notebook_accel.launch.engines.local import LocalEngine, fork_agent
@@ -68,4 +67,3 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
 def register() -> None:
     """Let launches of this process name the engine."""
     engines.ENGINES[NAME] = TwoAgentsEngine
-    config.ENGINES = {**config.ENGINES, NAME: None}

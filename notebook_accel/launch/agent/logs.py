@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.system.log_files import log_path
+from notebook_accel.launch.system.log_files import log_path, open_log
 from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.launch.transport.frames import FramedChannel
 
@@ -39,8 +39,7 @@ class RankLogs(ABC):
 
     def open(self, rank: int) -> int:
         """A descriptor by which a rank writes its output; the caller closes it."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        fd = os.open(self.path(rank), flags, 0o600)
+        fd = open_log(self._folder, rank)
         self._opened(rank)
         return fd
 

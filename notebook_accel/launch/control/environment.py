@@ -1,6 +1,7 @@
-"""The environment variables that ranks get, before an engine adds those of each of them.
+"""The environment variables that all ranks get; each has some of its own beside (``RankSpec``).
 
-    the notebook's, less what is its kernel's own  <-  what the settings ask for  <-  ``env=``
+    the notebook's, less what is its kernel's own
+        <- what the settings ask for <- what the engine adds <- ``env=``
 
 What stands further right wins. What the notebook does not set has a default: collectives of one
 machine stay on its loopback.
@@ -47,8 +48,14 @@ _KERNELS_OWN_NAMES = (
 )
 
 
-def rank_environment(config: LaunchConfig) -> dict[str, str]:
+def rank_environment(
+    config: LaunchConfig, *, of_engine: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """The variables of every rank of a launch with these settings.
+
+    Args:
+        config: the settings.
+        of_engine: what the engine adds, once it has planned the ranks.
 
     Raises:
         LaunchError: the settings choose accelerators that the notebook does not see.
@@ -58,7 +65,8 @@ def rank_environment(config: LaunchConfig) -> dict[str, str]:
         for name, text in os.environ.items()
         if not name.startswith(_KERNELS_OWN) and name not in _KERNELS_OWN_NAMES
     }
-    return {**_DEFAULTS, **kept, **_asked_for(config), **(config.env or {})}
+    asked_for = _asked_for(config)
+    return {**_DEFAULTS, **kept, **asked_for, **(of_engine or {}), **(config.env or {})}
 
 
 def _asked_for(config: LaunchConfig) -> dict[str, str]:

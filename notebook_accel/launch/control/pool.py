@@ -31,8 +31,8 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.control.agent_link import AgentEnd, LostAgent
 from notebook_accel.launch.control.interrupts import Latch, held
 from notebook_accel.launch.control.state import ProcessState, apply_to_processes
-from notebook_accel.launch.system.log_files import log_path
-from notebook_accel.launch.system.processes import signal_name
+from notebook_accel.launch.system.log_files import open_log
+from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.transport.scoreboard import StopPoint, leave_after
 from notebook_accel.launch.view.wording import rank_list
 
@@ -195,7 +195,10 @@ class RankPool:
             return f"the process that watches the ranks {self._lost[0].end.how}: start them again"
         dead = [process for process in self.processes if process.status == "ended"]
         if dead:
-            how = "; ".join(_how_it_ended(process) for process in dead)
+            how = "; ".join(
+                f"rank {process.rank} {describe_exit(process.exitcode, process.signal)}"
+                for process in dead
+            )
             return f"{how}. What the ranks had is lost: start them again"
         if self._is_leaving:
             return "the ranks were told to leave: start them again"
@@ -390,8 +393,7 @@ class RankPool:
 
     def _save_log(self, link: AgentLink, rank: int, stream: int) -> None:
         """Keep the output of a rank on another machine where that of ranks here lies."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        fd = os.open(log_path(self._log_dir, rank), flags, 0o600)
+        fd = open_log(self._log_dir, rank)
         self._log_streams[rank] = link, stream
         with self._channel_lock:
             link.channel.save(stream, fd)
@@ -540,9 +542,3 @@ def _silence(link: AgentLink) -> str:
         f"the process that watches {rank_list(link.numbers)} says nothing: it may be stopped "
         "(SIGSTOP), or its machine too busy. When it goes on, so does the run; run.stop() ends it"
     )
-
-
-def _how_it_ended(process: ProcessState) -> str:
-    if process.signal is not None:
-        return f"rank {process.rank} was killed by {signal_name(process.signal)}"
-    return f"rank {process.rank} ended with exit code {process.exitcode}"

@@ -171,11 +171,14 @@ class Engine(ABC):
     Attributes:
         description: names the engine in a line for the person.
         unused: arguments of ``notebook_launcher`` for which it has no use.
+        max_ranks: how many ranks it can have; None: any number.
+        needs_payload: whether a call travels to its ranks, and so must be pickled.
     """
 
     description: ClassVar[str]
     unused: ClassVar[tuple[str, ...]] = _OF_SEVERAL_MACHINES
-    needs_payload = True
+    max_ranks: ClassVar[int | None] = None
+    needs_payload: ClassVar[bool] = True
 
     def warm_up(self, job: Start) -> None:
         """What takes long and may be interrupted, before anything of the run exists.

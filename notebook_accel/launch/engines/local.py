@@ -147,6 +147,4 @@ def _how_it_ended(source: Template, pid: int) -> AgentEnd:
     exited = source.exit_of(pid, timeout=_EXIT_SECONDS)
     if exited is None:
         return AgentEnd(f"(pid {pid}) is gone")
-    if exited.exitcode < 0:
-        return AgentEnd(f"(pid {pid}) was killed by {processes.signal_name(-exited.exitcode)}")
-    return AgentEnd(f"(pid {pid}) ended with exit code {exited.exitcode}", exited.traceback)
+    return AgentEnd(f"(pid {pid}) {processes.describe_exit(exited.exitcode)}", exited.traceback)

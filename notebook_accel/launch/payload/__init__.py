@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = [
+    "MAX_INLINE_BYTES",
     "Call",
     "CellSource",
     "Packed",
@@ -50,8 +51,10 @@ __all__ = [
 
 P = TypeVar("P", CallPickler, ResultPickler)
 
-# A pickle above this size travels as the last buffer: one copy for all ranks, small messages.
-_HEADER_BYTES = 1 << 16
+# Up to this size a value is copied into the message that it belongs to. A larger one lies in a
+# memory segment beside its message, its pickle as one more buffer: one copy for all ranks. For a
+# small one the ten system calls of a segment are the dearer way.
+MAX_INLINE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,7 @@ def _seal_pickle(
 ) -> Packed:
     views = tuple(buffer.raw() for buffer in buffers)
     body = file.getbuffer()
-    if body.nbytes > _HEADER_BYTES:
+    if body.nbytes > MAX_INLINE_BYTES:
         return Packed(pickle.dumps((sources, None)), (*views, body))
     return Packed(pickle.dumps((sources, bytes(body))), views)
 

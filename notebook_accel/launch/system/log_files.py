@@ -1,12 +1,24 @@
-"""Where the output of each rank lies in a run's folder."""
+"""The file with the output of each rank: where it lies, and how it is written to.
+
+It lies in the folder of its run, which ``control/stores.py`` makes, lists and removes; on a
+machine that does not see that folder, in one of the agent's (``agent/logs.py``).
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-__all__ = ["log_path"]
+__all__ = ["log_path", "open_log"]
 
 
 def log_path(log_dir: str | Path, rank: int) -> Path:
     """The file with the whole output of a rank."""
     return Path(log_dir) / f"rank-{rank}.log"
+
+
+def open_log(log_dir: str | Path, rank: int) -> int:
+    """A descriptor that adds to the file of a rank, made if need be; the caller closes it."""
+    # O_APPEND: all processes below the rank write to it, and none may overwrite another's lines.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    return os.open(log_path(log_dir, rank), flags, 0o600)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "acting_on_exit",
     "adopt_orphans",
+    "describe_exit",
     "die_with_parent",
     "has_children",
     "has_ended",
@@ -29,6 +30,7 @@ __all__ = [
     "raise_open_files",
     "reset_signals",
     "signal_name",
+    "supported",
     "watch_exit",
 ]
 
@@ -95,6 +97,20 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def describe_exit(exitcode: int | None, number: int | None = None) -> str:
+    """How a process ended, as the rest of a sentence: ``was killed by SIGKILL``.
+
+    Args:
+        exitcode: of the process; negative for a signal, as Python has it.
+        number: of the signal that killed it, for those who keep the two apart.
+    """
+    if number is None and exitcode is not None and exitcode < 0:
+        number = -exitcode
+    if number is not None:
+        return f"was killed by {signal_name(number)}"
+    return f"ended with exit code {exitcode}"
 
 
 def reset_signals() -> None:

@@ -291,9 +291,7 @@ class Template:
         code = self._process.returncode
         if code is None:
             return self._lost(f"could not be understood ({error})")
-        how = f"ended with exit code {code}"
-        if code < 0:
-            how = f"was killed by {processes.signal_name(-code)}"
+        how = processes.describe_exit(code)
         return LaunchError(
             f"the process from which ranks are started (pid {self.pid}) {how}. "
             "Launch again: a new one is made. If it happens again, look for too little memory, "

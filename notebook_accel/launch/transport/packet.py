@@ -15,16 +15,13 @@ import os
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.payload import Packed
+from notebook_accel.launch.payload import MAX_INLINE_BYTES, Packed
 from notebook_accel.launch.transport.segment import attach, seal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["pack", "unpack"]
-
-# Up to this size a value is copied into its message: a segment costs some ten system calls.
-_INLINE_BYTES = 65_536
 
 
 def pack(packed: Packed) -> tuple[wire.Packet, tuple[int, ...]]:
@@ -41,10 +38,10 @@ def pack(packed: Packed) -> tuple[wire.Packet, tuple[int, ...]]:
         OSError: the machine is out of memory or of descriptors.
     """
     header, buffers = packed.header, packed.buffers
-    if len(header) > _INLINE_BYTES:
+    if len(header) > MAX_INLINE_BYTES:
         header, buffers = b"", (memoryview(header), *buffers)
     sizes = tuple(buffer.nbytes for buffer in buffers)
-    if sum(sizes) <= _INLINE_BYTES:
+    if sum(sizes) <= MAX_INLINE_BYTES:
         return wire.Packet(header=header, sizes=sizes, inline=tuple(map(bytes, buffers))), ()
     return wire.Packet(header=header, sizes=sizes), (seal(buffers),)
 

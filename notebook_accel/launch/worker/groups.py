@@ -22,18 +22,12 @@ from notebook_accel.launch import rank
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["close_group", "disconnect", "disconnect_when_told", "has_group"]
-
-
-def has_group() -> bool:
-    """Whether this process is in a process group, whoever made it."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    return bool(distributed and distributed.is_available() and distributed.is_initialized())
+__all__ = ["close_group", "disconnect", "disconnect_when_told", "noting_sockets"]
 
 
 def close_group() -> None:
     """Leave the process group, where there is one."""
-    if has_group():
+    if rank.has_process_group():
         with contextlib.suppress(Exception):  # the call has ended: nothing depends on it
             sys.modules["torch.distributed"].destroy_process_group()
 

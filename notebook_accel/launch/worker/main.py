@@ -226,7 +226,7 @@ class _Worker:
             self._group_generation = message.group_generation
             self._leave_group()
         os.environ["MASTER_PORT"] = str(message.master_port)
-        self._context.begin_call(message.call, has_group=groups.has_group())
+        self._context.begin_call(message.call, has_group=rank.has_process_group())
         if not message.last and not self._may_disconnect:
             # Only where another call may come is a stuck rank worth more than a SIGTERM.
             self._may_disconnect = True

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from notebook_accel.launch.rank import has_process_group
 from notebook_accel.training.collectives import gather_object, this_rank
-from notebook_accel.training.process_group import has_process_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

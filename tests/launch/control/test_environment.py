@@ -23,6 +23,8 @@ def test_whose_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert (found["MINE"], found["A"]) == ("1", "2")
     assert rank_environment(LaunchConfig(env={"MASTER_PORT": "5"}))["MASTER_PORT"] == "5"
+    found = rank_environment(config, of_engine={"A": "engine", "NCCL_SOCKET_IFNAME": "engine"})
+    assert (found["A"], found["NCCL_SOCKET_IFNAME"]) == ("2", "engine")
 
 
 def test_what_a_kernel_keeps_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
