@@ -19,13 +19,13 @@ from .training.big_modeling import init_on_device as init_on_device
 from .training.big_modeling import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from .training.big_modeling import load_checkpoint_in_model as load_checkpoint_in_model
 from .training.collectives import broadcast as broadcast
-from .training.collectives import gather_object as gather_object
 from .training.data import DataLoaderDispatcher as DataLoaderDispatcher
 from .training.data import DataLoaderShard as DataLoaderShard
 from .training.data import skip_first_batches as skip_first_batches
 from .training.data.config import DataLoaderConfiguration as DataLoaderConfiguration
 from .training.fsdp_plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from .training.memory import find_executable_batch_size as find_executable_batch_size
+from .training.operations import gather_object as gather_object
 from .training.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from .training.parallelism import ParallelismConfig as ParallelismConfig
 from .training.scheduler import AcceleratedScheduler as AcceleratedScheduler

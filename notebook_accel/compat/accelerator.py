@@ -1,9 +1,3 @@
 """Door: ``accelerate.accelerator`` under our name."""
 
-from notebook_accel.training.accelerator import (
-    Accelerator,
-)
-
-__all__ = [
-    "Accelerator",
-]
+from notebook_accel.training.accelerator import Accelerator as Accelerator

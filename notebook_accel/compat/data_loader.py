@@ -1,33 +1,11 @@
 """Door: ``accelerate.data_loader`` under our name."""
 
-from notebook_accel.training.data import (
-    skip_first_batches,
-)
-from notebook_accel.training.data.dispatch import (
-    DataLoaderDispatcher,
-)
-from notebook_accel.training.data.loaders import (
-    DataLoaderShard,
-    SkipDataLoader,
-)
-from notebook_accel.training.data.samplers import (
-    BatchSamplerShard,
-    IterableDatasetShard,
-    SeedableRandomSampler,
-    SkipBatchSampler,
-)
-from notebook_accel.training.data.standalone import (
-    prepare_data_loader,
-)
-
-__all__ = [
-    "BatchSamplerShard",
-    "DataLoaderDispatcher",
-    "DataLoaderShard",
-    "IterableDatasetShard",
-    "SeedableRandomSampler",
-    "SkipBatchSampler",
-    "SkipDataLoader",
-    "prepare_data_loader",
-    "skip_first_batches",
-]
+from notebook_accel.training.data import skip_first_batches as skip_first_batches
+from notebook_accel.training.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
+from notebook_accel.training.data.loaders import DataLoaderShard as DataLoaderShard
+from notebook_accel.training.data.loaders import SkipDataLoader as SkipDataLoader
+from notebook_accel.training.data.samplers import BatchSamplerShard as BatchSamplerShard
+from notebook_accel.training.data.samplers import IterableDatasetShard as IterableDatasetShard
+from notebook_accel.training.data.samplers import SeedableRandomSampler as SeedableRandomSampler
+from notebook_accel.training.data.samplers import SkipBatchSampler as SkipBatchSampler
+from notebook_accel.training.data.standalone import prepare_data_loader as prepare_data_loader

@@ -1,37 +1,28 @@
 """Door: ``accelerate.hooks`` under our name."""
 
+from notebook_accel.training.big_modeling.align_devices import AlignDevicesHook as AlignDevicesHook
 from notebook_accel.training.big_modeling.align_devices import (
-    AlignDevicesHook,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-    attach_execution_device_hook,
+    attach_align_device_hook as attach_align_device_hook,
+)
+from notebook_accel.training.big_modeling.align_devices import (
+    attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
+)
+from notebook_accel.training.big_modeling.align_devices import (
+    attach_execution_device_hook as attach_execution_device_hook,
+)
+from notebook_accel.training.big_modeling.hooks import ModelHook as ModelHook
+from notebook_accel.training.big_modeling.hooks import SequentialHook as SequentialHook
+from notebook_accel.training.big_modeling.hooks import add_hook_to_module as add_hook_to_module
+from notebook_accel.training.big_modeling.hooks import (
+    remove_hook_from_module as remove_hook_from_module,
 )
 from notebook_accel.training.big_modeling.hooks import (
-    ModelHook,
-    SequentialHook,
-    add_hook_to_module,
-    remove_hook_from_module,
-    remove_hook_from_submodules,
+    remove_hook_from_submodules as remove_hook_from_submodules,
 )
 from notebook_accel.training.big_modeling.layerwise_casting import (
-    LayerwiseCastingHook,
+    LayerwiseCastingHook as LayerwiseCastingHook,
 )
+from notebook_accel.training.big_modeling.offload_on_call import CpuOffload as CpuOffload
 from notebook_accel.training.big_modeling.offload_on_call import (
-    CpuOffload,
-    UserCpuOffloadHook,
+    UserCpuOffloadHook as UserCpuOffloadHook,
 )
-
-__all__ = [
-    "AlignDevicesHook",
-    "CpuOffload",
-    "LayerwiseCastingHook",
-    "ModelHook",
-    "SequentialHook",
-    "UserCpuOffloadHook",
-    "add_hook_to_module",
-    "attach_align_device_hook",
-    "attach_align_device_hook_on_blocks",
-    "attach_execution_device_hook",
-    "remove_hook_from_module",
-    "remove_hook_from_submodules",
-]

@@ -1,9 +1,3 @@
 """Door: ``accelerate.local_sgd`` under our name."""
 
-from notebook_accel.training.local_sgd import (
-    LocalSGD,
-)
-
-__all__ = [
-    "LocalSGD",
-]
+from notebook_accel.training.local_sgd import LocalSGD as LocalSGD

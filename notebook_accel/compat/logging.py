@@ -1,11 +1,4 @@
 """Door: ``accelerate.logging`` under our name."""
 
-from notebook_accel.training.logs import (
-    MultiProcessAdapter,
-    get_logger,
-)
-
-__all__ = [
-    "MultiProcessAdapter",
-    "get_logger",
-]
+from notebook_accel.training.logs import MultiProcessAdapter as MultiProcessAdapter
+from notebook_accel.training.logs import get_logger as get_logger

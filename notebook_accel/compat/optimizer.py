@@ -1,9 +1,3 @@
 """Door: ``accelerate.optimizer`` under our name."""
 
-from notebook_accel.training.optimizer import (
-    AcceleratedOptimizer,
-)
-
-__all__ = [
-    "AcceleratedOptimizer",
-]
+from notebook_accel.training.optimizer import AcceleratedOptimizer as AcceleratedOptimizer

@@ -1,9 +1,3 @@
 """Door: ``accelerate.parallelism_config`` under our name."""
 
-from notebook_accel.training.parallelism import (
-    ParallelismConfig,
-)
-
-__all__ = [
-    "ParallelismConfig",
-]
+from notebook_accel.training.parallelism import ParallelismConfig as ParallelismConfig

@@ -1,9 +1,3 @@
 """Door: ``accelerate.scheduler`` under our name."""
 
-from notebook_accel.training.scheduler import (
-    AcceleratedScheduler,
-)
-
-__all__ = [
-    "AcceleratedScheduler",
-]
+from notebook_accel.training.scheduler import AcceleratedScheduler as AcceleratedScheduler

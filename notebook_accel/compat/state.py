@@ -1,17 +1,6 @@
 """Door: ``accelerate.state`` under our name."""
 
-from notebook_accel.training.settings import (
-    DistributedType,
-)
-from notebook_accel.training.state import (
-    AcceleratorState,
-    GradientState,
-    PartialState,
-)
-
-__all__ = [
-    "AcceleratorState",
-    "DistributedType",
-    "GradientState",
-    "PartialState",
-]
+from notebook_accel.training.settings import DistributedType as DistributedType
+from notebook_accel.training.state import AcceleratorState as AcceleratorState
+from notebook_accel.training.state import GradientState as GradientState
+from notebook_accel.training.state import PartialState as PartialState

@@ -154,6 +154,7 @@ class Accelerator(WindowView, TrackerView):
         self._triggered = False
         self._accumulation.show()
         current().shared[_STRATEGY] = self._strategy
+        self._strategy.data_group.show()
         AcceleratorSettings(self.mixed_precision, self._strategy.distributed_type).show()
         self._prepared.watch.start(self)
         self._made_here = frozenset(vars(self))

@@ -2,69 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
-import operator
-import sys
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
-from torch.torch_version import TorchVersion
 
-from notebook_accel.errors import ConfigError
 from notebook_accel.training import environment
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-_COMPARISONS: dict[str, Callable[[TorchVersion, str], bool]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "<": operator.lt,
-    "<=": operator.le,
-}
-
-
-def compare_versions(library_or_version: str, operation: str, requirement_version: str) -> bool:
-    """Compare the version of an installed library, or a version, with another.
-
-    Args:
-        library_or_version: the name under which it is installed, or a version.
-        operation: "==", "!=", ">", ">=", "<" or "<=".
-        requirement_version: the version on the right of it.
-
-    Raises:
-        ConfigError: there is no such comparison.
-        PackageNotFoundError: there is no such library.
-    """
-    if operation not in _COMPARISONS:
-        raise ConfigError(f"{operation!r} is no comparison: expected {', '.join(_COMPARISONS)}")
-    found = str(library_or_version)
-    if not found[:1].isdigit():
-        found = importlib.metadata.version(found)
-    # Torch's own type compares any versions by the rules of Python packages.
-    return bool(_COMPARISONS[operation](TorchVersion(found), requirement_version))
-
-
-def is_torch_version(operation: str, version: str) -> bool:
-    """Compare torch's version, without what stands behind a "+" in it, with another."""
-    return compare_versions(str(torch.__version__).partition("+")[0], operation, version)
-
-
-def is_installed(*modules: str) -> bool:
+def _is_installed(*modules: str) -> bool:
     """Whether all these modules could be imported."""
     return all(importlib.util.find_spec(name.partition(".")[0]) is not None for name in modules)
 
 
-def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of the libraries that this process has imported."""
-    return [name for name in library_names if name in sys.modules]
-
-
-def has_device(kind: str) -> bool:
+def _has_device(kind: str) -> bool:
     """Whether torch sees an accelerator of this kind."""
     if not torch.accelerator.is_available():
         return False
@@ -74,7 +25,7 @@ def has_device(kind: str) -> bool:
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:  # noqa: ARG001
     """Whether this machine computes in bfloat16."""
-    return not has_device("cuda") or torch.cuda.is_bf16_supported()
+    return not _has_device("cuda") or torch.cuda.is_bf16_supported()
 
 
 def is_fp16_available() -> bool:
@@ -84,67 +35,64 @@ def is_fp16_available() -> bool:
 
 def is_rocm_available() -> bool:
     """Whether torch was built for AMD's devices and sees one."""
-    return torch.version.hip is not None and has_device("cuda")
+    return torch.version.hip is not None and _has_device("cuda")
 
 
 def is_rich_available() -> bool:
     """Whether rich is there, and ``ACCELERATE_ENABLE_RICH`` asks for its tracebacks."""
-    return is_installed("rich") and environment.read_flag("ENABLE_RICH")
+    return _is_installed("rich") and environment.read_flag("ENABLE_RICH")
 
 
 def is_cuda_available() -> bool:
     """Whether torch sees a CUDA or ROCm device."""
-    return has_device("cuda")
+    return _has_device("cuda")
 
 
-is_mps_available = partial(has_device, "mps")
-is_xpu_available = partial(has_device, "xpu")
-is_npu_available = partial(has_device, "npu")
-is_mlu_available = partial(has_device, "mlu")
-is_musa_available = partial(has_device, "musa")
-is_sdaa_available = partial(has_device, "sdaa")
-is_hpu_available = partial(has_device, "hpu")
-is_neuron_available = partial(has_device, "neuron")
+is_mps_available = partial(_has_device, "mps")
+is_xpu_available = partial(_has_device, "xpu")
+is_npu_available = partial(_has_device, "npu")
+is_mlu_available = partial(_has_device, "mlu")
+is_musa_available = partial(_has_device, "musa")
+is_sdaa_available = partial(_has_device, "sdaa")
+is_hpu_available = partial(_has_device, "hpu")
+is_neuron_available = partial(_has_device, "neuron")
 
-is_aim_available = partial(is_installed, "aim")
-is_bnb_available = partial(is_installed, "bitsandbytes")
+is_aim_available = partial(_is_installed, "aim")
+is_bnb_available = partial(_is_installed, "bitsandbytes")
 is_4bit_bnb_available = is_bnb_available
 is_8bit_bnb_available = is_bnb_available
-is_boto3_available = partial(is_installed, "boto3")
-is_clearml_available = partial(is_installed, "clearml")
-is_comet_ml_available = partial(is_installed, "comet_ml")
-is_datasets_available = partial(is_installed, "datasets")
-is_deepspeed_available = partial(is_installed, "deepspeed")
-is_dvclive_available = partial(is_installed, "dvclive")
-is_lomo_available = partial(is_installed, "lomo_optim")
-is_matplotlib_available = partial(is_installed, "matplotlib")
-is_megatron_lm_available = partial(is_installed, "megatron")
-is_mlflow_available = partial(is_installed, "mlflow")
-is_msamp_available = partial(is_installed, "msamp")
-is_pandas_available = partial(is_installed, "pandas")
-is_peft_available = partial(is_installed, "peft")
-is_pippy_available = partial(is_installed, "torch")  # it is part of torch (pipelining)
-is_pynvml_available = partial(is_installed, "pynvml")
-is_pytest_available = partial(is_installed, "pytest")
-is_sagemaker_available = partial(is_installed, "sagemaker")
-is_schedulefree_available = partial(is_installed, "schedulefree")
-is_swanlab_available = partial(is_installed, "swanlab")
-is_tensorboard_available = partial(is_installed, "tensorboard")
-is_timm_available = partial(is_installed, "timm")
-is_torch_xla_available = partial(is_installed, "torch_xla")
-is_torchao_available = partial(is_installed, "torchao")
-is_torchdata_available = partial(is_installed, "torchdata")
-is_torchvision_available = partial(is_installed, "torchvision")
-is_trackio_available = partial(is_installed, "trackio")
-is_transformer_engine_available = partial(is_installed, "transformer_engine")
-is_transformers_available = partial(is_installed, "transformers")
-is_triton_available = partial(is_installed, "triton")
-is_wandb_available = partial(is_installed, "wandb")
+is_boto3_available = partial(_is_installed, "boto3")
+is_clearml_available = partial(_is_installed, "clearml")
+is_comet_ml_available = partial(_is_installed, "comet_ml")
+is_datasets_available = partial(_is_installed, "datasets")
+is_deepspeed_available = partial(_is_installed, "deepspeed")
+is_dvclive_available = partial(_is_installed, "dvclive")
+is_lomo_available = partial(_is_installed, "lomo_optim")
+is_matplotlib_available = partial(_is_installed, "matplotlib")
+is_megatron_lm_available = partial(_is_installed, "megatron")
+is_mlflow_available = partial(_is_installed, "mlflow")
+is_msamp_available = partial(_is_installed, "msamp")
+is_pandas_available = partial(_is_installed, "pandas")
+is_peft_available = partial(_is_installed, "peft")
+is_pippy_available = partial(_is_installed, "torch")  # it is part of torch (pipelining)
+is_pynvml_available = partial(_is_installed, "pynvml")
+is_pytest_available = partial(_is_installed, "pytest")
+is_sagemaker_available = partial(_is_installed, "sagemaker")
+is_schedulefree_available = partial(_is_installed, "schedulefree")
+is_swanlab_available = partial(_is_installed, "swanlab")
+is_tensorboard_available = partial(_is_installed, "tensorboard")
+is_timm_available = partial(_is_installed, "timm")
+is_torch_xla_available = partial(_is_installed, "torch_xla")
+is_torchao_available = partial(_is_installed, "torchao")
+is_torchdata_available = partial(_is_installed, "torchdata")
+is_torchvision_available = partial(_is_installed, "torchvision")
+is_trackio_available = partial(_is_installed, "trackio")
+is_transformer_engine_available = partial(_is_installed, "transformer_engine")
+is_transformers_available = partial(_is_installed, "transformers")
+is_triton_available = partial(_is_installed, "triton")
+is_wandb_available = partial(_is_installed, "wandb")
 
 __all__ = [
-    "are_libraries_initialized",
-    "compare_versions",
-    "has_device",
     "is_4bit_bnb_available",
     "is_8bit_bnb_available",
     "is_aim_available",
@@ -159,7 +107,6 @@ __all__ = [
     "is_dvclive_available",
     "is_fp16_available",
     "is_hpu_available",
-    "is_installed",
     "is_lomo_available",
     "is_matplotlib_available",
     "is_megatron_lm_available",
@@ -183,7 +130,6 @@ __all__ = [
     "is_swanlab_available",
     "is_tensorboard_available",
     "is_timm_available",
-    "is_torch_version",
     "is_torch_xla_available",
     "is_torchao_available",
     "is_torchdata_available",

@@ -15,10 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.launch.rank import current
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["DataGroup"]
+__all__ = ["DataGroup", "current_data_group"]
+
+_CURRENT = "data group"
 
 
 @dataclass(frozen=True)
@@ -46,3 +50,13 @@ class DataGroup:
     def of_all_ranks(cls, num_ranks: int, rank: int) -> DataGroup:
         """Every rank reads a share of its own."""
         return cls(size=num_ranks, index=rank, index_of_rank=tuple(range(num_ranks)))
+
+    def show(self) -> None:
+        """Make this the group of this rank, for functions that belong to no ``Accelerator``."""
+        current().shared[_CURRENT] = self
+
+
+def current_data_group() -> DataGroup | None:
+    """That of this rank's newest ``Accelerator``; None before there is one."""
+    found: DataGroup | None = current().shared.get(_CURRENT)
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 __all__ = [
+    "are_libraries_initialized",
     "clear_environment",
     "get_int_from_env",
     "parse_choice_from_env",
@@ -167,3 +169,8 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 def _find(name: str) -> str | None:
     variables = (prefix + name for prefix in _PREFIXES)
     return next((variable for variable in variables if os.environ.get(variable, "").strip()), None)
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Those of the libraries that this process has imported."""
+    return [name for name in library_names if name in sys.modules]

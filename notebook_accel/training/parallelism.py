@@ -7,7 +7,7 @@ and of the plan for divided layers beside them.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
@@ -16,7 +16,9 @@ from notebook_accel.training import environment
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ParallelismConfig", "resolve_parallelism"]
+    from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
+
+__all__ = ["ParallelismConfig", "fit_sizes", "resolve_parallelism"]
 
 _SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 
@@ -183,3 +185,45 @@ def resolve_parallelism(given: Any) -> ParallelismConfig | None:
             f"parallelism_config is a {type(given).__name__}: expected a ParallelismConfig"
         )
     return given
+
+
+def fit_sizes(
+    asked: ParallelismConfig | None,
+    plugin: FullyShardedDataParallelPlugin | None,
+    *,
+    num_processes: int,
+    local_num_processes: int,
+) -> ParallelismConfig:
+    """The sizes of a mesh of all ranks.
+
+    Args:
+        asked: the user's sizes. Where they leave the data to one rank, an FSDP plugin takes all
+            ranks that are left, as its sharding strategy says.
+        plugin: the user's.
+        num_processes: number of ranks.
+        local_num_processes: number of ranks of this machine.
+
+    Raises:
+        ConfigError: the sizes do not make the number of ranks.
+    """
+    if plugin is not None and (asked is None or asked.data_parallel_size == 1):
+        asked = asked or ParallelismConfig(dp_replicate_size=1, dp_shard_size=1)
+        left = num_processes // asked.non_data_parallel_size
+        shards = left
+        name = plugin.sharding_strategy.name
+        if name == "NO_SHARD":
+            shards = 1
+        elif "HYBRID" in name and left % local_num_processes == 0:
+            shards = local_num_processes
+        if left:
+            asked = replace(asked, dp_shard_size=shards, dp_replicate_size=left // shards)
+    asked = asked or ParallelismConfig()
+    # Sizes that ask for nothing leave the ranks to plain data parallelism.
+    if asked.total_size not in (1, num_processes):
+        sizes = " x ".join(f"{name} {size}" for name, size in asked.sizes.items())
+        raise ConfigError(
+            f"ParallelismConfig takes {asked.total_size} ranks ({sizes}) and there are "
+            f"{num_processes}: expected sizes whose product is the number of ranks; launch "
+            f"{asked.total_size}, or set dp_shard_size"
+        )
+    return asked

@@ -11,7 +11,7 @@ from notebook_accel.training.accumulation import Accumulation, resolve_plugin
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.fsdp_plugin import resolve_fsdp
 from notebook_accel.training.notices import notice_once
-from notebook_accel.training.parallelism import resolve_parallelism
+from notebook_accel.training.parallelism import fit_sizes, resolve_parallelism
 from notebook_accel.training.precision import Precision, make_precision, resolve_precision
 from notebook_accel.training.settings import (
     AutocastKwargs,
@@ -76,9 +76,8 @@ def make_plan(
 ) -> Plan:
     """Check the settings, make the process group, and choose the strategy.
 
-    What can be checked without it is checked before the group is made, so that a mistake leaves no
-    rank waiting in it. That the sizes of a mesh fit the number of ranks is checked after: every
-    rank finds the same there, and none waits for another.
+    The settings are checked before the group is made, so that a mistake leaves no rank waiting in
+    it, and costs no time.
 
     Raises:
         ConfigError: a setting makes no sense.
@@ -92,6 +91,9 @@ def make_plan(
         )
     sharding = resolve_fsdp(fsdp)
     sizes = resolve_parallelism(parallelism)
+    num_ranks, num_local_ranks = topology.count_ranks()
+    if sizes is not None or sharding is not None:
+        fit_sizes(sizes, sharding, num_processes=num_ranks, local_num_processes=num_local_ranks)
     window = resolve_plugin(None if plugin else num_steps, plugin)
     found = topology.establish(cpu=cpu, options=pick_handler(checked, InitProcessGroupKwargs))
     if cpu and found.device.type != "cpu":

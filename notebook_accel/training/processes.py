@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from notebook_accel.training import topology
 from notebook_accel.training.collectives import split_between
+from notebook_accel.training.data_group import DataGroup, current_data_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,6 +96,8 @@ class ProcessView:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Give each rank its share of ``inputs``, in order; the first ranks take one more.
 
+        Ranks that hold one model together (tensor parallelism, pipelines) get the same share.
+
         Args:
             inputs: list, tuple, tensor or array (along its first dimension), a dataset with
                 ``select``, or a dictionary of such. They stay as they are.
@@ -103,7 +106,10 @@ class ProcessView:
         Raises:
             ValueError: the values of a dictionary differ in length.
         """
-        yield split_between(inputs, self.num_processes, self.process_index, apply_padding)
+        shares = current_data_group()
+        if shares is None:
+            shares = DataGroup.of_all_ranks(self.num_processes, self.process_index)
+        yield split_between(inputs, shares.size, shares.index, apply_padding)
 
     def on_main_process(self, function: _Function) -> _Function:
         """Decorator: the function runs on rank 0 and gives None elsewhere."""

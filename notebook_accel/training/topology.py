@@ -21,7 +21,7 @@ from notebook_accel.training.settings import DistributedType, InitProcessGroupKw
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Topology", "barrier", "establish", "forget", "topology"]
+__all__ = ["Topology", "barrier", "count_ranks", "establish", "forget", "topology"]
 
 _KEY = "topology"
 
@@ -76,6 +76,15 @@ def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = Non
     elif found.num_processes > 1 and not has_process_group():
         _open(_find_context(), found.device, options)
     return found
+
+
+def count_ranks() -> tuple[int, int]:
+    """Number of ranks, and of those on this machine, asked without making a process group."""
+    found: Topology | None = current().shared.get(_KEY)
+    if found is None or _is_stale(found):
+        context = _find_context()
+        return context.world_size, context.local_world_size
+    return found.num_processes, found.local_num_processes
 
 
 def forget() -> None:

@@ -9,7 +9,7 @@ import torch
 from accelerate import utils as peer
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training import availability, host
+from notebook_accel.training import availability, environment, host, versions
 
 PROBES = sorted(
     name for name in availability.__all__ if name.startswith("is_") and name.endswith("available")
@@ -24,20 +24,20 @@ def test_a_probe_agrees_with_accelerate(name: str) -> None:
 @pytest.mark.parametrize("operation", ["==", "!=", ">", ">=", "<", "<="])
 @pytest.mark.parametrize("version", ["1.0", "2.6.0", "99"])
 def test_versions_are_compared_as_accelerate_compares_them(operation: str, version: str) -> None:
-    assert availability.compare_versions("numpy", operation, version) == (
+    assert versions.compare_versions("numpy", operation, version) == (
         peer.compare_versions("numpy", operation, version)
     )
-    assert availability.is_torch_version(operation, version) == (
+    assert versions.is_torch_version(operation, version) == (
         peer.is_torch_version(operation, version)
     )
 
 
 def test_a_comparison_that_there_is_not_is_refused() -> None:
     with pytest.raises(ConfigError, match="=>"):
-        availability.compare_versions("numpy", "=>", "1")
+        versions.compare_versions("numpy", "=>", "1")
     with pytest.raises(ValueError):
         peer.compare_versions("numpy", "=>", "1")
-    assert availability.are_libraries_initialized("torch", "nothing") == ["torch"]
+    assert environment.are_libraries_initialized("torch", "nothing") == ["torch"]
 
 
 def test_an_old_kernel_is_named(

@@ -14,20 +14,22 @@ from notebook_accel.training import collectives
 from notebook_accel.training.collectives import (
     broadcast,
     broadcast_object_list,
+    gather,
+    gather_object,
+    gather_ragged,
+    pad_across_processes,
+    reduce,
+    split_between,
+)
+from notebook_accel.training.nested import (
     concatenate,
     convert_to_fp32,
     find_batch_size,
     find_device,
-    gather,
-    gather_object,
-    gather_ragged,
     listify,
-    pad_across_processes,
     recursively_apply,
-    reduce,
     send_to_device,
     slice_tensors,
-    split_between,
 )
 from tests.training.harness import RankError, run_ranks
 

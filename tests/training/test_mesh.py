@@ -8,13 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from notebook_accel import Accelerator, ConfigError, ParallelismConfig, notebook_launcher
+from notebook_accel import (
+    Accelerator,
+    ConfigError,
+    ParallelismConfig,
+    PartialState,
+    notebook_launcher,
+    utils,
+)
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
     FLOAT_ERROR,
     MESHES,
     Tiny,
     accelerator_for,
+    blocks,
     data,
     loss_of,
     train,
@@ -87,7 +95,21 @@ def look_around() -> dict[str, Any]:
         "others": (accelerator.pipeline_parallel_rank, accelerator.context_parallel_rank),
         "is_fsdp2": accelerator.is_fsdp2 and accelerator.is_composable_parallelism_enabled,
         "sizes": accelerator.parallelism_config.total_size,  # type: ignore[union-attr]
+        "bare": by_bare_functions(accelerator.process_index),
     }
+
+
+def by_bare_functions(rank: int) -> tuple[Any, ...]:
+    """What the functions of ``utils`` join, and who gets which inputs."""
+    with PartialState().split_between_processes(["a", "b", "c"]) as mine:
+        words = utils.gather_object(mine)
+    mine = torch.tensor([float(rank)])
+    return (
+        utils.gather(mine).tolist(),
+        utils.reduce(mine).item(),
+        utils.pad_across_processes(torch.ones(1 + rank // 2)).tolist(),
+        words,
+    )
 
 
 def test_the_accelerator_tells_where_a_rank_stands() -> None:
@@ -100,6 +122,11 @@ def test_the_accelerator_tells_where_a_rank_stands() -> None:
         assert result["is_fsdp2"]
         assert result["sizes"] == 4
         assert result["others"] == (0, 0)
+    # One rank of each share: neither what its neighbour in the layer has, nor its share again.
+    words = ["a", "b", "c"]
+    for rank, result in enumerate(results):
+        others = [float(rank % 2), float(rank % 2 + 2)]
+        assert result["bare"] == (others, sum(others) / 2, [1, float(rank > 1)], words)
 
 
 def train_in_launcher() -> tuple[str, list[float]]:
@@ -138,6 +165,24 @@ def refusal(asked: dict[str, Any]) -> str:
     except ConfigError as error:
         return str(error)
     return "accepted"
+
+
+def test_sizes_are_checked_before_ranks_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "6")  # whose other ranks never come
+    for plugin, asked in ((None, {"dp_shard_size": 4}), (blocks(), {"tp_size": 4})):
+        with pytest.raises(ConfigError, match=r"takes 4 ranks .* and there are 6"):
+            Accelerator(
+                cpu=True,
+                fsdp_plugin=plugin,
+                parallelism_config=ParallelismConfig(**asked),  # type: ignore[arg-type]
+            )
+    assert not torch.distributed.is_initialized()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match=r"takes 2 ranks .* and there are 1"):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
 
 
 def overflow(mesh: str, bad_rank: int) -> tuple[bool, float]:

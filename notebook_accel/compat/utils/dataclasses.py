@@ -1,43 +1,30 @@
 """Door: ``accelerate.utils.dataclasses`` under our name."""
 
-from notebook_accel.training.data.config import (
-    DataLoaderConfiguration,
+from notebook_accel.training.big_modeling.dtypes import CustomDtype as CustomDtype
+from notebook_accel.training.big_modeling.quantized import (
+    BnbQuantizationConfig as BnbQuantizationConfig,
 )
+from notebook_accel.training.compiling import DynamoBackend as DynamoBackend
+from notebook_accel.training.compiling import TorchDynamoPlugin as TorchDynamoPlugin
+from notebook_accel.training.data.config import DataLoaderConfiguration as DataLoaderConfiguration
 from notebook_accel.training.fsdp_plugin import (
-    FullyShardedDataParallelPlugin,
+    FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
+from notebook_accel.training.settings import AutocastKwargs as AutocastKwargs
+from notebook_accel.training.settings import ComputeEnvironment as ComputeEnvironment
+from notebook_accel.training.settings import DDPCommunicationHookType as DDPCommunicationHookType
 from notebook_accel.training.settings import (
-    AutocastKwargs,
-    ComputeEnvironment,
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    LoggerType,
-    PrecisionType,
-    ProfileKwargs,
-    ProjectConfiguration,
-    RNGType,
+    DistributedDataParallelKwargs as DistributedDataParallelKwargs,
 )
-
-__all__ = [
-    "ComputeEnvironment",
-    "PrecisionType",
-    "RNGType",
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "LoggerType",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-]
+from notebook_accel.training.settings import DistributedType as DistributedType
+from notebook_accel.training.settings import (
+    GradientAccumulationPlugin as GradientAccumulationPlugin,
+)
+from notebook_accel.training.settings import GradScalerKwargs as GradScalerKwargs
+from notebook_accel.training.settings import InitProcessGroupKwargs as InitProcessGroupKwargs
+from notebook_accel.training.settings import KwargsHandler as KwargsHandler
+from notebook_accel.training.settings import LoggerType as LoggerType
+from notebook_accel.training.settings import PrecisionType as PrecisionType
+from notebook_accel.training.settings import ProfileKwargs as ProfileKwargs
+from notebook_accel.training.settings import ProjectConfiguration as ProjectConfiguration
+from notebook_accel.training.settings import RNGType as RNGType

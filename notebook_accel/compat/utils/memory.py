@@ -1,11 +1,4 @@
 """Door: ``accelerate.utils.memory`` under our name."""
 
-from notebook_accel.training.memory import (
-    find_executable_batch_size,
-    release_memory,
-)
-
-__all__ = [
-    "find_executable_batch_size",
-    "release_memory",
-]
+from notebook_accel.training.memory import find_executable_batch_size as find_executable_batch_size
+from notebook_accel.training.memory import release_memory as release_memory

@@ -1,39 +1,17 @@
 """Door: ``accelerate.utils.operations`` under our name."""
 
-from notebook_accel.training.collectives import (
-    broadcast,
-    broadcast_object_list,
-    concatenate,
-    convert_to_fp32,
-    find_batch_size,
-    find_device,
-    gather,
-    gather_object,
-    honor_type,
-    is_namedtuple,
-    listify,
-    pad_across_processes,
-    recursively_apply,
-    reduce,
-    send_to_device,
-    slice_tensors,
-)
-
-__all__ = [
-    "broadcast",
-    "broadcast_object_list",
-    "concatenate",
-    "convert_to_fp32",
-    "find_batch_size",
-    "find_device",
-    "gather",
-    "gather_object",
-    "honor_type",
-    "is_namedtuple",
-    "listify",
-    "pad_across_processes",
-    "recursively_apply",
-    "reduce",
-    "send_to_device",
-    "slice_tensors",
-]
+from notebook_accel.training.collectives import broadcast as broadcast
+from notebook_accel.training.collectives import broadcast_object_list as broadcast_object_list
+from notebook_accel.training.nested import concatenate as concatenate
+from notebook_accel.training.nested import convert_outputs_to_fp32 as convert_outputs_to_fp32
+from notebook_accel.training.nested import convert_to_fp32 as convert_to_fp32
+from notebook_accel.training.nested import find_batch_size as find_batch_size
+from notebook_accel.training.nested import find_device as find_device
+from notebook_accel.training.nested import honor_type as honor_type
+from notebook_accel.training.nested import is_namedtuple as is_namedtuple
+from notebook_accel.training.nested import listify as listify
+from notebook_accel.training.nested import pad_input_tensors as pad_input_tensors
+from notebook_accel.training.nested import recursively_apply as recursively_apply
+from notebook_accel.training.nested import send_to_device as send_to_device
+from notebook_accel.training.nested import slice_tensors as slice_tensors
+from notebook_accel.training.operations import *

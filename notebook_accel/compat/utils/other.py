@@ -1,23 +1,16 @@
 """Door: ``accelerate.utils.other`` under our name."""
 
-from notebook_accel.training.nested import (
-    merge_dicts,
-)
+from notebook_accel.config import write_basic_config as write_basic_config
+from notebook_accel.training.big_modeling.sizes import convert_bytes as convert_bytes
+from notebook_accel.training.compiling import compile_regions as compile_regions
+from notebook_accel.training.compiling import compile_regions_in_place as compile_regions_fsdp2
+from notebook_accel.training.compiling import has_compiled_regions as has_compiled_regions
+from notebook_accel.training.compiling import is_compiled_module as is_compiled_module
+from notebook_accel.training.host import check_os_kernel as check_os_kernel
+from notebook_accel.training.nested import merge_dicts as merge_dicts
 from notebook_accel.training.prepare import (
-    extract_model_from_parallel,
+    extract_model_from_parallel as extract_model_from_parallel,
 )
-from notebook_accel.training.saving import (
-    load,
-    save,
-)
-from notebook_accel.training.topology import (
-    barrier as wait_for_everyone,
-)
-
-__all__ = [
-    "merge_dicts",
-    "extract_model_from_parallel",
-    "load",
-    "save",
-    "wait_for_everyone",
-]
+from notebook_accel.training.saving import load as load
+from notebook_accel.training.saving import save as save
+from notebook_accel.training.topology import barrier as wait_for_everyone

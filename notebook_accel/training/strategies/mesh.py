@@ -13,7 +13,6 @@ parts of the same layers. How a model is spread over it is in ``recipe``.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,10 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
-from notebook_accel.errors import ConfigError
 from notebook_accel.training.data_group import DataGroup
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
-from notebook_accel.training.parallelism import ParallelismConfig
+from notebook_accel.training.parallelism import fit_sizes
 from notebook_accel.training.settings import DistributedType
 from notebook_accel.training.strategies import dtensors, fsdp, recipe
 from notebook_accel.training.strategies.base import Strategy
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from notebook_accel.training.parallelism import ParallelismConfig
     from notebook_accel.training.strategies.base import ModelToPrepare, PrepareCall, Request
     from notebook_accel.training.topology import Topology
 
@@ -56,7 +55,12 @@ class MeshParallel(Strategy):
         super().__init__(request)
         self.scaling = self.precision.make_scaling(dtensors.AgreeingScaler)
         self.plugin = request.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2)
-        self.parallelism: ParallelismConfig = _resolve(request, self.plugin)
+        self.parallelism: ParallelismConfig = fit_sizes(
+            request.parallelism,
+            request.fsdp,
+            num_processes=self.topology.num_processes,
+            local_num_processes=self.topology.local_num_processes,
+        )
         self.saves_shards = self.plugin.saves_shards
         if request.fsdp is not None or self.parallelism.dp_shard_enabled:
             self.distributed_type = DistributedType.FSDP
@@ -161,33 +165,6 @@ class MeshParallel(Strategy):
 
     def make_whole(self, values: Any) -> Any:
         return dtensors.make_whole(values)
-
-
-def _resolve(request: Request, plugin: FullyShardedDataParallelPlugin) -> ParallelismConfig:
-    """The sizes of the mesh, with what the plugin's sharding strategy leaves to them.
-
-    Raises:
-        ConfigError: they do not make the number of ranks.
-    """
-    here, asked = request.topology, request.parallelism
-    if asked is None or (request.fsdp is not None and asked.data_parallel_size == 1):
-        asked = asked or ParallelismConfig(dp_replicate_size=1, dp_shard_size=1)
-        left = here.num_processes // asked.non_data_parallel_size
-        shards = left
-        name = plugin.sharding_strategy.name
-        if name == "NO_SHARD":
-            shards = 1
-        elif "HYBRID" in name and left % here.local_num_processes == 0:
-            shards = here.local_num_processes
-        asked = replace(asked, dp_shard_size=shards, dp_replicate_size=left // shards)
-    if asked.total_size != here.num_processes:
-        sizes = " x ".join(f"{name} {size}" for name, size in asked.sizes.items())
-        raise ConfigError(
-            f"ParallelismConfig takes {asked.total_size} ranks ({sizes}) and there are "
-            f"{here.num_processes}: expected sizes whose product is the number of ranks; launch "
-            f"{asked.total_size}, or set dp_shard_size"
-        )
-    return asked
 
 
 def _make_mesh(parallelism: ParallelismConfig, here: Topology) -> DeviceMesh:

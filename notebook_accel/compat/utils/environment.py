@@ -1,0 +1,15 @@
+"""Door: ``accelerate.utils.environment`` under our name."""
+
+from notebook_accel.training.environment import (
+    are_libraries_initialized as are_libraries_initialized,
+)
+from notebook_accel.training.environment import clear_environment as clear_environment
+from notebook_accel.training.environment import get_int_from_env as get_int_from_env
+from notebook_accel.training.environment import parse_choice_from_env as parse_choice_from_env
+from notebook_accel.training.environment import parse_flag_from_env as parse_flag_from_env
+from notebook_accel.training.environment import patch_environment as patch_environment
+from notebook_accel.training.environment import (
+    purge_accelerate_environment as purge_accelerate_environment,
+)
+from notebook_accel.training.environment import str_to_bool as str_to_bool
+from notebook_accel.training.host import set_numa_affinity as set_numa_affinity

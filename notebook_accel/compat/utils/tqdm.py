@@ -1,0 +1,3 @@
+"""Door: ``accelerate.utils.tqdm`` under our name."""
+
+from notebook_accel.training.progress import tqdm as tqdm
