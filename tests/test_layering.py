@@ -202,7 +202,12 @@ def test_the_dependencies_are_what_is_imported() -> None:
     assert core - imported == _UNIMPORTED, "a core dependency that nothing imports"
 
 
-_MODULE_OF = {"ipython": "IPython", "pyyaml": "yaml", "torch-xla": "torch_xla"}
+_MODULE_OF = {
+    "ipython": "IPython",
+    "nvidia-ml-py": "pynvml",
+    "pyyaml": "yaml",
+    "torch-xla": "torch_xla",
+}
 # What shows our widgets and runs our cells, without being imported by us.
 _UNIMPORTED = {"ipykernel"}
 

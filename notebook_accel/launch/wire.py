@@ -260,7 +260,10 @@ class Output(Message, frozen=True, kw_only=True):
 
 
 class Sample(Message, frozen=True, kw_only=True):
-    """What a rank's counters say now. Memory in bytes."""
+    """What a rank's counters say now.
+
+    Memory in bytes; ``cpu`` in percent of a core, ``device_use`` in percent of the device's time.
+    """
 
     batches: int = 0
     total_batches: int | None = None
@@ -268,6 +271,8 @@ class Sample(Message, frozen=True, kw_only=True):
     steps: int = 0
     memory: int | None = None
     device_memory: int | None = None
+    cpu: int | None = None
+    device_use: int | None = None
 
 
 class RankEnded(Message, frozen=True, kw_only=True):

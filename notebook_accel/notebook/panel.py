@@ -22,7 +22,9 @@ from notebook_accel.launch.view.progress import (
 from notebook_accel.launch.view.summary import (
     condition,
     elapsed,
+    hang_line,
     hidden_ranks,
+    live_condition,
     num_ranks,
     ranks_with_row,
 )
@@ -38,6 +40,7 @@ __all__ = ["MAX_BYTES", "Details", "render_panel"]
 
 MAX_BYTES = 18_000
 _MAX_METRICS = 12
+_MAX_STACKS = 6
 # Nested bars get rows of their own while there are no more rows than this in all.
 _MAX_ROWS = 8
 
@@ -63,6 +66,7 @@ def render_panel(state: RunState, details: Details) -> Markup:
         body = element(
             "div",
             _title(state, details.now),
+            _hang(state, text_bytes),
             _ranks(state, details, text_bytes),
             _metrics(state, details.curves, num_metrics),
             _notices(state, 5 * text_bytes),
@@ -114,10 +118,10 @@ def _ranks(state: RunState, details: Details, text_bytes: int) -> Markup:
     for rank in shown:
         first, *inner = lines[rank.rank]
         if has_room:
-            rows.append(_row(rank, first, [], text_bytes))
+            rows.append(_row(state, rank, first, [], text_bytes))
             rows += [_inner_row(rank, line, text_bytes) for line in inner]
         else:
-            rows.append(_row(rank, first, inner, text_bytes))
+            rows.append(_row(state, rank, first, inner, text_bytes))
     parts = [element("table", _HEADER, element("tbody", *rows), class_="na-ranks")]
     rest = hidden_ranks(state.ranks, shown)
     if rest:
@@ -128,10 +132,14 @@ def _ranks(state: RunState, details: Details, text_bytes: int) -> Markup:
 
 
 def _row(
-    rank: RankState, line: ProgressLine, inner: Sequence[ProgressLine], text_bytes: int
+    state: RunState,
+    rank: RankState,
+    line: ProgressLine,
+    inner: Sequence[ProgressLine],
+    text_bytes: int,
 ) -> Markup:
     """The row of a rank: its outermost bar, and thin bars below it for ``inner`` ones."""
-    status = condition(rank)
+    status = live_condition(rank, state)
     bars = [_bar(rank, line, "") for line in (line, *inner)]
     return element(
         "tr",
@@ -192,6 +200,31 @@ def _strip_cell(rank: RankState) -> Markup:
 def _class_of(status: str) -> str:
     """The class by which the style sheet colours a status: ``na-lost-peer``."""
     return f"na-{status.replace(' ', '-')}"
+
+
+# ---- who waits for whom ---------------------------------------------------------------------
+
+
+def _hang(state: RunState, text_bytes: int) -> Markup:
+    """Who waits for whom, and below a fold the stacks of those that stand alike."""
+    hang = state.hang
+    if hang is None:
+        return Markup("")
+    stacks = [
+        element(
+            "div",
+            element("b", wording.rank_list(ranks)),
+            element("pre", shorten(stack.strip("\n"), 20 * text_bytes)),
+        )
+        for ranks, stack in hang.stacks[:_MAX_STACKS]
+    ]
+    return element(
+        "div",
+        element("div", shorten(hang_line(state), 800)),
+        element("details", element("summary", "stacks"), *stacks) if text_bytes > 12 else "",
+        class_="na-hang" if hang.is_certain else "na-hang na-waiting",
+        role="status",
+    )
 
 
 # ---- metrics and notices -------------------------------------------------------------------

@@ -198,7 +198,8 @@ def _table(state: RunState, seconds: float) -> Markup:
 
 
 def _notices(state: RunState) -> Markup:
-    newest = state.notices[-_MAX_NOTICES:]
+    hang = (summary.hang_line(state),) if state.hang is not None else ()
+    newest = (*hang, *state.notices[-_MAX_NOTICES:])
     return join(element("div", f"⚠ {shorten(text, _MAX_NOTICE)}") for text in newest)
 
 

@@ -32,6 +32,7 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.agent.ending import Ending, Stage
 from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.launch.agent.flush import flush_to_kernel
+from notebook_accel.launch.agent.gauges import nvidia_device
 from notebook_accel.launch.agent.logs import rank_logs
 from notebook_accel.launch.agent.ports import reserve_port
 from notebook_accel.launch.agent.rank_process import CLOSED, GARBAGE, RankProcess
@@ -177,6 +178,7 @@ class Agent:
                     stacks=stacks,
                     disconnect=disconnect,
                     row=self._board.row(spec.local_rank),
+                    device=nvidia_device(self._launch, spec),
                 )
             )
         self._post(wire.AgentReady, pids={rank.rank: rank.pid for rank in self._ranks})
@@ -189,9 +191,6 @@ class Agent:
     @property
     def _master_port(self) -> int:
         return 0 if self._port is None else int(self._port.getsockname()[1])
-
-    def _pids(self) -> tuple[int, ...]:
-        return tuple(rank.pid for rank in self._ranks)
 
     # ---- serve -----------------------------------------------------------------------------
 
@@ -366,7 +365,7 @@ class Agent:
 
     def _kernel_gone(self) -> None:
         """Nobody will ever read of these ranks: end them without grace, and go."""
-        processes.kill_tree(self._pids())
+        processes.kill_tree(rank.pid for rank in self._ranks)
         scratch.remove(self._launch.run, used_by=processes.kill_descendants())
         os._exit(0)
 

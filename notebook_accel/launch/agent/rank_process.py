@@ -8,10 +8,9 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from notebook_accel.launch import wire
 from notebook_accel.launch.agent.ending import SETTLE_SECONDS
+from notebook_accel.launch.agent.gauges import Gauges
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.own_time import OwnTime
 from notebook_accel.launch.worker.main import STACKS_SIGNAL
@@ -28,7 +27,6 @@ __all__ = ["CLOSED", "GARBAGE", "RankProcess"]
 
 _OUTPUT_SECONDS = 0.1
 _SAMPLE_SECONDS = 0.2
-_MEMORY_SECONDS = 1.0
 # A dump of stacks is whole once the file has not grown for this long.
 _STACKS_QUIET_SECONDS = 0.1
 _STACKS_SECONDS = 3.0
@@ -75,6 +73,7 @@ class RankProcess:
         stacks: int,
         disconnect: int,
         row: Row,
+        device: str | None = None,
     ) -> None:
         assert process.pid is not None
         self.rank = rank
@@ -100,8 +99,7 @@ class RankProcess:
         self._stacks_grew = (0, 0.0)
         self._next_output = 0.0
         self._next_sample = 0.0
-        self._next_memory = 0.0
-        self._memory: int | None = None
+        self._gauges = Gauges(self.pid, device)
         self._sample: tuple[Any, ...] = ()
 
     @property
@@ -222,15 +220,14 @@ class RankProcess:
             )
 
     def _new_sample(self, now: float) -> Iterator[wire.Message]:
-        if now >= self._next_memory and self.alive:
-            self._next_memory = now + _MEMORY_SECONDS
-            with contextlib.suppress(psutil.Error):
-                # A process that has just ended has none.
-                self._memory = psutil.Process(self.pid).memory_info().rss or self._memory
-        row = self.row
-        sample = (row.batches, row.total_batches, row.pass_start, row.steps, row.device_memory)
-        if (*sample, self._memory) != self._sample:
-            self._sample = (*sample, self._memory)
+        if self.alive:
+            self._gauges.read(now)
+        row, gauges = self.row, self._gauges
+        device_memory = row.device_memory or gauges.device_memory
+        counts = (row.batches, row.total_batches, row.pass_start, row.steps)
+        sample = (*counts, device_memory, gauges.memory, gauges.cpu, gauges.device_use)
+        if sample != self._sample:
+            self._sample = sample
             yield wire.Sample(
                 call=self._call,
                 rank=self.rank,
@@ -238,8 +235,10 @@ class RankProcess:
                 total_batches=row.total_batches or None,
                 pass_start=row.pass_start,
                 steps=row.steps,
-                memory=self._memory,
-                device_memory=row.device_memory or None,
+                memory=gauges.memory,
+                device_memory=device_memory,
+                cpu=gauges.cpu,
+                device_use=gauges.device_use,
             )
 
     # ---- stacks ----------------------------------------------------------------------------

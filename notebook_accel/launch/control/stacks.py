@@ -7,6 +7,7 @@ only file names, and shows the frames of ``worker/main.py`` that called the user
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.payload.cells import name_cells
@@ -14,10 +15,20 @@ from notebook_accel.launch.payload.cells import name_cells
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["readable"]
+__all__ = ["Frame", "frames_of_function", "readable"]
 
 # What faulthandler writes of the frame that calls the function, the newest frame first.
 _CALLER = re.compile(r'^  File ".*[/\\]launch[/\\]worker[/\\]call\.py", line \d+ in _run$')
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    function: str
 
 
 def readable(text: str, labels: Mapping[str, str]) -> str:
@@ -35,3 +46,23 @@ def readable(text: str, labels: Mapping[str, str]) -> str:
         if not is_ours:
             lines.append(line)
     return name_cells("\n".join(lines) + "\n", labels)
+
+
+def frames_of_function(text: str) -> list[Frame]:
+    """The frames of the user's function, the newest first; none where no thread is in it.
+
+    Args:
+        text: a dump of faulthandler's, of all threads.
+    """
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        found = _FRAME.match(line)
+        if line == "  ..." and frames:  # it writes the newest hundred
+            return frames
+        if found is None:  # another thread begins
+            frames = []
+        elif _CALLER.match(line):
+            return frames
+        else:
+            frames.append(Frame(file=found[1], line=int(found[2]), function=found[3]))
+    return []

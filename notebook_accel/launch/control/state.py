@@ -14,6 +14,7 @@ from functools import singledispatch
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.control.hang import Hang  # noqa: TC001 (msgspec reads the annotation)
 from notebook_accel.launch.control.terminal_text import Tail, append_output
 
 if TYPE_CHECKING:
@@ -101,6 +102,9 @@ class RankState:
         pass_start: number of batches that were given out before this pass through a loader.
         steps: made by its prepared optimizers.
         memory, device_memory: bytes; None where unknown.
+        cpu, device_use: percent of a core, and of its device; None where unknown.
+        quiet_since: since when it made no step and said nothing, by the clock of the run (wall,
+            seconds); None while it does.
         metrics: last value of each name, with its step.
         tail: its last lines of output; ``open_line`` says whether the last one goes on,
             ``rewound`` whether what comes next overwrites it.
@@ -128,6 +132,9 @@ class RankState:
     steps: int = 0
     memory: int | None = None
     device_memory: int | None = None
+    cpu: int | None = None
+    device_use: int | None = None
+    quiet_since: float | None = None
     metrics: dict[str, tuple[int | None, float]] = field(default_factory=dict)
     tail: tuple[str, ...] = ()
     open_line: bool = False
@@ -167,6 +174,7 @@ class RunState:
         session: id of the session whose ranks were called; empty where they were started for
             this call alone. The files of output are the session's.
         error: the text of the run's error, once it has failed.
+        hang: who waits for whom, while ranks seem to wait in vain.
     """
 
     run: str
@@ -179,6 +187,7 @@ class RunState:
     error: str = ""
     began: float | None = field(default=None, compare=False)
     session: str = ""
+    hang: Hang | None = None
 
     @property
     def world_size(self) -> int:
@@ -353,6 +362,8 @@ def _(message: wire.Sample, state: RunState) -> RunState:
             steps=message.steps,
             memory=message.memory,
             device_memory=message.device_memory,
+            cpu=message.cpu,
+            device_use=message.device_use,
         ),
     )
 

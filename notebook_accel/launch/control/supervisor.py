@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.interrupts import Latch, held
 from notebook_accel.launch.control.stacks import readable
 from notebook_accel.launch.control.state import apply
@@ -83,6 +84,7 @@ class Supervisor(Conductor):
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._closing_notices = closing_notices
         self._labels = labels
+        self._hangs = HangWatch(labels)
         self._is_stopped = False
         self._stops = 0
         self._verdict = Verdict(status="starting")
@@ -162,6 +164,8 @@ class Supervisor(Conductor):
             self._metrics.add(
                 wall=message.wall, rank=message.rank, step=message.step, values=message.values
             )
+        elif isinstance(message, wire.Stacks):
+            self._hangs.take(message)
         with self._state_lock:
             self.state = apply(message, self.state)
 
@@ -188,6 +192,10 @@ class Supervisor(Conductor):
         if self._metrics.loss:
             with self._state_lock:
                 self.state = apply(wire.Notice(text=self._metrics.loss), self.state)
+        with self._state_lock:
+            self.state = self._hangs.look(self.state, now=now)
+        if self._hangs.asks(self.state, now=now):
+            self._pool.send(wire.DumpStacks(run=self._pool.run))
         if self.state is not self._drawn:
             self._drawn = self.state
             self._context.run(self._view.update, self.state)

@@ -15,7 +15,7 @@ from notebook_accel.launch.system.token_bucket import TokenBucket
 from notebook_accel.launch.view import View, wording
 from notebook_accel.launch.view.new_lines import LineReader, NewLines
 from notebook_accel.launch.view.progress import Throughput, name_of, progress_lines
-from notebook_accel.launch.view.summary import elapsed, summary_lines
+from notebook_accel.launch.view.summary import elapsed, hang_line, summary_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +28,7 @@ __all__ = ["PlainView"]
 # A line a rank every ten seconds: of 128 ranks that would be all there is to see.
 _MAX_RANKS_WITH_PROGRESS = 16
 _MAX_METRICS = 8
+_MAX_STACKS = 8
 _MAX_WIDTH = 2000
 _SHORT_SECONDS = 1.0
 
@@ -61,6 +62,7 @@ class PlainView(View):
         self._readers: dict[int, LineReader] = {}
         self._last_progress: dict[int, str] = {}
         self._num_notices = 0
+        self._hang_text = ""
         self._throughput = Throughput()
         self._next_progress = 0.0
         self._is_settled = False
@@ -127,6 +129,7 @@ class PlainView(View):
             ]
         )
         self._num_notices = len(state.notices)
+        self._print_hang(state)
         news: dict[int, NewLines] = {}
         for rank in state.ranks:
             reader = self._readers.setdefault(rank.rank, LineReader())
@@ -143,6 +146,19 @@ class PlainView(View):
                 self.write([f"[rank {number}] {line}"])
             self.write([f"[rank {number}] {_printable(line)}" for line in shown])
             self._budget.take(len(shown))
+
+    def _print_hang(self, state: RunState) -> None:
+        """Say once who waits for whom, with the stacks of ranks that seem to do so in vain."""
+        hang = state.hang
+        text = "" if hang is None else hang.text
+        if hang is None or text == self._hang_text:
+            self._hang_text = text
+            return
+        self._hang_text = text
+        self.write([f"notebook_accel: {hang_line(state)}"])
+        if hang.is_certain:
+            for ranks, stack in hang.stacks[:_MAX_STACKS]:
+                self.write([f"stack of {wording.rank_list(ranks)}:", plain_text(stack.rstrip())])
 
 
 def _printable(line: str) -> str:

@@ -27,7 +27,9 @@ __all__ = [
     "SIGNS",
     "condition",
     "elapsed",
+    "hang_line",
     "hidden_ranks",
+    "live_condition",
     "num_ranks",
     "rank_facts",
     "ranks_with_row",
@@ -41,6 +43,7 @@ MAX_NAMED_METRICS = 60
 _MAX_ROWS = 16
 _MAX_NAME = 60
 _MAX_PROGRESS = 100
+_MAX_HANG = 2000
 
 
 def elapsed(state: RunState, now: float) -> float:
@@ -61,6 +64,30 @@ def condition(rank: RankState) -> str:
     if rank.failure is not None and rank.failure.kind == "lost peer":
         return "lost peer"
     return rank.status
+
+
+def live_condition(rank: RankState, state: RunState) -> str:
+    """What a rank does now: its condition, or "waits", "missing" or "quiet" while it runs.
+
+    It is missing where others wait for it in vain, and quiet where it makes no step.
+    """
+    status = condition(rank)
+    if status != "running" or state.status != "running":
+        return status
+    hang = state.hang
+    if hang is not None and hang.is_certain and rank.rank in hang.missing:
+        return "missing"
+    if hang is not None and rank.rank in hang.operations:
+        return "waits"
+    return "running" if rank.quiet_since is None else "quiet"
+
+
+def hang_line(state: RunState) -> str:
+    """Who waits for whom and since when, in one line; "" where nobody does."""
+    if state.hang is None:
+        return ""
+    seconds = (state.ended or state.now()) - state.hang.since
+    return f"Nothing has moved for {wording.clock(seconds)}: {one_line(state.hang.text, _MAX_HANG)}"
 
 
 def ranks_with_row(ranks: Sequence[RankState]) -> Sequence[RankState]:
@@ -115,6 +142,8 @@ def summary_lines(state: RunState, *, now: float) -> list[str]:
     rest = hidden_ranks(state.ranks, shown)
     if rest:
         lines.append(rest)
+    if state.hang is not None:
+        lines.append(hang_line(state))
     metrics = list(last_values(state).items())
     for name, by_rank in metrics[:MAX_NAMED_METRICS]:
         value = spread(by_rank) or wording.number(next(iter(by_rank.values())))

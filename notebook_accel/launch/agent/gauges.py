@@ -1,0 +1,116 @@
+"""What a rank takes of its machine: processor time and memory, and its NVIDIA device's.
+
+psutil knows the process. NVML (the package nvidia-ml-py) knows the device without making a context
+on it; where it is not installed, a rank's own count of what torch has allocated is all there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+if TYPE_CHECKING:
+    from notebook_accel.launch import wire
+
+__all__ = ["Gauges", "nvidia_device"]
+
+_SECONDS = 1.0
+
+
+def nvidia_device(launch: wire.Launch, spec: wire.RankSpec) -> str | None:
+    """What NVML calls the device of a rank; None where the rank has none.
+
+    That is its number among all of the machine, or its UUID.
+    """
+    environment = {**launch.environment, **spec.environment}
+    if not os.path.exists("/dev/nvidiactl") or environment.get("ACCELERATE_USE_CPU") == "true":
+        return None
+    index = spec.local_rank if spec.device is None else spec.device
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(index)
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return names[index] if index < len(names) else None
+
+
+@lru_cache(maxsize=1)
+def _nvml() -> Any:
+    """NVML, ready; None where it cannot be had."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # not installed, or no driver that it can speak with
+        return None
+    return pynvml
+
+
+class Gauges:
+    """What one process takes, read once a second.
+
+    Attributes:
+        memory: resident, in bytes; None while unknown, as all of them.
+        cpu: percent of a core, since the reading before.
+        device_memory: of the device that the process holds, in bytes, as far as NVML tells.
+        device_use: percent of its time in which the device computed.
+    """
+
+    def __init__(self, pid: int, device: str | None) -> None:
+        """Read nothing yet.
+
+        Args:
+            pid: of the process.
+            device: what NVML calls its device, as :func:`nvidia_device` says it.
+        """
+        self.memory: int | None = None
+        self.cpu: int | None = None
+        self.device_memory: int | None = None
+        self.device_use: int | None = None
+        self._pid = pid
+        self._device = device
+        self._handle: Any = None
+        self._process: psutil.Process | None = None
+        self._next = 0.0
+        self._busy = (0.0, 0.0)
+
+    def read(self, now: float) -> None:
+        """Read anew, if a second has passed; ``now`` in seconds of the monotonic clock."""
+        if now < self._next:
+            return
+        self._next = now + _SECONDS
+        # A process that has just ended has none of it.
+        with contextlib.suppress(psutil.Error):
+            self._read_process(now)
+        if self._device is not None:
+            self._read_device(self._device)
+
+    def _read_process(self, now: float) -> None:
+        if self._process is None:
+            self._process = psutil.Process(self._pid)
+        with self._process.oneshot():
+            self.memory = self._process.memory_info().rss or self.memory
+            times = self._process.cpu_times()
+        busy = times.user + times.system
+        (then, before), self._busy = self._busy, (now, busy)
+        if then:
+            self.cpu = round(100 * (busy - before) / (now - then))
+
+    def _read_device(self, device: str) -> None:
+        nvml = _nvml()
+        try:
+            if self._handle is None:
+                is_number = device.isdigit()
+                find = (
+                    nvml.nvmlDeviceGetHandleByIndex if is_number else nvml.nvmlDeviceGetHandleByUUID
+                )
+                self._handle = find(int(device) if is_number else device)
+            self.device_use = int(nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+            processes = nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+            found = [one.usedGpuMemory for one in processes if one.pid == self._pid]
+            self.device_memory = next((used for used in found if used), None)
+        except Exception:  # a part of a device, an old driver: what it cannot say stays unknown
+            self._device = None

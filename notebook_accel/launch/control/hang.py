@@ -1,0 +1,209 @@
+"""Who waits for whom: from the stacks of ranks that are silent to what a person is told.
+
+    a dump of each rank --standing_of--> Standing --find_hang--> Hang
+
+All of it is pure. When ranks are asked for their stacks, and how often they must say the same
+before it is believed, is for ``hang_watch.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from notebook_accel.launch.control.stacks import frames_of_function
+from notebook_accel.launch.view.wording import rank_list
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from notebook_accel.launch.control.stacks import Frame
+
+__all__ = ["Hang", "Standing", "find_hang", "standing_of"]
+
+# The functions of torch.distributed in which a rank waits for others.
+_COLLECTIVES = frozenset(
+    """
+    all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single
+    barrier broadcast broadcast_object_list destroy_process_group gather gather_object
+    init_process_group irecv isend monitored_barrier new_group recv recv_object_list reduce
+    reduce_scatter reduce_scatter_tensor scatter scatter_object_list send send_object_list
+    """.split()  # noqa: SIM905 (a list of names is read more easily so)
+)
+_TORCH_DISTRIBUTED = re.compile(r"[/\\]torch[/\\](distributed|nn[/\\]parallel)[/\\]")
+_OUR_TRAINING = re.compile(r"[/\\]notebook_accel[/\\]training[/\\]")
+# Whoever looks for the line to mend does not look here.
+_LIBRARY = re.compile(
+    r"[/\\](site-packages|dist-packages|lib[/\\]python3\.\d+|notebook_accel[/\\](training|launch))"
+    r"[/\\]|^<frozen "
+)
+# Gradients are reduced in native code, below the call that computes them.
+_BACKWARD = "_engine_run_backward"
+# Percent of a core, below which a rank does nothing. Who waits in gloo uses next to none.
+_IDLE_CPU = 10
+# As long as this a slow network may take for one operation of all ranks.
+_SLOW_SECONDS = 30.0
+_MAX_STACK = 4_000
+_MAX_PLACES = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Where a rank that says nothing stands.
+
+    Attributes:
+        operation: what it waits for the others in ("all_reduce"); "" where it does not.
+        place: the newest line of the person's own code; "" where the rank gave no answer.
+        is_idle: whether it uses no processor time to speak of.
+        stack: as text, for a person.
+    """
+
+    rank: int
+    operation: str
+    place: str
+    is_idle: bool
+    stack: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """Ranks that wait for others in vain, as it seems.
+
+    Attributes:
+        is_certain: whether they can hardly ever go on: those for which they wait are elsewhere
+            and do nothing, or have ended. Otherwise these are at work, and may come yet.
+        text: who waits in what for whom, and where.
+        since: when the last rank made its last step, by the clock of the run (wall, seconds).
+        operations: in what each rank waits, by its number.
+        missing: the ranks for which the others wait.
+        stacks: the ranks that stand alike, and their stack as text.
+    """
+
+    is_certain: bool
+    text: str
+    since: float
+    operations: dict[int, str]
+    missing: tuple[int, ...]
+    stacks: tuple[tuple[tuple[int, ...], str], ...]
+
+
+def standing_of(
+    rank: int, dump: str, labels: Mapping[str, str], *, cpu: int | None, stack: str
+) -> Standing:
+    """Where a rank stands.
+
+    Args:
+        rank: its number.
+        dump: what faulthandler wrote of it.
+        labels: what a person calls each cell, by the name of its file.
+        cpu: percent of a core that the rank uses; None where nobody knows.
+        stack: the dump as a person reads it.
+    """
+    frames = frames_of_function(dump)
+    is_idle = cpu is not None and cpu < _IDLE_CPU
+    index = next((i for i, f in enumerate(frames) if _is_own(f, labels)), len(frames) - 1)
+    return Standing(
+        rank=rank,
+        operation=_operation(frames[:index], is_idle=is_idle),
+        place=_place(frames[index], labels) if frames else "",
+        is_idle=is_idle or not frames,
+        stack=stack[:_MAX_STACK],
+    )
+
+
+def _is_own(frame: Frame, labels: Mapping[str, str]) -> bool:
+    return frame.file in labels or not _LIBRARY.search(frame.file)
+
+
+def _place(frame: Frame, labels: Mapping[str, str]) -> str:
+    return f"{labels.get(frame.file) or PurePath(frame.file).name}, line {frame.line}"
+
+
+def _operation(frames: Sequence[Frame], *, is_idle: bool) -> str:
+    """In what the frames above the person's own code wait for other ranks; "" for nothing."""
+    in_torch = [frame for frame in frames if _TORCH_DISTRIBUTED.search(frame.file)]
+    # From the newest: the last one is what was called, the others are what it is made of.
+    collectives = [frame.function for frame in in_torch if frame.function in _COLLECTIVES]
+    if collectives:
+        name = collectives[-1]
+    elif not (is_idle and frames):
+        return ""
+    elif frames[0].function == _BACKWARD:
+        name = "backward"
+    elif frames[0] in in_torch:
+        name = frames[0].function
+    else:
+        return ""
+    ours = [frame.function for frame in frames if _OUR_TRAINING.search(frame.file)]
+    return f"{name} ({ours[-1]})" if ours and ours[-1] != name else name
+
+
+def find_hang(
+    standings: Sequence[Standing], *, returned: Sequence[int], silent: float, since: float
+) -> Hang | None:
+    """What to tell of ranks that say nothing; None where nobody waits for another.
+
+    Args:
+        standings: of every rank whose part of the call goes on.
+        returned: the ranks whose part has ended.
+        silent: seconds since any rank made its last step.
+        since: when that was, by the clock of the run.
+    """
+    waiting: dict[tuple[str, str], list[int]] = {}
+    others: dict[str, list[int]] = {}
+    for standing in standings:
+        if standing.operation:
+            waiting.setdefault((standing.operation, standing.place), []).append(standing.rank)
+        else:
+            others.setdefault(standing.place, []).append(standing.rank)
+    if not waiting or (
+        len(waiting) == 1 and not others and not returned and silent < _SLOW_SECONDS
+    ):
+        return None
+    groups = sorted(waiting.items(), key=lambda item: (-len(item[1]), item[1]))
+    is_certain = all(one.is_idle for one in standings if not one.operation)
+    parts = [
+        f"{_do(ranks, 'waits', 'wait')} in {operation} at {place}"
+        for (operation, place), ranks in groups
+    ]
+    for place, ranks in others.items():
+        what = f"at {place}" if place else "silent, as if stopped from outside"
+        parts.append(f"{_do(ranks, 'is', 'are')} {what}")
+    if len(parts) > _MAX_PLACES:
+        parts[_MAX_PLACES:] = [f"and so on, at {len(parts) - _MAX_PLACES} more places"]
+    if returned:
+        parts.append(f"{_do(returned, 'has', 'have')} returned")
+    where = "; ".join(parts)
+    if is_certain:
+        text = (
+            f"the run hangs: {where}. Every rank must make the same collective calls in one order"
+        )
+    else:
+        text = f"ranks wait for others, which are at work: {where}"
+    # Where all wait, those at the place of the fewest are the ones that others miss.
+    missing = [rank for ranks in others.values() for rank in ranks]
+    if not missing and len(groups) > 1:
+        missing = [rank for _, ranks in groups[1:] for rank in ranks]
+    return Hang(
+        is_certain=is_certain,
+        text=text,
+        since=since,
+        operations={one.rank: one.operation for one in standings if one.operation},
+        missing=tuple(sorted(missing)),
+        stacks=_alike(standings),
+    )
+
+
+def _do(ranks: Sequence[int], one: str, several: str) -> str:
+    """``rank 2 waits``, ``ranks 0-3 wait``."""
+    return f"{rank_list(ranks)} {one if len(ranks) == 1 else several}"
+
+
+def _alike(standings: Sequence[Standing]) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """The stacks, ranks that stand in the same place with one for all of them."""
+    found: dict[tuple[str, str], list[Standing]] = {}
+    for one in standings:
+        found.setdefault((one.operation, one.place), []).append(one)
+    return tuple((tuple(one.rank for one in alike), alike[0].stack) for alike in found.values())

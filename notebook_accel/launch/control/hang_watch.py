@@ -1,0 +1,161 @@
+"""When silent ranks are asked where they stand, and when they are believed to hang.
+
+    state --look--> HangWatch --asks--> the agents, which dump stacks
+                        ^-------------- take <-- Stacks
+                    HangWatch --> the state, with who is quiet and who waits for whom
+
+A healthy run is left alone: ranks are asked only once none of them has made a step or said a word
+for some seconds, then ever more rarely while nobody waits for another. A hang is told once two
+dumps say the same, so that ranks which pass through many short collectives are not taken for one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch.control.hang import find_hang, standing_of
+from notebook_accel.launch.control.stacks import readable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from notebook_accel.launch import wire
+    from notebook_accel.launch.control.hang import Standing
+    from notebook_accel.launch.control.state import RankState, RunState
+
+__all__ = ["HangWatch"]
+
+_QUIET_SECONDS = 5.0
+_SILENT_SECONDS = 8.0
+_AGAIN_SECONDS = 2.0
+_MAX_AGAIN_SECONDS = 60.0
+# An agent waits three seconds for the dump of a rank that does not answer.
+_ANSWER_SECONDS = 4.0
+
+
+class HangWatch:
+    """Watches the ranks of one call.
+
+    Args:
+        labels: what a person calls each cell, by the name of its file.
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = labels
+        self._moved: dict[int, float] = {}
+        self._seen: RunState | None = None
+        self._asked: float | None = None
+        self._next = 0.0
+        self._wait = _AGAIN_SECONDS
+        self._dumps: dict[int, str] = {}
+        self._before: list[tuple[int, str, str]] = []
+
+    def take(self, message: wire.Stacks) -> None:
+        """Keep the stack of a rank."""
+        if message.rank is not None and self._asked is not None:
+            self._dumps[message.rank] = message.text
+
+    def asks(self, state: RunState, *, now: float) -> bool:
+        """Whether the ranks are to be asked for their stacks now; asked once they are.
+
+        Args:
+            state: the newest.
+            now: ``time.monotonic()``.
+        """
+        if not self._is_silent(state, now) or self._asked is not None or now < self._next:
+            return False
+        self._asked = now
+        self._dumps = {}
+        return True
+
+    def look(self, state: RunState, *, now: float) -> RunState:
+        """The state with what is known of quiet ranks; the same object where that is nothing new.
+
+        Args:
+            state: the newest.
+            now: ``time.monotonic()``.
+        """
+        if state.status != "running":
+            # Who was asked to leave is the ending's matter; what hung is still worth telling.
+            return state
+        if state is not self._seen:
+            self._note_moves(state, now)
+        changed = tuple(self._with_quiet(rank, state, now) for rank in state.ranks)
+        if any(new is not old for new, old in zip(changed, state.ranks, strict=True)):
+            state = replace(state, ranks=changed)
+        if not self._is_silent(state, now):
+            self._asked, self._before, self._wait = None, [], _AGAIN_SECONDS
+            self._next = 0.0
+            if state.hang is not None:
+                state = replace(state, hang=None)
+        elif self._asked is not None and self._has_answers(state, now):
+            state = self._judge(state, now)
+        self._seen = state
+        return state
+
+    def _note_moves(self, state: RunState, now: float) -> None:
+        before = state.ranks if self._seen is None else self._seen.ranks
+        for old, rank in zip(before, state.ranks, strict=True):
+            if rank.rank not in self._moved or _has_moved(old, rank):
+                self._moved[rank.rank] = now
+
+    def _with_quiet(self, rank: RankState, state: RunState, now: float) -> RankState:
+        quiet = now - self._moved[rank.rank]
+        is_quiet = quiet >= _QUIET_SECONDS and not rank.has_ended
+        if is_quiet == (rank.quiet_since is not None):
+            return rank
+        return replace(rank, quiet_since=state.now() - quiet if is_quiet else None)
+
+    def _is_silent(self, state: RunState, now: float) -> bool:
+        """Whether no rank of several has moved for so long that they are asked why."""
+        if state.status != "running" or state.world_size == 1 or not self._moved:
+            return False
+        return now - max(self._moved.values()) >= _SILENT_SECONDS
+
+    def _has_answers(self, state: RunState, now: float) -> bool:
+        assert self._asked is not None
+        alive = [rank.rank for rank in state.ranks if not rank.has_ended]
+        return now >= self._asked + _ANSWER_SECONDS or all(rank in self._dumps for rank in alive)
+
+    def _judge(self, state: RunState, now: float) -> RunState:
+        """What the dumps tell, once they have told the same before."""
+        standings = [
+            self._standing(rank, self._dumps.get(rank.rank, ""))
+            for rank in state.ranks
+            if not rank.has_ended
+        ]
+        silent = now - max(self._moved.values())
+        found = find_hang(
+            standings,
+            returned=[rank.rank for rank in state.ranks if rank.has_ended],
+            silent=silent,
+            since=state.now() - silent,
+        )
+        where = [(one.rank, one.operation, one.place) for one in standings if one.operation]
+        is_same, self._before = where == self._before, where
+        if found is None or is_same:
+            self._wait = min(2 * self._wait, _MAX_AGAIN_SECONDS)
+        self._asked, self._next = None, now + self._wait
+        hang = found if is_same else None
+        return state if hang == state.hang else replace(state, hang=hang)
+
+    def _standing(self, rank: RankState, dump: str) -> Standing:
+        stack = readable(dump, self._labels)
+        return standing_of(rank.rank, dump, self._labels, cpu=rank.cpu, stack=stack)
+
+
+def _has_moved(before: RankState, rank: RankState) -> bool:
+    """Whether a rank made a step or said something between two states of it."""
+    if before.metrics is not rank.metrics or _counts(before) != _counts(rank):
+        return True
+    # A bar that is only drawn again, as tqdm does now and then, says nothing new.
+    return before.bars is not rank.bars and _bars(before) != _bars(rank)
+
+
+def _counts(rank: RankState) -> tuple[Any, ...]:
+    return (rank.status, rank.batches, rank.steps, rank.log_end, rank.num_displays)
+
+
+def _bars(rank: RankState) -> list[tuple[Any, ...]]:
+    return [(bar.bar, bar.n, bar.closed, bar.name) for bar in rank.bars]

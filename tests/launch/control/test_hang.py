@@ -1,0 +1,235 @@
+"""From stacks, as text, to who waits for whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.control.hang import Standing, find_hang, standing_of
+from notebook_accel.launch.control.hang_watch import HangWatch
+from notebook_accel.launch.control.stacks import frames_of_function
+from tests.notebook.states import after, running
+
+CELL = "/tmp/ipykernel_1/1.py"
+LABELS = {CELL: "Cell In[4]"}
+SITE = "/env/lib/python3.11/site-packages"
+TORCH = f"{SITE}/torch"
+OURS = "/src/notebook_accel/training"
+OTHER_THREAD = f"""Thread 0x01 (most recent call first):
+  File "{TORCH}/distributed/distributed_c10d.py", line 5356 in barrier
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+
+"""
+ALL_REDUCE = (
+    (f"{TORCH}/distributed/distributed_c10d.py", 3252, "all_reduce"),
+    (f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper"),
+    (CELL, 7, "train"),
+)
+WAIT_FOR_EVERYONE = (
+    (f"{TORCH}/distributed/distributed_c10d.py", 5356, "barrier"),
+    (f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper"),
+    (f"{OURS}/topology.py", 90, "barrier"),
+    (f"{OURS}/accelerator.py", 336, "wait_for_everyone"),
+    (CELL, 9, "train"),
+)
+GATHER_OBJECT = (
+    (f"{TORCH}/distributed/distributed_c10d.py", 4000, "all_gather"),
+    (f"{TORCH}/distributed/distributed_c10d.py", 3000, "all_gather_object"),
+    (CELL, 12, "evaluate"),
+    (CELL, 20, "train"),
+)
+BACKWARD = (
+    (f"{TORCH}/autograd/graph.py", 979, "_engine_run_backward"),
+    (f"{TORCH}/_tensor.py", 623, "backward"),
+    (f"{OURS}/accelerator.py", 239, "backward"),
+    (CELL, 8, "train"),
+)
+TRAINER = (
+    (f"{TORCH}/distributed/distributed_c10d.py", 3252, "all_reduce"),
+    (f"{SITE}/transformers/trainer.py", 3000, "train"),
+    (CELL, 30, "train"),
+)
+SLEEP = ((CELL, 5, "train"),)
+
+
+def dump(frames: tuple[tuple[str, int, str], ...]) -> str:
+    lines = [f'  File "{file}", line {line} in {name}' for file, line, name in frames]
+    caller = '  File "/src/notebook_accel/launch/worker/call.py", line 90 in _run'
+    return (
+        "\n".join([f"{OTHER_THREAD}Thread 0x02 (most recent call first):", *lines, caller]) + "\n"
+    )
+
+
+def standing(rank: int, frames: Any, *, cpu: int | None = 0) -> Standing:
+    return standing_of(rank, dump(frames), LABELS, cpu=cpu, stack="stack")
+
+
+@pytest.mark.parametrize(
+    ("frames", "cpu", "operation", "place"),
+    [
+        (ALL_REDUCE, 0, "all_reduce", "Cell In[4], line 7"),
+        (ALL_REDUCE, 100, "all_reduce", "Cell In[4], line 7"),
+        (WAIT_FOR_EVERYONE, 0, "barrier (wait_for_everyone)", "Cell In[4], line 9"),
+        (GATHER_OBJECT, 0, "all_gather_object", "Cell In[4], line 12"),
+        (BACKWARD, 0, "backward", "Cell In[4], line 8"),
+        # A backward that computes waits for nobody.
+        (BACKWARD, 100, "", "Cell In[4], line 8"),
+        (TRAINER, 0, "all_reduce", "Cell In[4], line 30"),
+        (SLEEP, 0, "", "Cell In[4], line 5"),
+        ((("/home/me/train.py", 3, "f"),), 0, "", "train.py, line 3"),
+    ],
+)
+def test_where_a_rank_stands(frames: Any, cpu: int, operation: str, place: str) -> None:
+    found = standing(0, frames, cpu=cpu)
+    assert (found.operation, found.place) == (operation, place)
+
+
+def test_a_rank_without_an_answer_and_one_whose_stack_is_cut() -> None:
+    found = standing_of(1, "the rank did not answer\n", LABELS, cpu=None, stack="")
+    assert (found.operation, found.place, found.is_idle) == ("", "", True)
+    deep = "Thread 0x02 (most recent call first):\n" + f'  File "{CELL}", line 5 in f\n' * 100
+    assert len(frames_of_function(f"{deep}  ...\n")) == 100
+
+
+def find(*standings: Standing, returned: tuple[int, ...] = (), silent: float = 10.0) -> Any:
+    return find_hang(standings, returned=returned, silent=silent, since=1000.0)
+
+
+def test_a_rank_that_skips_a_collective() -> None:
+    hang = find(standing(0, ALL_REDUCE), standing(1, SLEEP))
+    assert hang.is_certain
+    assert hang.text == (
+        "the run hangs: rank 0 waits in all_reduce at Cell In[4], line 7; "
+        "rank 1 is at Cell In[4], line 5. "
+        "Every rank must make the same collective calls in one order"
+    )
+    assert (hang.operations, hang.missing) == ({0: "all_reduce"}, (1,))
+    assert hang.stacks == (((0,), "stack"), ((1,), "stack"))
+
+
+def test_ranks_in_different_collectives() -> None:
+    hang = find(*(standing(rank, ALL_REDUCE) for rank in (0, 1, 3)), standing(2, WAIT_FOR_EVERYONE))
+    assert hang.is_certain
+    assert "ranks 0-1 and 3 wait in all_reduce at Cell In[4], line 7; rank 2 waits" in hang.text
+    assert hang.missing == (2,)
+    assert [ranks for ranks, _ in hang.stacks] == [(0, 1, 3), (2,)]
+
+
+def test_who_waits_for_a_rank_at_work_does_not_hang() -> None:
+    hang = find(standing(0, ALL_REDUCE), standing(1, SLEEP, cpu=98))
+    assert not hang.is_certain
+    assert hang.text.startswith("ranks wait for others, which are at work: rank 0 waits in all_red")
+
+
+def test_nobody_waits() -> None:
+    assert find(standing(0, SLEEP), standing(1, SLEEP)) is None
+    assert find(standing(0, BACKWARD, cpu=90), standing(1, SLEEP)) is None
+
+
+def test_one_collective_of_all_may_take_its_time() -> None:
+    both = (standing(0, ALL_REDUCE), standing(1, ALL_REDUCE))
+    assert find(*both, silent=20.0) is None
+    assert find(*both, silent=40.0).is_certain
+    assert find(both[0], returned=(1,)).text.startswith(
+        "the run hangs: rank 0 waits in all_reduce at Cell In[4], line 7; rank 1 has returned"
+    )
+
+
+def test_many_places_are_cut() -> None:
+    frames = [((CELL, line, "train"),) for line in range(60)]
+    hang = find(standing(99, ALL_REDUCE), *(standing(n, f) for n, f in enumerate(frames)))
+    assert len(hang.text) < 600
+    assert "and so on, at 55 more places" in hang.text
+
+
+# ---- when ranks are asked ------------------------------------------------------------------
+
+
+class Watched:
+    """A watch over two ranks, with a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.watch = HangWatch(LABELS)
+        self.state = running(2)
+        self.num_asked = 0
+        self.frames: dict[int, Any] = {0: ALL_REDUCE, 1: SLEEP}
+        self.now = 100.0
+
+    def go_on(self, seconds: float, **sample: Any) -> None:
+        """Let time pass; ranks answer at once."""
+        for _ in range(round(seconds / 0.2)):
+            self.now += 0.2
+            if sample:
+                self.state = after(self.state, wire.Sample(rank=1, steps=round(self.now * 10)))
+            self.state = self.watch.look(self.state, now=self.now)
+            if self.watch.asks(self.state, now=self.now):
+                self.num_asked += 1
+                for rank, frames in self.frames.items():
+                    self.watch.take(wire.Stacks(rank=rank, text=dump(frames)))
+
+
+@pytest.fixture
+def watched() -> Watched:
+    found = Watched()
+    idle = (wire.Sample(rank=rank, cpu=0) for rank in (0, 1))
+    found.state = after(found.state, *idle)
+    return found
+
+
+def test_a_hang_is_told_within_fifteen_seconds_and_taken_back(watched: Watched) -> None:
+    watched.go_on(7.0)
+    assert (watched.num_asked, watched.state.hang) == (0, None)
+    assert [rank.quiet_since is not None for rank in watched.state.ranks] == [True, True]
+    watched.go_on(1.6)
+    assert (watched.num_asked, watched.state.hang) == (1, None), "one dump proves nothing"
+    watched.go_on(3.0)
+    hang = watched.state.hang
+    assert hang is not None
+    assert hang.is_certain
+    before = watched.state
+    watched.go_on(1.0)
+    assert watched.state is before, "nothing new is no news"
+    watched.go_on(0.4, steps=True)
+    assert watched.state.hang is None
+    assert watched.state.ranks[1].quiet_since is None
+
+
+def test_a_run_that_moves_is_never_asked(watched: Watched) -> None:
+    watched.go_on(60.0, steps=True)
+    assert watched.num_asked == 0
+
+
+def test_a_long_computation_is_asked_rarely_and_is_no_hang(watched: Watched) -> None:
+    watched.frames = {0: SLEEP, 1: SLEEP}
+    watched.go_on(120.0)
+    assert watched.num_asked <= 6
+    assert watched.state.hang is None
+
+
+def test_ranks_that_pass_through_collectives_are_no_hang(watched: Watched) -> None:
+    for frames in (ALL_REDUCE, GATHER_OBJECT, WAIT_FOR_EVERYONE, ALL_REDUCE):
+        watched.frames[0] = frames
+        number = watched.num_asked
+        while watched.num_asked == number:
+            watched.go_on(0.2)
+        watched.go_on(0.2)
+        assert watched.state.hang is None
+
+
+def test_a_run_that_is_stopped_keeps_what_was_told(watched: Watched) -> None:
+    watched.go_on(12.0)
+    hang = watched.state.hang
+    assert hang is not None
+    watched.state = replace(watched.state, status="stopping")
+    watched.go_on(20.0, steps=True)
+    assert watched.state.hang is hang
+
+
+def test_a_rank_that_never_answers_holds_nothing_up(watched: Watched) -> None:
+    watched.frames = {0: ALL_REDUCE}
+    watched.go_on(20.0)
+    assert watched.state.hang is not None
+    assert "rank 1 is silent" in watched.state.hang.text

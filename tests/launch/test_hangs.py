@@ -1,0 +1,125 @@
+"""Runs that hang on purpose, and one that only seems to: real ranks, real stacks."""
+
+from __future__ import annotations
+
+import io
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.view.plain import PlainView
+from tests.engines.processes import eventually
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from notebook_accel.launch.run import Run
+
+pytestmark = pytest.mark.serial
+
+_SECONDS = 15.0
+
+
+def _meet() -> int:
+    """Both ranks are in a group, and have begun; gives the rank."""
+    import torch
+    import torch.distributed as dist
+
+    from notebook_accel import Accelerator
+
+    accelerator = Accelerator()
+    dist.all_reduce(torch.ones(1))
+    print("begun", flush=True)
+    return accelerator.process_index
+
+
+def skips(folder: str) -> None:
+    import pathlib
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    if _meet() == 0:
+        dist.all_reduce(torch.ones(1))
+    while not pathlib.Path(folder, "end").exists():
+        time.sleep(0.1)
+
+
+def crosses(folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if _meet() == 0:
+        dist.all_reduce(torch.ones(1))
+    else:
+        dist.broadcast(torch.ones(1), src=1)
+        dist.barrier()
+
+
+def computes(folder: str) -> None:
+    import pathlib
+
+    import torch
+    import torch.distributed as dist
+
+    if _meet() == 1:
+        while not pathlib.Path(folder, "end").exists():
+            sum(number * number for number in range(1_000_000))
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_hang_is_told_as_such_and_a_long_computation_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
+    texts = [io.StringIO() for _ in range(3)]
+    config = LaunchConfig(num_processes=2, devices="cpu", grace=2.0)
+    runs: list[Run] = [
+        launch(function, (str(tmp_path),), config=config, view=PlainView(stream=text), block=False)
+        for function, text in zip((skips, crosses, computes), texts, strict=True)
+    ]
+    skipped, crossed, computed = runs
+    try:
+        for run in runs:
+            eventually(
+                lambda run=run: run.logs().count("begun") == 2, within=60, what="all have begun"
+            )
+        began = time.monotonic()
+        while not (skipped.state.hang and crossed.state.hang):
+            assert time.monotonic() < began + _SECONDS, "both hangs are told in time"
+            for run in runs:
+                run._view.poll()
+            time.sleep(0.05)
+        for run in runs:
+            run._view.poll()
+        hang = skipped.state.hang
+        assert hang.is_certain
+        assert "rank 0 waits in all_reduce at test_hangs.py, line" in hang.text
+        assert hang.missing == (1,)
+        for ranks, stack in hang.stacks:
+            assert "test_hangs.py" in stack, ranks
+        # The same in plain text, with each rank's stack.
+        told = texts[0].getvalue()
+        assert "Nothing has moved for 0:" in told
+        assert "the run hangs: rank 0 waits in all_reduce" in told
+        assert "stack of rank 0:\n" in told
+        assert "stack of rank 1:\n" in told
+        assert crossed.state.hang.is_certain
+        assert set(crossed.state.hang.operations) == {0, 1}
+
+        # Who computes holds others up; that is said, and is no hang.
+        eventually(lambda: computed.state.hang, within=_SECONDS, what="the third waits")
+        waits = computed.state.hang
+        assert waits is not None
+        assert not waits.is_certain
+        (tmp_path / "end").touch()
+        computed.wait(timeout=30)
+        assert computed.status == "succeeded"
+    finally:
+        for run in runs:
+            run.kill()
+            eventually(lambda run=run: run.state.has_ended, within=30, what="it has ended")
