@@ -11,7 +11,7 @@ JOBS   ?= 2
 # The kernels that tests and examples start are those of the environment, not of the person.
 export JUPYTER_PREFER_ENV_PATH := 1
 
-.PHONY: help test check coverage test-chaos test-soak bench demo lab env browser clean
+.PHONY: help test check coverage test-chaos test-kernels test-soak bench demo lab env browser clean
 
 help:
 	@echo 'make demo        train in a notebook, headless; writes build/demo/'
@@ -20,6 +20,7 @@ help:
 	@echo 'make check       ruff and mypy'
 	@echo 'make coverage    the tests, with the lines that they miss'
 	@echo 'make test-chaos  kill kernels, agents, templates and ranks at random'
+	@echo 'make test-kernels  blocking, background, Stop, Interrupt in six versions of ipykernel'
 	@echo 'make test-soak   launch 1,000 times, and look at what that leaves behind'
 	@echo 'make bench       the figures of the README, peers beside us'
 
@@ -46,6 +47,9 @@ coverage: $(READY)
 
 test-chaos: $(READY)
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+test-kernels: $(READY)
+	$(PYTEST) tests/notebook/matrix.py $(ARGS)
 
 test-soak: $(READY)
 	$(BIN)/python -m tests.soak $(ARGS)

@@ -21,21 +21,44 @@ if TYPE_CHECKING:
 
     from jupyter_client.blocking.client import BlockingKernelClient
 
-__all__ = ["INSTALLED", "OTHERS", "Kernel", "Reply", "kernel_environment", "open_kernel", "overlay"]
+__all__ = [
+    "INSTALLED",
+    "MATRIX",
+    "OTHERS",
+    "Kernel",
+    "Reply",
+    "kernel_environment",
+    "open_kernel",
+    "overlay",
+]
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = "installed"
 OTHERS = ("6.31.0", "7.3.0")
+# Each line of ipykernel that people run, oldest first; the first is Colab's.
+MATRIX = ("6.17.1", "6.29.5", "6.31.0", "7.0.1", "7.3.0", "7.4.0")
+# What Colab pins beside its ipykernel, and what these need that newer ones do not.
+_PINNED_BESIDE = {
+    "6.17.1": (
+        "ipython==7.34.0",
+        "ipywidgets==7.7.1",
+        "widgetsnbextension==3.6.10",
+        "ipython-genutils==0.2.0",
+        "backcall==0.2.0",
+        "pickleshare==0.7.5",
+    )
+}
 
 
 def overlay(version: str) -> Path | None:
-    """A folder with ipykernel ``version`` alone, made if it is missing; None where it cannot be."""
+    """A folder with ipykernel ``version`` and its pins, made if missing; None for the installed."""
     if version == INSTALLED:
         return None
     folder = ROOT / ".overlays" / f"ipykernel-{version}"
     if not (folder / "ipykernel").is_dir():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        target = ["--target", str(folder), f"ipykernel=={version}"]
+        packages = [f"ipykernel=={version}", *_PINNED_BESIDE.get(version, ())]
+        target = ["--target", str(folder), *packages]
         subprocess.run([*command, *target], check=True, timeout=300)
     return folder
 
@@ -78,6 +101,8 @@ class Kernel:
     Attributes:
         seen: the messages that came.
         first: what outputs held when they were first shown.
+        buttons: the id of each button's comm, by the button's text; of equal ones the newest.
+        has_subshells: whether a page can talk to the kernel while a cell blocks it.
     """
 
     def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
@@ -86,6 +111,10 @@ class Kernel:
         self.seen: list[Seen] = []
         self.first: list[dict[str, Any]] = []
         self.displays: dict[str, dict[str, Any]] = {}
+        self.buttons: dict[str, str] = {}
+        reply = client.kernel_info(reply=True, timeout=60)
+        features = reply["content"].get("supported_features", [])
+        self.has_subshells = "kernel subshells" in features
 
     def run(self, code: str, *, timeout: float = 60, allow_stdin: bool = True) -> Reply:
         """Run a cell to its end, and take what comes meanwhile."""
@@ -105,6 +134,24 @@ class Kernel:
             self._take(message, reply if is_own else Reply())
             if is_own and message["content"].get("execution_state") == "idle":
                 return reply
+
+    def click(self, text: str) -> None:
+        """Click the button of that text, by a subshell where there are some, as JupyterLab does."""
+        data = {"method": "custom", "content": {"event": "click"}}
+        content = {"comm_id": self.buttons[text], "data": data}
+        message = self.client.session.msg("comm_msg", content)
+        subshell = self._new_subshell()
+        if subshell is not None:
+            message["header"]["subshell_id"] = subshell
+        self.client.shell_channel.send(message)
+
+    def _new_subshell(self) -> str | None:
+        """The id of a new subshell; None where the kernel knows none (ipykernel 6)."""
+        if not self.has_subshells:
+            return None
+        control = self.client.control_channel
+        control.send(self.client.session.msg("create_subshell_request", {}))
+        return str(control.get_msg(timeout=10)["content"]["subshell_id"])
 
     def listen_until(self, condition: Callable[[], bool], *, seconds: float) -> bool:
         """Take what comes until ``condition`` holds; whether it did in time."""
@@ -131,6 +178,10 @@ class Kernel:
             display = content["transient"]["display_id"]
             if display in self.displays:
                 self.displays[display]["data"] = content["data"]
+        elif kind == "comm_open":
+            state = content["data"].get("state", {})
+            if state.get("_model_name") == "ButtonModel":
+                self.buttons[state["description"]] = content["comm_id"]
         elif kind == "error":
             reply.traceback = content["traceback"]
             reply.status = "error"

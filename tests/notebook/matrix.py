@@ -1,0 +1,183 @@
+"""What a person relies on in each line of ipykernel: ``make test-kernels``.
+
+A cell that blocks, one in the background, Stop while the cell blocks, Interrupt, where output
+lands, and the order of queued cells; in real kernels, driven by the protocol as a page drives them.
+Not collected by `make test`, which tries the installed kernel and two others in the browser.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.notebook.kernels import MATRIX, Kernel, Reply, open_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SETUP = """
+%load_ext notebook_accel
+import ipykernel, pathlib
+from notebook_accel import notebook_launcher, runs
+def train(steps):
+    from tqdm.auto import tqdm
+    from notebook_accel import Accelerator
+    accelerator = Accelerator()
+    for step in tqdm(range(steps), desc="train"):
+        accelerator.log({"loss": 1 / (step + 1)}, step=step)
+    print("done on", accelerator.process_index)
+    return accelerator.process_index
+def until_stopped(ready):
+    import pathlib, time
+    from notebook_accel import Accelerator
+    accelerator = Accelerator()
+    pathlib.Path(ready).touch()
+    while not accelerator.should_stop:
+        time.sleep(0.01)
+    return "left"
+def wait_for_ever(ready):
+    import pathlib, time
+    pathlib.Path(ready).touch()
+    time.sleep(600)
+def until_there(file):
+    import pathlib, time
+    print("waiting on a rank", flush=True)
+    while not pathlib.Path(file).exists():
+        time.sleep(0.01)
+    print("seen on a rank", flush=True)
+"""
+
+
+@pytest.fixture(scope="module", params=MATRIX)
+def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    with open_kernel(request.param) as kernel:
+        assert kernel.run(SETUP, timeout=120).status == "ok"
+        assert kernel.run("print(ipykernel.__version__)").text == f"{request.param}\n"
+        # The first launch of a kernel shows that it starts before there is a panel.
+        kernel.run("notebook_launcher(train, (2,), num_processes=1)", timeout=120)
+        yield kernel
+
+
+def run(kernel: Kernel, code: str) -> Reply:
+    reply = kernel.run(textwrap.dedent(code), timeout=100)
+    assert reply.status == "ok", "\n".join(reply.traceback)
+    return reply
+
+
+def kinds(reply: Reply) -> list[set[str]]:
+    return [set(output["data"]) for output in reply.outputs]
+
+
+def test_a_blocking_cell_ends_with_results_and_a_summary(kernel: Kernel) -> None:
+    kernel.first.clear()
+    reply = run(kernel, "run = notebook_launcher(train, (20,), num_processes=2)")
+    assert "application/vnd.jupyter.widget-view+json" in kernel.first[0]
+    assert kinds(reply) == [{"text/html", "text/plain"}]
+    html = reply.outputs[0]["data"]["text/html"]
+    for words in ("succeeded", "train: 20/20", "done on 0", "done on 1"):
+        assert words in html
+    assert reply.text == ""
+    assert run(kernel, "print(run.results)").text == "[0, 1]\n"
+
+
+def test_a_background_run_leaves_the_notebook_free_and_its_output_where_it_was_started(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    seen = tmp_path / "seen"
+    launch = "run = notebook_launcher(until_there, ({!r},), num_processes=2, block=False)"
+    run(kernel, launch.format(str(seen)))
+    other = run(kernel, "print(6 * 7, run.status in ('starting', 'running'))")
+    assert (other.text, other.outputs) == ("42 True\n", [])
+    seen.touch()
+    waited = run(kernel, "run.wait(); print(run.results)")
+    # What the ranks printed is in the panel of the first cell, and in no other cell's output.
+    assert "rank" not in waited.text.replace("[None, None]", "")
+    logs = run(kernel, "print(run.logs(1))").text
+    assert logs.split("\n")[:2] == ["waiting on a rank", "seen on a rank"]
+    kernel.listen_until(lambda: "succeeded" in shown_last(kernel), seconds=20)
+    assert "seen on a rank" in shown_last(kernel)
+
+
+def shown_last(kernel: Kernel) -> str:
+    """What the last display of the kernel holds now, as HTML."""
+    return str(list(kernel.displays.values())[-1]["data"].get("text/html", ""))
+
+
+def test_stop_ends_a_blocked_cell_and_queued_cells_run_in_order(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    ready, order = tmp_path / "ready", tmp_path / "order"
+    kernel.buttons.clear()
+    launch = "run = notebook_launcher(until_stopped, ({!r},), num_processes=2)"
+    cell = kernel.start(launch.format(str(ready)))
+    queued = [
+        kernel.start(
+            f"_ = pathlib.Path({str(order)!r}).open('a').write('{name} ' + run.status + '\\n')"
+        )
+        for name in ("first", "second")
+    ]
+    assert kernel.listen_until(ready.exists, seconds=60)
+    assert kernel.listen_until(lambda: "Stop" in kernel.buttons, seconds=30)
+    kernel.click("Stop")
+    reply = kernel.finish(cell, timeout=60)
+    assert reply.status == "ok", "\n".join(reply.traceback)
+    for message_id in queued:
+        kernel.finish(message_id)
+    assert order.read_text() == "first stopped\nsecond stopped\n"
+    assert run(kernel, "print(run.results)").text == "['left', 'left']\n"
+
+
+def test_interrupt_ends_the_ranks_and_the_cell(kernel: Kernel, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    cell = kernel.start(f"notebook_launcher(wait_for_ever, ({str(ready)!r},), num_processes=2)")
+    assert kernel.listen_until(ready.exists, seconds=60)
+    begun = time.monotonic()
+    kernel.manager.interrupt_kernel()
+    reply = kernel.finish(cell)
+    assert reply.status == "error"
+    assert "KeyboardInterrupt" in reply.traceback[-1]
+    assert time.monotonic() - begun < 20
+    left = run(
+        kernel,
+        """
+        import psutil
+        print(runs()[-1].status, [pid for pid in runs()[-1].pids if psutil.pid_exists(pid)])
+        """,
+    )
+    assert left.text == "stopped []\n"
+
+
+def test_an_error_is_the_ranks_own(kernel: Kernel) -> None:
+    code = (
+        "def fail():\n    raise ValueError('bad batch')\nnotebook_launcher(fail, num_processes=2)"
+    )
+    reply = kernel.run(code)
+    text = "\n".join(reply.traceback)
+    assert "failed: ValueError: bad batch" in text
+    assert "line 2, in fail" in text
+    assert "notebook_accel/launch" not in text
+
+
+def test_what_a_rank_displays_lands_in_the_cell_that_launched(kernel: Kernel) -> None:
+    reply = run(
+        kernel,
+        """
+        def draw():
+            from IPython.display import HTML, display
+            display(HTML("<i>drawn</i>"))
+        run = notebook_launcher(draw, num_processes=1)
+        """,
+    )
+    shown: list[Any] = [output["data"].get("text/html", "") for output in reply.outputs]
+    assert "<i>drawn</i>" in shown
+    assert "succeeded" in "".join(shown)
+
+
+def test_the_cell_magic_runs_on_every_rank(kernel: Kernel) -> None:
+    reply = run(kernel, "%%accelerate -n 2\nrank + 40, world_size")
+    assert "(40, 2)" in reply.text + str(reply.outputs)
+    assert "(41, 2)" in reply.text + str(reply.outputs)
