@@ -34,6 +34,15 @@ _WHOLE_MODELS = (
 )
 
 
+def _kind_of(accelerator: Accelerator) -> str:
+    """What the error calls the way in which weights are spread: "FSDP", or the mesh's own sizes."""
+    mesh = accelerator.torch_device_mesh
+    if mesh is None or accelerator.distributed_type not in _WHOLE_MODELS:
+        return str(accelerator.distributed_type)
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
+    return f"ParallelismConfig({', '.join(f'{name}_size={size}' for name, size in sizes)})"
+
+
 class LocalSGD:
     """A block in which gradients stay on their rank, and weights are averaged now and then.
 
@@ -64,10 +73,12 @@ class LocalSGD:
         local_sgd_steps: int,
         enabled: bool = True,
     ) -> None:
-        if accelerator.distributed_type not in _WHOLE_MODELS:
+        # Divided layers and pipelines lie on a mesh, and have no type of their own.
+        is_spread = accelerator.torch_device_mesh is not None
+        if is_spread or accelerator.distributed_type not in _WHOLE_MODELS:
             raise ConfigError(
-                f"LocalSGD under {accelerator.distributed_type}: it averages whole models, and "
-                "here each rank has a part of one. Leave it out, or train with DDP"
+                f"LocalSGD under {_kind_of(accelerator)}: it averages whole models, and here each "
+                "rank has a part of one. Leave it out, or train with DDP"
             )
         if local_sgd_steps < 1:
             raise ConfigError(f"local_sgd_steps is {local_sgd_steps}: expected at least 1")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from notebook_accel import Accelerator
+from notebook_accel import Accelerator, AcceleratorState
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.local_sgd import LocalSGD
 from tests.training.harness import run_ranks
+from tests.training.meshes import Tiny, accelerator_for
 from tests.training.single import fresh_rank  # noqa: F401
 
 
@@ -46,12 +45,26 @@ def test_one_rank_trains_as_without_it() -> None:
     assert train(True) == [-1.0, -2.0, -3.0, -4.0, -5.0, -5.0]
 
 
-def test_models_in_parts_and_no_steps_are_refused() -> None:
-    class Sharded:
-        distributed_type = "FSDP"
+def refusals() -> list[str]:
+    said = []
+    for mesh in ("fsdp", "tensor"):
+        accelerator = accelerator_for(mesh)
+        model = accelerator.prepare(Tiny())
+        try:
+            LocalSGD(accelerator, model, 2)
+        except ConfigError as error:
+            said.append(str(error))
+        accelerator.free_memory()
+        AcceleratorState._reset_state(True)
+    return said
 
-    fake: Any = Sharded()
-    with pytest.raises(ConfigError, match="FSDP"):
-        LocalSGD(fake, nn.Linear(1, 1), 2)
+
+def test_models_in_parts_are_refused() -> None:
+    for sharded, divided in run_ranks(refusals, 2):
+        assert "LocalSGD under FSDP: it averages whole models" in sharded
+        assert "LocalSGD under ParallelismConfig(tp_size=2): it averages whole models" in divided
+
+
+def test_no_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         LocalSGD(Accelerator(cpu=True), nn.Linear(1, 1), 0)

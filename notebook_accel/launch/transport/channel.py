@@ -6,7 +6,9 @@ know the run's secret (``handshake.py``).
 
     send, post -> queue -> flush -> socket ===> socket -> drain, receive -> (message, descriptors)
 
-A channel has no thread and no lock: whoever shares one between threads locks it.
+A channel has no thread and no lock: whoever shares one between threads locks it. But an exception
+may come between any two steps of a write (a signal handler of the user's that raises): the frame
+stays whole, and the next write goes on with it where this one stopped.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import wire
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["Channel", "ProtocolError"]
 
@@ -41,6 +43,39 @@ class ProtocolError(NotebookAccelError):
     """The peer sent what is no message."""
 
 
+class _Frame:
+    """A frame that is being written. What was done is noted by the call that does it.
+
+    ``extend(map(...))`` calls, and keeps what came of it, without a step of Python in between, at
+    which a signal handler could raise: no byte is sent twice, and no descriptor closed twice.
+    """
+
+    def __init__(self, data: bytes, fds: Sequence[int]) -> None:
+        self._data = memoryview(data)
+        # Lengths of the pieces that were sent.
+        self._sent: list[int] = []
+        self._fds = tuple(fds)
+        self._unclosed = iter(self._fds)
+
+    @property
+    def is_sent(self) -> bool:
+        return sum(self._sent) == len(self._data)
+
+    def send(self, send: Callable[..., int], flags: int) -> None:
+        """Send the next piece by ``socket.sendmsg``, the descriptors with the first."""
+        start = sum(self._sent)
+        rights = struct.pack(f"{len(self._fds)}i", *self._fds)
+        beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if self._fds and not start else []
+        self._sent.extend(map(send, [[self._data[start:]]], [beside], [flags]))
+        # The first byte has taken the descriptors along.
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptors that are not closed yet."""
+        with contextlib.suppress(OSError):  # the user's code closed what it did not open
+            deque(map(os.close, self._unclosed), maxlen=0)
+
+
 class Channel:
     """Messages, and file descriptors beside them, over a connected unix socket.
 
@@ -53,7 +88,7 @@ class Channel:
         self._socket = sock
         self._incoming = bytearray()
         self._incoming_fds: deque[int] = deque()
-        self._outgoing: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        self._outgoing: deque[_Frame] = deque()
         self._end: EOFError | ProtocolError | None = None
         self.heard = time.monotonic()
         self.closed = False
@@ -97,7 +132,7 @@ class Channel:
         Raises:
             ProtocolError: it is larger than any message may be.
         """
-        self._queue(message, len(fds), tuple(os.dup(fd) for fd in fds))
+        self._queue(message, len(fds), tuple(map(os.dup, fds)))
 
     def _queue(self, message: wire.Message, num_fds: int, fds: tuple[int, ...]) -> None:
         """Queue one frame that says it comes with ``num_fds`` descriptors, and closes ``fds``."""
@@ -109,7 +144,7 @@ class Channel:
                 f"a {type(message).__name__} of {len(data):,} bytes was to be sent; "
                 f"a message has at most {_MAX_FRAME:,} bytes"
             )
-        self._outgoing.append((memoryview(_HEADER.pack(len(data), num_fds) + data), fds))
+        self._outgoing.append(_Frame(_HEADER.pack(len(data), num_fds) + data, fds))
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
         """Write a message, and all that was queued before it; blocks.
@@ -132,16 +167,12 @@ class Channel:
                 self._write_some(flags)
 
     def _write_some(self, flags: int) -> None:
-        frame, fds = self._outgoing[0]
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))]
-        written = self._socket.sendmsg([frame], rights if fds else [], flags)
-        # The first byte has taken the descriptors along: the rest of the frame goes without.
-        for fd in fds:
-            os.close(fd)
-        if written == len(frame):
+        frame = self._outgoing[0]
+        if not frame.is_sent:
+            frame.send(self._socket.sendmsg, flags)
+        if frame.is_sent:
+            frame.close()
             self._outgoing.popleft()
-        else:
-            self._outgoing[0] = (frame[written:], ())
 
     # ---- in --------------------------------------------------------------------------------
 
@@ -259,9 +290,11 @@ class Channel:
         if self.closed:
             return
         self.closed = True
-        for fd in (*self._incoming_fds, *(fd for _, fds in self._outgoing for fd in fds)):
+        for fd in self._incoming_fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
+        for frame in self._outgoing:
+            frame.close()
         self._incoming_fds.clear()
         self._outgoing.clear()
         self._socket.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -134,9 +135,8 @@ def test_an_agent_that_talks_nonsense_is_lost(one: PlayedRun) -> None:
     (agent,) = one.agents
     call = one.begin_call()
     # In one piece with what can be understood, and then nothing more.
-    agent.channel.post(wire.CallStarted(run="r", call=1, rank=0))
-    (good, _) = agent.channel._outgoing.pop()
-    agent.channel._socket.sendall(bytes(good) + b"\xff" * 64)
+    good = wire.encode(wire.CallStarted(run="r", call=1, rank=0))
+    agent.channel._socket.sendall(struct.pack("!IB", len(good), 0) + good + b"\xff" * 64)
     assert call.ended.wait(SECONDS)
     assert agent.killed.is_set()
     assert call.state.status == "failed"

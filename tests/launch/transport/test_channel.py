@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from notebook_accel.launch.transport.channel import Channel, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
+    from types import FrameType
 
 SOON = 5.0
 BIG = "x" * 3_000_000
@@ -91,6 +94,54 @@ def notice(text: str) -> bytes:
 
 
 # ---- messages ------------------------------------------------------------------------------
+
+
+def test_a_write_that_is_broken_off_anywhere_goes_on_where_it_stopped(
+    pair: tuple[Channel, Channel], tmp_path: Path
+) -> None:
+    """As by a signal handler that raises, before each single step of the code."""
+    ours, theirs = pair
+    instant, broken_off = 0, True
+    with open(tmp_path / "file", "w") as file:
+        while broken_off:
+            instant += 1
+            ours.post(wire.Notice(text=f"{instant}"), [file.fileno()])
+            broken_off = _raises_at(instant, ours.flush)
+            ours.send(wire.RankReady())
+            (notice, fds), (ready, _) = theirs.receive(), theirs.receive()
+            assert isinstance(notice, wire.Notice)
+            assert notice.text == f"{instant}"
+            assert os.path.samestat(os.fstat(fds[0]), os.fstat(file.fileno()))
+            os.close(fds[0])
+            assert isinstance(ready, wire.RankReady)
+            assert not theirs.is_torn
+    assert instant > 50
+
+
+def _raises_at(instant: int, act: Callable[[], Any]) -> bool:
+    """Call ``act`` and break it off before that step of the channel's code; False past its end."""
+    num_steps = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal num_steps
+        if frame.f_code.co_filename != channels.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            num_steps += 1
+            if num_steps == instant:
+                raise InterruptedError
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    except InterruptedError:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
 
 
 def test_a_message_arrives_as_it_was(pair: tuple[Channel, Channel]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import threading
@@ -41,7 +42,7 @@ def test_a_signal_handler_that_reports_during_a_report() -> None:
                 return
             heard.extend(message.values.values())
 
-    thread = threading.Thread(target=read)
+    thread = threading.Thread(target=read, daemon=True)
     thread.start()
     num_signals = 0
 
@@ -61,6 +62,47 @@ def test_a_signal_handler_that_reports_during_a_report() -> None:
     assert [value for value in heard if value >= 0] == list(range(NUM_MESSAGES))
     # One handler may interrupt another: in any order, each once.
     assert sorted(-value for value in heard if value < 0) == list(range(1, num_signals + 1))
+
+
+class TickError(Exception):
+    """What the signal handler of the user's code raises."""
+
+
+@pytest.mark.usefixtures("_signals")
+def test_a_signal_handler_that_raises_during_a_report() -> None:
+    ours, theirs = socket.socketpair()
+    # Frames are larger than what the socket takes at once.
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sender, reader = Sender(Channel(ours), Interrupts()), Channel(theirs)
+    heard: list[int] = []
+
+    def read() -> None:
+        while isinstance(message := reader.receive()[0], wire.Notice):
+            heard.append(int(message.text))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    raised = []
+
+    def tick(*_: Any) -> None:
+        raise TickError
+
+    signal.signal(signal.SIGALRM, tick)
+    number = 0
+    while len(raised) < 300:
+        number += 1
+        try:
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(0.00002, 0.0004))
+            while True:
+                sender.send(wire.Notice(text=f"{number:>5000}"))
+                number += 1
+        except TickError:
+            raised.append(number)
+    sender.send(wire.RankReady())
+    thread.join(30)
+    assert not thread.is_alive()
+    assert heard == sorted(set(heard))
+    assert set(range(1, number + 1)) - set(heard) <= set(raised)
 
 
 @pytest.mark.usefixtures("_signals")
