@@ -15,7 +15,8 @@ from notebook_accel.launch.control import state
 from notebook_accel.launch.control.environment import num_threads_of, rank_environment
 from notebook_accel.launch.control.export import script_of
 from notebook_accel.launch.control.interrupts import held
-from notebook_accel.launch.control.stores import MetricStore, RunFolder
+from notebook_accel.launch.control.metrics_file import MetricStore
+from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.terminal_text import one_line
 from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.engines.base import Job, Opening, PreparedCall, Start, begin_call

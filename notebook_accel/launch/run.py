@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from notebook_accel.config import LaunchConfig, check_seconds
 from notebook_accel.errors import ConfigError, NotebookAccelError, RunStopped, WorkerError
 from notebook_accel.launch.control.interrupts import Latch
+from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.control.plotting import number_steps, plot_metrics
+from notebook_accel.launch.control.run_folder import run_folders
 from notebook_accel.launch.control.state import Progress
-from notebook_accel.launch.control.stores import MetricReader, run_folders
 from notebook_accel.launch.control.verdict import Failure
 from notebook_accel.launch.view.plain import PlainView
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from notebook_accel.launch.control.results import Results
+    from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.control.stores import RunFolder
     from notebook_accel.launch.view import View
 
 __all__ = ["Conductor", "Run", "runs"]

@@ -21,7 +21,7 @@ import pytest
 from notebook_accel import ConfigError, LaunchError, NotebookAccelError, RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import launcher
-from notebook_accel.launch.control.stores import RunFolder
+from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.engines import local
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.run import runs

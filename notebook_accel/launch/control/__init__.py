@@ -1,1 +1,1 @@
-"""What the kernel keeps of a run: its state, its stores, its verdict, and who asks for them."""
+"""What the kernel keeps of a run: state, files on disk, verdict; and who tells its agents what."""

@@ -2,8 +2,8 @@
 
 A :class:`RunState` is about one call, with a :class:`RankState` for each rank's part of it; every
 view draws it. It holds states, bars, last values and tails only; the whole logs and metrics lie in
-the stores (``stores.py``). A :class:`ProcessState` is about the process of one rank, which may live
-through many calls.
+the run's folder (``run_folder.py``, ``metrics_file.py``). A :class:`ProcessState` is about the
+process of one rank, which may live through many calls.
 """
 
 from __future__ import annotations

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from notebook_accel.launch.control.agent_link import LostAgent
+    from notebook_accel.launch.control.metrics_file import MetricStore
     from notebook_accel.launch.control.pool import RankPool
     from notebook_accel.launch.control.results import Results
+    from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.control.stores import MetricStore, RunFolder
     from notebook_accel.launch.control.verdict import Failure
     from notebook_accel.launch.view import View
 

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.agent_link import AgentLink
+    from notebook_accel.launch.control.metrics_file import MetricStore
+    from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.control.stores import MetricStore, RunFolder
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Conductor, Run
     from notebook_accel.launch.view import View

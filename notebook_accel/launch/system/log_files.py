@@ -1,6 +1,6 @@
 """The file with the output of each rank: where it lies, and how it is written to.
 
-It lies in the folder of its run, which ``control/stores.py`` makes, lists and removes; on a
+It lies in the folder of its run, which ``control/run_folder.py`` makes, lists and removes; on a
 machine that does not see that folder, in one of the agent's (``agent/logs.py``).
 """
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import payload, wire
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
+from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.results import Results
+from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.state import starting
-from notebook_accel.launch.control.stores import MetricStore, RunFolder
 from notebook_accel.launch.control.supervisor import Supervisor
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.packet import pack

@@ -11,7 +11,8 @@ from notebook_accel.launch.system.open_files import check_open_files
 _LEAKY = """
 import os, resource
 from notebook_accel import LaunchError, notebook_launcher
-from notebook_accel.launch.control.stores import MetricStore, RunFolder
+from notebook_accel.launch.control.metrics_file import MetricStore
+from notebook_accel.launch.control.run_folder import RunFolder
 folder = RunFolder.make()
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))

@@ -1,10 +1,13 @@
-"""The folder of a run on disk: logs, metrics and the last state; and which old runs go.
+"""Where a run is kept on disk: the folder with its logs, metrics and last state; which old ones go.
 
     runs folder/
       .kernel-3f2a…            locked by a kernel as long as it lives: one descriptor a kernel
       20260131-120000-1a2b3c/  one run, readable by its owner alone
         .live                  names the kernel that holds the run
-        rank-0.log, …          and metrics.jsonl, config.yaml, state.msgpack
+        rank-0.log, …          all output of each rank, as its agent writes it (agent/logs.py)
+        metrics.jsonl          what was given to accelerator.log (metrics_file.py)
+        config.yaml            how it was launched
+        state.msgpack          its last RunState
 
 What a live kernel holds is never deleted. Of the others the newest 50 stay, 2 GB at most.
 """
@@ -15,46 +18,40 @@ import atexit
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import re
 import shutil
-import stat
 import time
 import uuid
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypedDict
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 import platformdirs
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.interrupts import held
+from notebook_accel.launch.control.regular_files import open_regular, read_regular
 from notebook_accel.launch.control.state import RunState
 from notebook_accel.launch.control.terminal_text import as_shown
 from notebook_accel.launch.system.log_files import log_path
 from notebook_accel.launch.system.open_files import TOO_MANY_FILES, too_many_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from notebook_accel.config import LaunchConfig
 
-__all__ = ["MetricReader", "MetricStore", "RunFolder", "run_folders", "runs_folder"]
+__all__ = ["RunFolder", "loss_line", "making_files", "run_folders", "runs_folder"]
 
 _KEPT_RUNS = 50
 _KEPT_BYTES = 2_000_000_000
-_STRETCHES = 200
 _LIVE = ".live"
 _STATE = "state.msgpack"
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 _KERNEL = re.compile(r"\.kernel-[0-9a-f]{12}")
-# A file of others may be a FIFO, whose opening waits for a writer.
-_CAREFULLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-
-_log = logging.getLogger(__name__)
 
 
 def runs_folder() -> Path:
@@ -149,7 +146,7 @@ class RunFolder:
         Raises:
             LaunchError: they cannot be made.
         """
-        with _making(self.path), held():
+        with making_files(self.path), held():
             for rank in range(world_size):
                 log_path(self.path, rank).touch(mode=0o600)
 
@@ -164,7 +161,7 @@ class RunFolder:
             try:
                 target.hardlink_to(source)
             except OSError:  # a file system without them
-                with _making(self.path):
+                with making_files(self.path):
                     target.symlink_to(source)
 
     def read_log(self, rank: int, start: int = 0, end: int | None = None) -> str:
@@ -181,7 +178,7 @@ class RunFolder:
         self.check()
         try:
             # A link is a log too, of a session on a file system without hard ones.
-            with _open_carefully(log_path(self.path, rank), follow=True) as file:
+            with open_regular(log_path(self.path, rank), follow=True) as file:
                 file.seek(start)
                 data = file.read(-1 if end is None else max(0, end - start))
         except FileNotFoundError:  # the rank was never started
@@ -207,13 +204,13 @@ class RunFolder:
             part.write_bytes(msgspec.msgpack.encode(state))
             part.replace(path)
         except (OSError, UnicodeEncodeError) as error:
-            return _loss("how this run ended is known to this kernel alone", self.path, error)
+            return loss_line("how this run ended is known to this kernel alone", self.path, error)
         return ""
 
     def load(self) -> RunState | None:
         """The state saved last; None where there is none that this version can read."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            return msgspec.msgpack.decode(_read(self.path / _STATE), type=RunState)
+            return msgspec.msgpack.decode(read_regular(self.path / _STATE), type=RunState)
         return None
 
     @property
@@ -246,7 +243,7 @@ def run_folders(root: Path | None = None) -> list[RunFolder]:
 
 
 @contextlib.contextmanager
-def _making(folder: Path) -> Iterator[None]:
+def making_files(folder: Path) -> Iterator[None]:
     """Whoever cannot make a file in the folder of a new run says what to do."""
     try:
         yield
@@ -265,7 +262,7 @@ _REMEDY = (
 )
 
 
-def _loss(what: str, folder: Path, error: OSError | UnicodeEncodeError | None) -> str:
+def loss_line(what: str, folder: Path, error: OSError | UnicodeEncodeError | None) -> str:
     """A line for the person: what is lost, why, and what to do.
 
     Args:
@@ -326,7 +323,7 @@ def _let_go(mark: Path, pid: int) -> None:
 
 def _is_held(folder: Path) -> bool:
     try:
-        name = _read(folder / _LIVE).decode(errors="replace")
+        name = read_regular(folder / _LIVE).decode(errors="replace")
     except FileNotFoundError:
         return False
     except OSError:  # of another user, or no file at all: not ours to judge
@@ -337,7 +334,7 @@ def _is_held(folder: Path) -> bool:
 def _is_locked(path: Path) -> bool:
     """Whether a kernel lives that holds this file; removes the file where none does."""
     try:
-        with _open_carefully(path) as file:
+        with open_regular(path) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
     except FileNotFoundError:
@@ -345,34 +342,6 @@ def _is_locked(path: Path) -> bool:
     except OSError:
         return True
     return False
-
-
-def _open_carefully(path: Path, *, follow: bool = False) -> IO[bytes]:
-    """Open a regular file that others may have put there.
-
-    Args:
-        path: where it is.
-        follow: whether it may be a link.
-
-    Raises:
-        OSError: it is no regular file, or cannot be read.
-    """
-
-    def opener(name: str, _: int) -> int:
-        return os.open(name, _CAREFULLY if follow else _CAREFULLY | os.O_NOFOLLOW)
-
-    # Interrupted before the file has its descriptor, that would stay open for good.
-    with held():
-        file = open(path, "rb", opener=opener)  # noqa: SIM115 (the caller closes it)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(f"{path} is no regular file")
-    return file
-
-
-def _read(path: Path) -> bytes:
-    with _open_carefully(path) as file:
-        return file.read()
 
 
 def _remove_old(root: Path, *, beside: RunFolder) -> None:
@@ -395,149 +364,3 @@ def _size(folder: Path) -> int:
         # The calls of a session share its files of output.
         return sum(entry.st_size // entry.st_nlink for entry in entries)
     return 0
-
-
-# ---- metrics -------------------------------------------------------------------------------
-
-
-class MetricReader:
-    """Metrics in a file of JSON lines: time, rank, step, name, value."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "metrics.jsonl"
-        self._num_bad = 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Every row, in the order in which they came; none where there is no file.
-
-        What is no row is left out, with a line in Python's log that counts it.
-
-        Raises:
-            OSError: the file cannot be read, or is none.
-        """
-        with contextlib.suppress(FileNotFoundError), _open_carefully(self.path) as file:
-            return self._rows(line for line in file if line.endswith(b"\n"))
-        return []
-
-    def _rows(self, lines: Iterable[bytes]) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
-        num_bad = 0
-        for line in lines:
-            try:
-                rows.append(_decode(line))
-            except (ValueError, RecursionError):
-                num_bad += 1
-        if num_bad > self._num_bad:
-            self._num_bad = num_bad
-            _log.warning("%d lines that are no metrics were left out: %s", num_bad, self.path)
-        return rows
-
-    def sample(self, max_bytes: int) -> list[dict[str, Any]]:
-        """Every row of a short file; of a long one, stretches from its begin to its end."""
-        with contextlib.suppress(FileNotFoundError):
-            size = self.path.stat().st_size
-            if size > max_bytes:
-                with _open_carefully(self.path) as file:
-                    return self._rows(_spread_lines(file, size, max_bytes))
-        return self.read()
-
-
-class MetricStore(MetricReader):
-    """The metrics of a run that goes on.
-
-    A disk that is full costs the metrics from then on, never the run.
-
-    Attributes:
-        loss: a line for the person where metrics are lost, else "".
-    """
-
-    def __init__(self, folder: Path) -> None:
-        """Make the file.
-
-        Raises:
-            LaunchError: it cannot be made.
-        """
-        super().__init__(folder)
-        self.loss = ""
-        with _making(folder):
-            self._file = self.path.open("ab")
-
-    def add(self, *, wall: float, rank: int, step: int | None, values: dict[str, float]) -> None:
-        """Append values; readers see them after :meth:`flush`."""
-        with self._writing():
-            for name, value in values.items():
-                row = {"time": wall, "rank": rank, "step": step, "name": name, "value": value}
-                self._file.write(_encode(row) + b"\n")
-
-    def flush(self) -> None:
-        with self._writing():
-            self._file.flush()
-            if not self.loss and os.fstat(self._file.fileno()).st_nlink == 0:
-                self.loss = _loss("metrics are lost", self.path.parent, None)
-
-    def close(self) -> None:
-        with self._writing():
-            self._file.close()
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except ValueError:  # closed meanwhile, by the run's end or by a full disk
-            return
-        except OSError as error:
-            self.loss = _loss("metrics are lost from here on", self.path.parent, error)
-            with contextlib.suppress(OSError):
-                self._file.close()
-
-    def read(self) -> list[dict[str, Any]]:
-        self.flush()
-        return super().read()
-
-    def sample(self, max_bytes: int) -> list[dict[str, Any]]:
-        self.flush()
-        return super().sample(max_bytes)
-
-
-def _spread_lines(file: IO[bytes], size: int, max_bytes: int) -> Iterator[bytes]:
-    length = max_bytes // _STRETCHES
-    for number in range(_STRETCHES):
-        start = (size - length) * number // (_STRETCHES - 1)
-        file.seek(start)
-        if start:
-            file.readline()  # the rest of a row that began before
-        while file.tell() < start + length:
-            line = file.readline()
-            if not line.endswith(b"\n"):
-                return
-            yield line
-
-
-class _Row(TypedDict):
-    time: float
-    rank: int
-    step: int | None
-    name: str
-    value: float | str
-
-
-_DECODER = msgspec.json.Decoder(_Row)
-
-
-def _encode(row: dict[str, Any]) -> bytes:
-    # JSON has no nan and no infinity; they travel as text.
-    value = row["value"]
-    is_finite = value - value == 0
-    return msgspec.json.encode(row if is_finite else {**row, "value": repr(value)})
-
-
-def _decode(line: bytes) -> dict[str, Any]:
-    """The row of one line.
-
-    Raises:
-        ValueError: the line is none.
-    """
-    row: dict[str, Any] = _DECODER.decode(line)  # type: ignore[assignment]
-    if isinstance(row["value"], str):
-        row["value"] = float(row["value"])
-    return row

@@ -1,0 +1,171 @@
+"""The file with the metrics of a run: written while it goes on, read whole or in samples.
+
+A rank's ``accelerator.log`` becomes a ``wire.Metric``; the supervisor adds it to a
+:class:`MetricStore`, and ``run.metrics`` and the plots read it from a :class:`MetricReader`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from typing import IO, TYPE_CHECKING, Any, TypedDict
+
+import msgspec
+
+from notebook_accel.launch.control.regular_files import open_regular
+from notebook_accel.launch.control.run_folder import loss_line, making_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+__all__ = ["MetricReader", "MetricStore"]
+
+# A sample of a long file is made of so many stretches, from all over it.
+_STRETCHES = 200
+
+_log = logging.getLogger(__name__)
+
+
+class MetricReader:
+    """Metrics in a file of JSON lines: time, rank, step, name, value."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "metrics.jsonl"
+        self._num_bad = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Every row, in the order in which they came; none where there is no file.
+
+        What is no row is left out, with a line in Python's log that counts it.
+
+        Raises:
+            OSError: the file cannot be read, or is none.
+        """
+        with contextlib.suppress(FileNotFoundError), open_regular(self.path) as file:
+            return self._rows(line for line in file if line.endswith(b"\n"))
+        return []
+
+    def _rows(self, lines: Iterable[bytes]) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        num_bad = 0
+        for line in lines:
+            try:
+                rows.append(_decode(line))
+            except (ValueError, RecursionError):
+                num_bad += 1
+        if num_bad > self._num_bad:
+            self._num_bad = num_bad
+            _log.warning("%d lines that are no metrics were left out: %s", num_bad, self.path)
+        return rows
+
+    def sample(self, max_bytes: int) -> list[dict[str, Any]]:
+        """Every row of a short file; of a long one, stretches from its begin to its end."""
+        with contextlib.suppress(FileNotFoundError):
+            size = self.path.stat().st_size
+            if size > max_bytes:
+                with open_regular(self.path) as file:
+                    return self._rows(_spread_lines(file, size, max_bytes))
+        return self.read()
+
+
+class MetricStore(MetricReader):
+    """The metrics of a run that goes on.
+
+    A disk that is full costs the metrics from then on, never the run.
+
+    Attributes:
+        loss: a line for the person where metrics are lost, else "".
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Make the file.
+
+        Raises:
+            LaunchError: it cannot be made.
+        """
+        super().__init__(folder)
+        self.loss = ""
+        with making_files(folder):
+            self._file = self.path.open("ab")
+
+    def add(self, *, wall: float, rank: int, step: int | None, values: dict[str, float]) -> None:
+        """Append values; readers see them after :meth:`flush`."""
+        with self._writing():
+            for name, value in values.items():
+                row = {"time": wall, "rank": rank, "step": step, "name": name, "value": value}
+                self._file.write(_encode(row) + b"\n")
+
+    def flush(self) -> None:
+        with self._writing():
+            self._file.flush()
+            if not self.loss and os.fstat(self._file.fileno()).st_nlink == 0:
+                self.loss = loss_line("metrics are lost", self.path.parent, None)
+
+    def close(self) -> None:
+        with self._writing():
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError:  # closed meanwhile, by the run's end or by a full disk
+            return
+        except OSError as error:
+            self.loss = loss_line("metrics are lost from here on", self.path.parent, error)
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def read(self) -> list[dict[str, Any]]:
+        self.flush()
+        return super().read()
+
+    def sample(self, max_bytes: int) -> list[dict[str, Any]]:
+        self.flush()
+        return super().sample(max_bytes)
+
+
+def _spread_lines(file: IO[bytes], size: int, max_bytes: int) -> Iterator[bytes]:
+    length = max_bytes // _STRETCHES
+    for number in range(_STRETCHES):
+        start = (size - length) * number // (_STRETCHES - 1)
+        file.seek(start)
+        if start:
+            file.readline()  # the rest of a row that began before
+        while file.tell() < start + length:
+            line = file.readline()
+            if not line.endswith(b"\n"):
+                return
+            yield line
+
+
+class _Row(TypedDict):
+    time: float
+    rank: int
+    step: int | None
+    name: str
+    value: float | str
+
+
+_DECODER = msgspec.json.Decoder(_Row)
+
+
+def _encode(row: dict[str, Any]) -> bytes:
+    # JSON has no nan and no infinity; they travel as text.
+    value = row["value"]
+    is_finite = value - value == 0
+    return msgspec.json.encode(row if is_finite else {**row, "value": repr(value)})
+
+
+def _decode(line: bytes) -> dict[str, Any]:
+    """The row of one line.
+
+    Raises:
+        ValueError: the line is none.
+    """
+    row: dict[str, Any] = _DECODER.decode(line)  # type: ignore[assignment]
+    if isinstance(row["value"], str):
+        row["value"] = float(row["value"])
+    return row

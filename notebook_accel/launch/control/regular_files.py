@@ -1,0 +1,46 @@
+"""Files that others may have put there: in a shared folder, anything can have the name of a log."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import IO, TYPE_CHECKING
+
+from notebook_accel.launch.control.interrupts import held
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["open_regular", "read_regular"]
+
+# A file of others may be a FIFO, whose opening waits for a writer.
+_CAREFULLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def open_regular(path: Path, *, follow: bool = False) -> IO[bytes]:
+    """Open a regular file that others may have put there.
+
+    Args:
+        path: where it is.
+        follow: whether it may be a link.
+
+    Raises:
+        OSError: it is no regular file, or cannot be read.
+    """
+
+    def opener(name: str, _: int) -> int:
+        return os.open(name, _CAREFULLY if follow else _CAREFULLY | os.O_NOFOLLOW)
+
+    # Interrupted before the file has its descriptor, that would stay open for good.
+    with held():
+        file = open(path, "rb", opener=opener)  # noqa: SIM115 (the caller closes it)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is no regular file")
+    return file
+
+
+def read_regular(path: Path) -> bytes:
+    """All bytes of a regular file, and not of a link; raises as :func:`open_regular`."""
+    with open_regular(path) as file:
+        return file.read()

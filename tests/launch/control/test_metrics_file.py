@@ -1,0 +1,112 @@
+"""Metrics on disk: all of them come back, a full disk costs no training, a sample is quick."""
+
+from __future__ import annotations
+
+import math
+import os
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+
+from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_metrics_come_back_in_order(tmp_path: Path) -> None:
+    store = MetricStore(tmp_path)
+    assert store.read() == []
+    store.add(wall=1.5, rank=0, step=None, values={"loss": 0.5, 'na"me\n': 1.0})
+    store.add(wall=2.5, rank=1, step=7, values={"loss": 1 / 3})
+    expected = [
+        {"time": 1.5, "rank": 0, "step": None, "name": "loss", "value": 0.5},
+        {"time": 1.5, "rank": 0, "step": None, "name": 'na"me\n', "value": 1.0},
+        {"time": 2.5, "rank": 1, "step": 7, "name": "loss", "value": 1 / 3},
+    ]
+    assert store.read() == expected
+    store.close()
+    assert store.read() == expected
+
+
+def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
+    store = MetricStore(tmp_path)
+    store.add(wall=0, rank=0, step=0, values={"a": math.nan, "b": math.inf, "c": -math.inf})
+    store.close()
+    a, b, c = (row["value"] for row in store.read())
+    assert math.isnan(a)
+    assert (b, c) == (math.inf, -math.inf)
+
+
+def test_a_row_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    store = MetricStore(tmp_path)
+    store.add(wall=0, rank=0, step=0, values={"loss": 1.0})
+    store.flush()
+    with store.path.open("ab") as file:
+        file.write(b'{"time":1,"rank"')
+    assert len(store.read()) == 1
+    store.close()
+
+
+def test_metrics_of_a_folder_that_is_gone(tmp_path: Path) -> None:
+    store = MetricStore(tmp_path)
+    store.close()
+    store.path.unlink()
+    assert store.read() == []
+
+
+def test_a_full_disk_ends_no_training_and_is_told(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    store = MetricStore(tmp_path)
+    for step in range(2000):
+        store.add(wall=0, rank=0, step=step, values={"loss": 1.0})
+        store.flush()
+    store.close()
+    assert "disk full: metrics are lost" in store.loss
+    assert "NOTEBOOK_ACCEL_RUNS" in store.loss
+
+
+def test_lines_that_are_no_metrics_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = b'{"time":1.0,"rank":0,"step":1,"name":"a","value":2.0}'
+    bad = [
+        b"",
+        b"\xff\x00",
+        b"[1]",
+        b'{"time":1.0}',
+        b'{"time":1e999,"rank":0,"step":1,"name":"a","value":2.0}',
+        b'{"time":1.0,"rank":0,"step":1,"name":["a"],"value":2.0}',
+        b'{"time":1.0,"rank":0,"step":1,"name":"a","value":"__import__"}',
+        b'{"time":1.0,"rank":0,"step":1,"name":"a","value":2.0,"x":' + b"[" * 100_000,
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([good, *bad, good, b""]))
+    reader = MetricReader(tmp_path)
+    assert [row["value"] for row in reader.read()] == [2.0, 2.0]
+    assert len(reader.sample(10_000_000)) == 2
+    assert [f"{len(bad)} lines" in record.message for record in caplog.records] == [True]
+
+
+def test_adding_is_cheap(tmp_path: Path) -> None:
+    store = MetricStore(tmp_path)
+    for step in range(20_000):
+        store.add(wall=0, rank=0, step=step, values={"loss": 1.0})
+    store.close()
+    assert len(store.read()) == 20_000
+    assert os.path.getsize(store.path) < 20_000 * 100
+
+
+def test_a_sample_of_a_long_run_has_its_begin_its_end_and_what_lies_between(
+    tmp_path: Path,
+) -> None:
+    store = MetricStore(tmp_path)
+    for step in range(50_000):
+        store.add(wall=0.0, rank=0, step=step, values={"loss": 1.0})
+    steps = [row["step"] for row in store.sample(200_000)]
+    assert steps[0] == 0
+    assert steps[-1] == 49_999
+    assert steps == sorted(set(steps))
+    assert len(steps) < 5_000
+    assert max(after - before for before, after in pairwise(steps)) < 500
+    assert store.sample(100_000_000) == store.read()
