@@ -106,7 +106,7 @@ class Session:
     """Ranks that stay between calls: each call finds in them what the ones before it left.
 
     Its ranks end with :meth:`close`, or with this process. After a call that did not return on
-    every rank the ranks leave their process group; the next one makes it anew.
+    every rank the ranks destroy their process group; the next one makes it anew.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Session:
 
     def close(self, grace: float = 10.0) -> None:
         """End the ranks, after the call that they are in; at once after ``grace`` seconds."""
-        self._pool.leave()
+        self._pool.shut_down()
         if not self._pool.ended.wait(grace):
             self.kill()
 
@@ -415,5 +415,5 @@ def _wait(run: Run, view: View) -> None:
             if told < presses.count:
                 told += 1
                 run.conductor.press(told)
-        view.settle()
+        view.print_end()
     run.raise_error()

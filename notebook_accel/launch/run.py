@@ -247,7 +247,7 @@ class Run:
             self._view.poll()
             if deadline is not None and time.monotonic() >= deadline:
                 return ended.is_set()
-        self._view.settle()
+        self._view.print_end()
         return True
 
     def raise_error(self) -> None:

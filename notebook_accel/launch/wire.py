@@ -1,10 +1,10 @@
 """What processes say to each other: the messages, their encoding and its version.
 
 A rank speaks with the agent of its machine, the agent with the kernel, the kernel with the
-template. Two lives are told apart: that of a rank process (``Launch``, ``RankReady``, ``Leave``,
-``RankEnded``) and that of a call, which ranks that are ready run (``Call``, ``CallStarted``,
-``Returned`` or ``Raised``). A call has a number, which is on every message about it; what comes
-late for an old call is dropped by whoever gets it.
+template. Two lives are told apart: that of a rank process (``Launch``, ``RankReady``,
+``Shutdown``, ``RankEnded``) and that of a call, which ranks that are ready run (``Call``,
+``CallStarted``, ``Returned`` or ``Raised``). A call has a number, which is on every message about
+it; what comes late for an old call is dropped by whoever gets it.
 
 All of it is msgpack, decoded into the types below and nothing else: no byte of a connection is
 ever unpickled here. Values of the user's (arguments, results, exceptions) pass as opaque bytes,
@@ -40,7 +40,6 @@ __all__ = [
     "Interrupt",
     "Kill",
     "Launch",
-    "Leave",
     "LeaveAt",
     "LogOpened",
     "MasterSocket",
@@ -57,6 +56,7 @@ __all__ = [
     "RankSpec",
     "Returned",
     "Sample",
+    "Shutdown",
     "Stacks",
     "Stop",
     "StreamOpened",
@@ -351,7 +351,7 @@ class Call(Message, frozen=True, kw_only=True):
     Attributes:
         payload: the function, its arguments and what the notebook sends with it.
         grace: seconds that handlers of a KeyboardInterrupt get.
-        last: whether the ranks leave after it, as after a ``Leave``.
+        last: whether the rank processes end after it, as after a ``Shutdown``.
         group_generation: counts the process groups that the ranks may share. Where it has grown
             since the call before, that one did not end well on all ranks: each rank leaves the
             group that it was in.
@@ -373,12 +373,16 @@ class MasterSocket(Message, frozen=True, kw_only=True):
     """
 
 
-class Leave(Message, frozen=True, kw_only=True):
+class Shutdown(Message, frozen=True, kw_only=True):
     """No more calls come: the rank processes end, once the call that they are in has ended."""
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """Leave the call politely: at the same step on all ranks; harder after ``grace`` seconds."""
+    """Stop the call politely: all ranks leave it at the same step, or are made to after a while.
+
+    Attributes:
+        grace: seconds that they have; None: those of the ``Call``.
+    """
 
     grace: float | None = None
 
@@ -402,11 +406,11 @@ class Interrupt(Message, frozen=True, kw_only=True):
 
 
 class Terminate(Message, frozen=True, kw_only=True):
-    """SIGTERM to every rank process that is in the call, or leaves."""
+    """SIGTERM to every rank process that is in the call, or shuts down."""
 
 
 class Kill(Message, frozen=True, kw_only=True):
-    """SIGKILL to every rank process that is in the call, or leaves, and to its children.
+    """SIGKILL to every rank process that is in the call, or shuts down, and to its children.
 
     One about no call (0) goes to all rank processes.
     """

@@ -103,7 +103,7 @@ class Dashboard(View):
         if self._state is not None:
             self._displays.show_new(self._state)
 
-    def settle(self) -> None:
+    def print_end(self) -> None:
         if self._run is not None:
             self._displays.show_new(self._run.state)
 

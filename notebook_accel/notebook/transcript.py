@@ -54,7 +54,7 @@ class Transcript(PlainView):
         if self._run is not None:
             self._displays.show_new(self._run.state)
 
-    def conclude(self, run: Run) -> None:
+    def print_summary(self, run: Run) -> None:
         if not self._waits:
             return
         if self.is_short_cell(run):

@@ -410,7 +410,7 @@ class Broken(View):
     def close(self, state: RunState) -> None:
         self._break("close")
 
-    def settle(self) -> None:
+    def print_end(self) -> None:
         self._break("settle")
 
 

@@ -3,7 +3,7 @@
     kernel --Launch--> agent --fork--> ranks --RankReady--> kernel
     kernel --Call----> agent --Call--> each rank
     kernel <---------- agent <-------- what a rank says in the call, then Returned or Raised
-    kernel --Leave---> agent --Leave-> each rank, which ends; when all have, the agent does
+    kernel --Shutdown-> agent --Shutdown-> each rank, which ends; when all have, the agent does
 
 It passes messages on in both directions, follows the ranks' output and counters, and brings a call
 to its end when somebody asks or a rank fails (``ending.py``). It runs no code of the user's, so it
@@ -38,7 +38,7 @@ from notebook_accel.launch.agent.ports import reserve_port
 from notebook_accel.launch.agent.rank_process import CLOSED, GARBAGE, RankProcess
 from notebook_accel.launch.system import processes, scratch
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
-from notebook_accel.launch.transport.scoreboard import SETTLE_SECONDS, LeavePoint, Scoreboard
+from notebook_accel.launch.transport.scoreboard import FLAG_SECONDS, LeavePoint, Scoreboard
 from notebook_accel.launch.worker import main as worker
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Agent:
         self._store_port = None if self._has_others else reserve_port(0)
         self._is_port_new = True
         self._group_generation = 0
-        self._is_leaving = False
+        self._is_shutting_down = False
         self._next_alive = 0.0
         # Of the call:
         self._call = 0
@@ -247,7 +247,7 @@ class Agent:
 
     def _answer_stop(self, now: float) -> None:
         """Tell the kernel how far ranks here have passed, once that stays true."""
-        if self._stop_asked is None or now < self._stop_asked + SETTLE_SECONDS:
+        if self._stop_asked is None or now < self._stop_asked + FLAG_SECONDS:
             return
         point = self._board.passed(patient=now < self._stop_asked + _STOP_SECONDS)
         if point is not None:
@@ -303,8 +303,8 @@ class Agent:
     def _obey(self, message: wire.Message, fds: Sequence[int]) -> None:
         if isinstance(message, wire.Call):
             self._begin_call(message, fds)
-        elif isinstance(message, wire.Leave):
-            self._is_leaving = True
+        elif isinstance(message, wire.Shutdown):
+            self._is_shutting_down = True
             for rank in self._ranks:
                 rank.send(message)
         elif isinstance(message, wire.DumpStacks):
@@ -313,7 +313,7 @@ class Agent:
                     rank.ask_stacks()
         elif isinstance(message, wire.Kill) and (not message.call or message.call > self._call):
             # About all processes, or a call whose payload is still on its way.
-            self._is_leaving = True
+            self._is_shutting_down = True
             self._ending = Ending()
             self._go(Stage.KILL)
         elif message.call == self._call:
@@ -343,8 +343,8 @@ class Agent:
                 self._port = reserve_port(0, shared=not self._has_peers())
                 self._is_port_new = True
         self._call = message.call
-        self._is_leaving = self._is_leaving or message.last
-        self._ending = Ending(grace=message.grace, is_last=self._is_leaving)
+        self._is_shutting_down = self._is_shutting_down or message.last
+        self._ending = Ending(grace=message.grace, is_last=self._is_shutting_down)
         self._stop_asked = self._interrupted_at = None
         self._board.reset()
         self._progressed = time.monotonic()
@@ -397,7 +397,7 @@ class Agent:
             rank.broken = GARBAGE
         except (EOFError, OSError):
             # It ended in order, or had closed its end; whole or half-way through a message.
-            if rank.is_in_call and rank.row.ended:
+            if rank.is_in_call and rank.row.call_over:
                 rank.broken = GARBAGE if rank.channel.is_torn else CLOSED
 
     def _give_up(self, rank: RankProcess) -> None:
@@ -495,7 +495,7 @@ class Agent:
         self._logs.end(rank.rank)
         # An exit code is the process's own: once the call has ended everywhere, it fails nobody.
         is_failure = was_in_call or (exitcode != 0 and not self._board.all_ended)
-        rank.row.ended = 1
+        rank.row.call_over = 1
         if not any(other.alive for other in self._ranks):
             # Before the kernel hears of it: the next launch may want the same port.
             for bound in (self._port, self._store_port):
@@ -535,14 +535,14 @@ class Agent:
             number = signal.SIGTERM if stage == Stage.TERMINATE else signal.SIGKILL
             for rank in self._ranks:
                 # One that waits for its next call keeps what it has.
-                if rank.is_in_call or self._is_leaving or not self._call:
+                if rank.is_in_call or self._is_shutting_down or not self._call:
                     rank.end(number)
 
     def _post(self, kind: type[wire.Message], /, **fields: Any) -> None:
         self._channel.post(kind(run=self._launch.run, **fields))
 
     def close(self) -> None:
-        """Leave nobody behind."""
+        """End what is still there of the ranks, and remove what they had on disk."""
         processes.kill_tree(rank.pid for rank in self._ranks if rank.alive)
         scratch.remove(self._launch.run, used_by=[*self._reaped, *processes.kill_descendants()])
         self._logs.close()

@@ -178,7 +178,7 @@ class RankProcess:
         """See whether what the rank has to say can still be heard; otherwise :attr:`broken`."""
         if self._closed_at is not None and now >= self._closed_at + _CLOSED_SECONDS:
             self.broken = CLOSED
-        if self.is_in_call and self.row.ended and not self.broken:
+        if self.is_in_call and self.row.call_over and not self.broken:
             # It has called its function, and a child of it may hold the connection open.
             self._returned_at = self._returned_at or now
             quiet = now - max(self._returned_at, self.channel.heard)

@@ -106,7 +106,7 @@ class RankPool:
         self._call: Supervisor | None = None
         self._num_calls = 0
         self._group_generation = 0
-        self._is_leaving = False
+        self._is_shutting_down = False
         self._lost: list[LostAgent] = []
         self._kill_asked: float | None = None
         # The newest dump of each rank, and when it came.
@@ -154,7 +154,7 @@ class RankPool:
             payload: what is called.
             fds: the descriptors that belong to it; they stay the caller's.
             grace: seconds that handlers of a KeyboardInterrupt get.
-            last: whether the ranks leave after it.
+            last: whether the rank processes end after it.
 
         Raises:
             LaunchError: a call is running, or a rank process has ended.
@@ -170,7 +170,7 @@ class RankPool:
                 last=last,
                 group_generation=self._group_generation,
             )
-            self._is_leaving = last
+            self._is_shutting_down = last
             self._has_told_end = not self._has_several
             self._for_others = [] if self._has_several else None
             self._call = supervisor
@@ -200,8 +200,8 @@ class RankPool:
                 for process in dead
             )
             return f"{how}. What the ranks had is lost: start them again"
-        if self._is_leaving:
-            return "the ranks were told to leave: start them again"
+        if self._is_shutting_down:
+            return "the ranks were told to end: start them again"
         return None
 
     @contextlib.contextmanager
@@ -264,11 +264,11 @@ class RankPool:
                 self._end_asked = self._end_asked or time.monotonic()
                 self.send(message)
 
-    def leave(self) -> None:
+    def shut_down(self) -> None:
         """No more calls come: the rank processes end after the one that they are in."""
         with held(), self._lock:
-            self._is_leaving = True
-            self.send(wire.Leave(run=self.run))
+            self._is_shutting_down = True
+            self.send(wire.Shutdown(run=self.run))
 
     def kill(self, *, call: int = 0) -> None:
         """SIGKILL the ranks in the call of this number, which is stopped; with 0, all of them."""
@@ -479,7 +479,7 @@ class RankPool:
             if call.is_over and not self._has_told_end:
                 self._has_told_end = True
                 self.send(wire.CallEnded(run=self.run, call=call.number))
-            if call.is_over and not self._is_leaving and self._has_all_output(call):
+            if call.is_over and not self._is_shutting_down and self._has_all_output(call):
                 self._end_call(call)
         now = time.monotonic()
         if self._kill_asked is not None and now >= self._kill_asked + _DEAF_SECONDS:

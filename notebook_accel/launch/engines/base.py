@@ -3,7 +3,7 @@
     plan_ranks: Start ----------> RankPlan: the ranks of each agent
     start_agents: RankPlan -----> AgentLinks, each of which waits for Launch
     start: links, Launch -------> RankPool, to which calls are sent (control/pool.py)
-    open: Job ------------------> a run that goes on: start, one call, leave
+    open: Job ------------------> a run that goes on: start, one call, end
 
 An engine with agents writes the first two; nothing else about ranks differs between engines.
 """
@@ -275,7 +275,7 @@ def begin_call(
         job: what is called.
         opening: the run of the call.
         call: what is sent.
-        last: whether the ranks leave after it.
+        last: whether the rank processes end after it.
 
     Raises:
         LaunchError: a call is running, or a rank process has ended.

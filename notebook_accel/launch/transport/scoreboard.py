@@ -13,13 +13,13 @@ a prepared loader gives a batch ("batches"), or the function reads ``should_stop
       no: row.passed_batches = n, go on
       yes: row.waits_batches = n, wait        ask_stop()              <--  Stop
                                               passed() -> StopPoint   -->  leave_after(all points)
-      n before the point: go on               leave_at(point)         <--  Leave
+      n before the point: go on               leave_at(point)         <--  LeaveAt
       else: leave
 
 Invariants:
 
 - A rank first writes that it comes and looks at the flag after that. So once the flag is up and
-  this is seen (``SETTLE_SECONDS``), a row tells of each rank whether it passed its newest point,
+  this is seen (``FLAG_SECONDS``), a row tells of each rank whether it passed its newest point,
   waits there, or stands between the two writes; who stands between is about to say (``passed``
   gives None meanwhile). None slips by unseen.
 - From then on nobody passes a point before the answer: the highest point that was passed stays
@@ -37,11 +37,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["SETTLE_SECONDS", "LeavePoint", "Row", "Scoreboard", "StopPoint", "leave_after"]
+__all__ = ["FLAG_SECONDS", "LeavePoint", "Row", "Scoreboard", "StopPoint", "leave_after"]
 
 # After the flag is up: a processor may hold a rank's write back for less than a microsecond, and
 # this rank may have looked at the flag before it went up.
-SETTLE_SECONDS = 0.001
+FLAG_SECONDS = 0.001
 
 _POLL_SECONDS = 0.0005
 _COUNTERS = ("batches", "reads")
@@ -52,7 +52,7 @@ _FIELDS = (
     "steps",
     "reads",
     "device_memory",
-    "ended",
+    "call_over",
     "passed_batches",
     "passed_reads",
     "waits_batches",
@@ -114,13 +114,15 @@ def _column(name: str) -> property:
 
 
 class Row:
-    """The counters of one rank. It writes them; ``ended`` and ``interrupted_call`` the agent, too.
+    """The counters of one rank. It writes them, and so does the agent: ``interrupted_call``, and
+    ``call_over`` for a rank that died.
 
     Attributes:
         batches, steps, reads: how often it came to a batch, stepped, read ``should_stop``.
         total_batches, pass_start: batches of an epoch, and before this pass through the loader.
         device_memory: in bytes.
-        ended: 1 once its function has ended, or its process.
+        call_over: 1 once its part of the call is over: the rank sets it when its function has
+            ended, before it sends the result, and the agent when its process has ended.
         passed_batches, passed_reads: the last point from which it went on.
         waits_batches, waits_reads: the last point at which it saw that a stop is asked.
         left_batches: 1 once its loop was ended.
@@ -137,7 +139,7 @@ class Row:
     steps = _column("steps")
     reads = _column("reads")
     device_memory = _column("device_memory")
-    ended = _column("ended")
+    call_over = _column("call_over")
     passed_batches = _column("passed_batches")
     passed_reads = _column("passed_reads")
     waits_batches = _column("waits_batches")
@@ -206,7 +208,7 @@ class Scoreboard:
                 on. Impatient, it counts as if it had: all leave one count later then, which is
                 right as well.
         """
-        rows = [row for row in map(self.row, range(self.num_ranks)) if not row.ended]
+        rows = [row for row in map(self.row, range(self.num_ranks)) if not row.call_over]
         is_read = any(row.reads for row in rows)
         highest = {}
         for counter in _COUNTERS:
@@ -233,7 +235,7 @@ class Scoreboard:
     def all_ended(self) -> bool:
         """Whether every rank of the run has ended its part of the call."""
         rows = map(self.row, range(self.num_ranks))
-        return bool(self._view[_OTHERS_ENDED]) and all(row.ended for row in rows)
+        return bool(self._view[_OTHERS_ENDED]) and all(row.call_over for row in rows)
 
     @property
     def stop_asked(self) -> bool:

@@ -49,7 +49,7 @@ class View:
     def close(self, state: RunState) -> None:
         """The run ended with this state. Called once."""
 
-    def settle(self) -> None:
+    def print_end(self) -> None:
         """The caller's thread stops waiting: print what only that thread may print."""
 
     def reopen(self, run: Run) -> None:
@@ -87,8 +87,8 @@ class GuardedView(View):
     def close(self, state: RunState) -> None:
         self._guard(self._view.close, state)
 
-    def settle(self) -> None:
-        self._guard(self._view.settle)
+    def print_end(self) -> None:
+        self._guard(self._view.print_end)
 
     def reopen(self, run: Run) -> None:
         self._view.reopen(run)

@@ -65,7 +65,7 @@ class PlainView(View):
         self._hang_text = ""
         self._throughput = Throughput()
         self._next_progress = 0.0
-        self._is_settled = False
+        self._has_printed_end = False
 
     def open(self, run: Run) -> None:
         self._run = run
@@ -86,12 +86,12 @@ class PlainView(View):
             self._next_progress = now + self._progress_seconds
             self.print_progress(state)
 
-    def settle(self) -> None:
-        if self._run is None or self._is_settled:
+    def print_end(self) -> None:
+        if self._run is None or self._has_printed_end:
             return
-        self._is_settled = True
+        self._has_printed_end = True
         self._print_news(self._run, self._run.state)
-        self.conclude(self._run)
+        self.print_summary(self._run)
 
     # ---- what other views of text do in their own way --------------------------------------
 
@@ -110,7 +110,7 @@ class PlainView(View):
                 self._last_progress[rank.rank] = text
                 self.write([f"[rank {rank.rank}] {text}"])
 
-    def conclude(self, run: Run) -> None:
+    def print_summary(self, run: Run) -> None:
         """Say how the run ended."""
         lines = summary_lines(run.state, now=run.state.now())
         self.write(lines[:1] if self.is_short_cell(run) else lines)

@@ -47,11 +47,11 @@ class TerminalView(PlainView):
             if lines[0].count:
                 self._draw(rank.rank, lines)
 
-    def conclude(self, run: Run) -> None:
+    def print_summary(self, run: Run) -> None:
         for bar in self._bars.values():
             bar.close()
         self._bars.clear()
-        super().conclude(run)
+        super().print_summary(run)
 
     def _draw(self, rank: int, lines: Sequence[ProgressLine]) -> None:
         """Draw the outermost bar of a rank, with the labels and counts of those inside it."""

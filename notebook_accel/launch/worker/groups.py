@@ -1,9 +1,9 @@
-"""How a rank leaves its process group, so that no other rank waits for it any more.
+"""How a rank drops its process group, so that no other rank waits for it any more.
 
 gloo has no abort. A rank that waits in a collective is freed when the connection on which it
-waits ends: because the peer left the group, or because it shuts its own end down (measured:
+waits ends: because the peer destroyed the group, or because it shuts its own end down (measured:
 neither ``abort`` nor ``shutdown`` of the group did it, shutdown(2) did). Who still refers to the
-group, a prepared model or a traceback, keeps its sockets open; so leaving shuts them down first.
+group, a prepared model or a traceback, keeps its sockets open; so these are shut down first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["close_group", "disconnect", "disconnect_when_told", "noting_sockets"
 
 
 def close_group() -> None:
-    """Leave the process group, where there is one."""
+    """Destroy the process group of this process, where there is one."""
     if rank.has_process_group():
         with contextlib.suppress(Exception):  # the call has ended: nothing depends on it
             sys.modules["torch.distributed"].destroy_process_group()

@@ -6,7 +6,7 @@
           inbox: Call ----------> CallStarted ... Returned or Raised --+
                  ^                                                     |
                  +-----------------------------------------------------+
-                 Leave, a call that was the last, or the end of the agent --> exit
+              Shutdown, a call that was the last, or the end of the agent --> exit
 
 Between calls the rank reads its inbox, the channel to the agent, and nothing else; what it defined
 stays. A SIGINT reaches user code only inside of a call (interrupts.py).
@@ -34,9 +34,9 @@ from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.launch.worker import (
     bars,
     displays,
+    exiting,
     groups,
     late_threads,
-    leaving,
     notebook_state,
     output,
     standard_input,
@@ -109,7 +109,7 @@ def main(inherited: Inherited) -> None:
     standard_input.install()
     faulthandler.register(STACKS_SIGNAL, file=inherited.stacks, all_threads=True, chain=False)
     code = worker.serve()
-    leaving.finish(code)
+    exiting.finish(code)
     sys.exit(code)
 
 
@@ -141,7 +141,7 @@ class _Worker:
         self._may_disconnect = False
 
     def serve(self) -> int:
-        """Get ready, run calls until there are no more, leave; gives the exit code."""
+        """Get ready, run calls until there are no more; gives the exit code."""
         rank.enter(self._context)
         try:
             self._set_up()
@@ -149,7 +149,7 @@ class _Worker:
             self._setup_error = error
         self._context.tell(wire.RankReady)
         code = self._serve_calls()
-        self._row.ended = 1
+        self._row.call_over = 1
         if code == 0:
             self._wait_for_others()
             groups.close_group()
@@ -192,7 +192,7 @@ class _Worker:
                 torch_fixes.listen_on(socket.socket(fileno=fds[0]))
             elif isinstance(message, wire.Call):
                 code = self._answer(message, fds)
-            if isinstance(message, wire.Leave):
+            if isinstance(message, wire.Shutdown):
                 # How the calls ended was told with each.
                 return 0
             if getattr(message, "last", False):
@@ -212,19 +212,19 @@ class _Worker:
         )
         self._interrupts.install()
         # Before the message: the next call may come as soon as the agent has it.
-        self._row.ended = 1
+        self._row.call_over = 1
         self._sender.send(outcome.message, outcome.fds)
         for fd in outcome.fds:
             os.close(fd)
         if isinstance(outcome.message, wire.Raised) and not message.last:
             # Others may wait for this rank in a collective.
-            self._leave_group()
+            self._drop_group()
         return outcome.exitcode
 
     def _enter_call(self, message: wire.Call) -> None:
         if message.group_generation != self._group_generation:
             self._group_generation = message.group_generation
-            self._leave_group()
+            self._drop_group()
         os.environ["MASTER_PORT"] = str(message.master_port)
         self._context.begin_call(message.call, has_group=rank.has_process_group())
         if not message.last and not self._may_disconnect:
@@ -235,7 +235,7 @@ class _Worker:
                 self._inherited.disconnect, is_stuck=lambda: interrupts.num_seen == 0
             )
 
-    def _leave_group(self) -> None:
+    def _drop_group(self) -> None:
         groups.disconnect()
         groups.close_group()
         torch_fixes.forget_half_made_groups()

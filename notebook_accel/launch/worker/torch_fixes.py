@@ -109,9 +109,9 @@ def _replace_init(store: Any) -> None:
 def forget_half_made_groups() -> None:
     """Let the next process group of this rank meet that of a rank which made fewer.
 
-    Torch names a default group by a count of the groups that were made before. Leaving the group
-    sets it back, but where making one failed there is nothing to leave, and the ranks would wait
-    for each other under different names, for ever.
+    Torch names a default group by a count of the groups that were made before. Destroying the group
+    sets it back, but where making one failed there is none to destroy, and the ranks would wait for
+    each other under different names, for ever.
     """
     module: Any = sys.modules.get("torch.distributed.distributed_c10d")
     world: Any = getattr(module, "_world", None)

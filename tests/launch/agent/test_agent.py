@@ -76,7 +76,7 @@ def test_a_second_call_finds_what_the_first_left(agent: AgentByHand) -> None:
     agent.all_of(wire.Returned, 2)
     agent.call(find)
     assert [message.call for message in agent.all_of(wire.Returned, 4)] == [1, 1, 2, 2]
-    agent.say(wire.Leave)
+    agent.say(wire.Shutdown)
     assert [message.exitcode for message in agent.all_of(wire.RankEnded, 2)] == [0, 0]
 
 

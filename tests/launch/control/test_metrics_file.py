@@ -7,12 +7,12 @@ import os
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import pytest
-
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 
 def test_metrics_come_back_in_order(tmp_path: Path) -> None:

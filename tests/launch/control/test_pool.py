@@ -108,9 +108,9 @@ def test_no_call_after_a_rank_has_died(one: PlayedRun) -> None:
 
 
 def test_no_call_after_leave(one: PlayedRun) -> None:
-    one.pool.leave()
-    assert isinstance(one.agents[0].next(), wire.Leave)
-    with pytest.raises(LaunchError, match="told to leave"):
+    one.pool.shut_down()
+    assert isinstance(one.agents[0].next(), wire.Shutdown)
+    with pytest.raises(LaunchError, match="told to end"):
         one.begin_call()
     one.agents[0].end_all()
     assert one.pool.ended.wait(SECONDS)

@@ -267,7 +267,7 @@ def test_a_log_of_a_run_that_was_deleted(tmp_path: Path) -> None:
     assert str(folder.path) in str(caught.value)
 
 
-# ---- metrics -------------------------------------------------------------------------------
+# ---- what cannot be written ----------------------------------------------------------------
 
 
 def test_a_folder_that_is_deleted_in_mid_run_is_told(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class Recorded(View):
     def close(self, state: RunState) -> None:
         self.calls.append(f"close {state.status}")
 
-    def settle(self) -> None:
+    def print_end(self) -> None:
         self.calls.append("settle")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from notebook_accel.launch.transport.scoreboard import (
-    SETTLE_SECONDS,
+    FLAG_SECONDS,
     LeavePoint,
     Scoreboard,
     StopPoint,
@@ -59,7 +59,7 @@ def stop(*boards: Scoreboard) -> LeavePoint:
     """What agents and kernel do for a stop."""
     for board in boards:
         board.ask_stop()
-    time.sleep(SETTLE_SECONDS)
+    time.sleep(FLAG_SECONDS)
     points = [answer(board) for board in boards]
     point = leave_after(points)
     for board in boards:
@@ -80,9 +80,16 @@ def test_rows_are_apart() -> None:
     for rank in range(3):
         row = board.row(rank)
         row.batches, row.steps, row.total_batches = rank + 1, rank + 10, rank + 100
-        row.device_memory, row.pass_start, row.ended = 2**40 + rank, rank + 5, rank % 2
+        row.device_memory, row.pass_start, row.call_over = 2**40 + rank, rank + 5, rank % 2
     told = [
-        (row.batches, row.steps, row.total_batches, row.device_memory, row.pass_start, row.ended)
+        (
+            row.batches,
+            row.steps,
+            row.total_batches,
+            row.device_memory,
+            row.pass_start,
+            row.call_over,
+        )
         for row in map(board.row, range(3))
     ]
     assert told == [(r + 1, r + 10, r + 100, 2**40 + r, r + 5, r % 2) for r in range(3)]
@@ -188,7 +195,7 @@ def test_nobody_leaves_and_nobody_passes_before_the_point_is_known() -> None:
     left: list[bool] = []
     waiting = threading.Thread(target=lambda: left.append(one.leaves()), daemon=True)
     waiting.start()
-    time.sleep(SETTLE_SECONDS)
+    time.sleep(FLAG_SECONDS)
     assert answer(board) == StopPoint(batches=1)
     waiting.join(0.05)
     assert waiting.is_alive()
@@ -240,7 +247,7 @@ def test_a_rank_that_ended_does_not_count() -> None:
     for _ in range(50):
         other.leaves()
     other.comes()
-    other.row.ended = 1
+    other.row.call_over = 1
     assert stop(board) == LeavePoint(batches=1, reads=1)
     assert one.leaves()
 

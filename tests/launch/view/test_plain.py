@@ -30,10 +30,10 @@ class Shown:
         self.view.poll()
         return self.stream.getvalue()[before:].splitlines()
 
-    def settle(self, state: RunState) -> list[str]:
+    def print_end(self, state: RunState) -> list[str]:
         self.run.state = state
         before = len(self.stream.getvalue())
-        self.view.settle()
+        self.view.print_end()
         return self.stream.getvalue()[before:].splitlines()
 
 
@@ -55,7 +55,7 @@ def test_a_line_is_printed_when_it_is_whole_or_the_run_has_ended() -> None:
     assert shown.poll(state) == []
     state = after(state, output(0, " and half\nlast"))
     assert shown.poll(state) == ["[rank 0] half and half"]
-    ended = shown.settle(succeeded(state))
+    ended = shown.print_end(succeeded(state))
     assert ended[0] == "[rank 0] last"
     assert ended[1].startswith("train: succeeded")
 
@@ -102,8 +102,8 @@ def test_notices_are_printed_once() -> None:
 
 def test_the_end_is_told_once() -> None:
     shown = Shown()
-    assert len(shown.settle(succeeded(running(2)))) == 4
-    assert shown.settle(succeeded(running(2))) == []
+    assert len(shown.print_end(succeeded(running(2)))) == 4
+    assert shown.print_end(succeeded(running(2))) == []
 
 
 def test_it_prints_where_standard_output_goes_now(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +125,7 @@ def test_nothing_that_a_terminal_obeys_is_printed() -> None:
         wire.Notice(text=hostile),
         bar,
     )
-    lines = [*shown.poll(state), *shown.settle(succeeded(state))]
+    lines = [*shown.poll(state), *shown.print_end(succeeded(state))]
     assert all(line.isprintable() for line in lines)
     assert max(map(len, lines)) < 2100
     assert sum(line.startswith("FAKE") for line in lines) == 0

@@ -29,7 +29,7 @@ def test_bars_move_in_their_place_and_lines_stand_above_them() -> None:
     for rank in (0, 1):
         assert re.search(rf"\rrank {rank}  epochs > train \|.*\| 1/4  1/4  2.00 it/s", text)
     run.state = succeeded(state)
-    view.settle()
+    view.print_end()
     assert "train: succeeded, 2 ranks" in stream.getvalue().rpartition("\r")[2]
     assert "|" not in stream.getvalue().rpartition("\r")[2]
 
