@@ -116,13 +116,10 @@ def _names(text: str, filename: str) -> tuple[set[str], set[str]]:
         symbol.get_name()
         for table in tables
         for symbol in table.get_symbols()
-        if _is_bound(symbol) and (table is top or symbol.is_declared_global())
+        if (symbol.is_assigned() or symbol.is_imported())
+        and (table is top or symbol.is_declared_global())
     }
     return assigned, {name for table in tables for name in table.get_identifiers()}
-
-
-def _is_bound(symbol: symtable.Symbol) -> bool:
-    return symbol.is_assigned() or symbol.is_imported()
 
 
 def _walk(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:

@@ -90,13 +90,8 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
     _check_takes_batch_size(function)
-    return _searching(function, starting_batch_size, _with_argument(reduce_batch_size_fn))
-
-
-def _searching(
-    function: Callable[..., Any], start: int, reduce: Callable[[int], int]
-) -> Callable[..., Any]:
-    batch_size = start
+    start = batch_size = starting_batch_size
+    reduce = _with_argument(reduce_batch_size_fn)
 
     @wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
@@ -111,7 +106,13 @@ def _searching(
                     raise
                 reason = str(error) or type(error).__name__
             # Out here: the error's traceback held the tensors of the try.
-            batch_size = _next_size(batch_size, reduce)
+            smaller = reduce(batch_size)
+            if not isinstance(smaller, int) or smaller >= batch_size:
+                raise ConfigError(
+                    f"reduce_batch_size_fn gave {smaller!r} after {batch_size}: expected a smaller "
+                    "whole number"
+                )
+            batch_size = smaller
         batch_size = start
         _free()
         raise RuntimeError(
@@ -123,22 +124,10 @@ def _searching(
     return search
 
 
-def _next_size(size: int, reduce: Callable[[int], int]) -> int:
-    smaller = reduce(size)
-    if not isinstance(smaller, int) or smaller >= size:
-        raise ConfigError(
-            f"reduce_batch_size_fn gave {smaller!r} after {size}: expected a smaller whole number"
-        )
-    return smaller
-
-
-def _nine_tenths(size: int) -> int:
-    return size * 9 // 10
-
-
 def _with_argument(reduce: Callable[..., int] | None) -> Callable[[int], int]:
+    """What gives the next size from the last one, whether or not ``reduce`` takes that."""
     if reduce is None:
-        return _nine_tenths
+        return lambda size: size * 9 // 10
     try:
         inspect.signature(reduce).bind(0)
     except TypeError:

@@ -91,7 +91,7 @@ def _refusal(func: Callable[..., Any], value: object) -> str:
 
 
 def rebuild(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """``values`` as a mapping of the type of ``like``, with its other attributes."""
+    """``values`` as a mapping of the type of ``like``, with the attributes that it has beside."""
     if type(like) is dict:
         return values
     if not isinstance(like, MutableMapping):
@@ -214,11 +214,11 @@ def listify(data: Any) -> Any:
 
 def convert_to_fp32(tensor: Any) -> Any:
     """Every float16 and bfloat16 tensor as float32."""
-    return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half)
 
+    def is_half(value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
 
-def _is_half(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return recursively_apply(torch.Tensor.float, tensor, test_type=is_half)
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -52,20 +52,17 @@ def synchronize_rng_state(
         if generator is None:
             raise ValueError("rng_type 'generator' needs a generator, but generator is None")
         generator.set_state(broadcast(generator.get_state()))
-    elif kind == "torch":
+        return
+    if kind == "torch":
         torch.set_rng_state(broadcast(torch.get_rng_state()))
-    else:
-        device = _device_module(kind)
-        device.set_rng_state(broadcast(device.get_rng_state()))
-
-
-def _device_module(kind: str) -> Any:
+        return
     try:
-        return torch.get_device_module(kind)
+        device: Any = torch.get_device_module(kind)
     except RuntimeError:
         raise ValueError(
             f"rng_type={kind!r}: expected 'torch', 'generator', or a device type that torch knows"
         ) from None
+    device.set_rng_state(broadcast(device.get_rng_state()))
 
 
 def synchronize_rng_states(

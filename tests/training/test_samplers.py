@@ -115,7 +115,7 @@ OWN_TABLE = [
 
 
 @pytest.mark.parametrize(("samples", "size", "ranks", "settings", "expected"), OWN_TABLE)
-def test_batches_of_ones_own_are_dealt_whole(
+def test_batches_of_ones_own_stay_whole(
     samples: int, size: int, ranks: int, settings: dict[str, bool], expected: list[str]
 ) -> None:
     batches = BatchSampler(
@@ -186,7 +186,7 @@ def test_batches_without_a_size_are_repeated_whole(even: bool, expected: Any) ->
     assert [len(shard) for shard in given] == [len(batches) for batches in expected]
 
 
-def test_single_indices_are_dealt_out_too() -> None:
+def test_single_indices_are_given_out_too() -> None:
     given = shards(SequentialSampler(range(5)), 2)
     assert [list(shard) for shard in given] == [[0, 2, 4], [1, 3, 0]]
 
@@ -197,8 +197,8 @@ def test_the_last_round_says_what_is_repeated() -> None:
     assert first.remainder == 4
     assert first.last_round is None
     list(first), list(second)
-    assert first.last_round == LastRound(real=4, rows=3, kept=3)
-    assert second.last_round == LastRound(real=4, rows=3, kept=1)
+    assert first.last_round == LastRound(num_samples=4, batch_size=3, num_own_samples=3)
+    assert second.last_round == LastRound(num_samples=4, batch_size=3, num_own_samples=1)
     whole = shards(BatchSampler(SequentialSampler(range(12)), 3, drop_last=False), 2)[0]
     assert whole.remainder == 0
     list(whole)

@@ -1,7 +1,8 @@
 """Preparing loaders, and beginning one in the middle of its epoch.
 
-How samples are shared out is in ``samplers`` and ``rounds``, what a prepared loader does in
-``loaders`` and ``dispatch``, and which loader is being iterated in ``active``.
+Who gets which samples is in ``samplers`` (each rank reads its own) and ``rounds`` (rank 0 reads
+for all), what a prepared loader does in ``loaders`` and ``dispatch``, and which loader is being
+iterated in ``active``.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from notebook_accel.training.data.loaders import (
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
+    LastRoundCollate,
     SeedableRandomSampler,
     SkipBatchSampler,
-    TailCollate,
     share_of,
 )
 from notebook_accel.training.notices import notice_once
@@ -79,7 +80,7 @@ def prepare_data_loader(
         device: where to put them; None leaves them where they are.
         data_group: which ranks read different samples, and which share this rank reads.
         rng_types: random states that ranks take from rank 0 at the start of each pass; None
-            stands for "generator", that of the order.
+            stands for "generator", from which the order of samples is drawn.
         ordinal: how many loaders were prepared before, so that each gets an order of its own.
 
     Raises:
@@ -89,23 +90,28 @@ def prepare_data_loader(
         return loader
     is_dispatched = _is_dispatched(loader, config, device)
     num_shares = data_group.size
-    if config.split_batches:
-        _check_divisible(loader, num_shares)
-    draft = copy_as(type(loader), loader)
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if config.split_batches and size is not None:
+        share_of(size, num_shares, split_batches=True)  # raises where it cannot be divided
+    draft = copy_as(type(loader), loader)  # changed step by step; the user's loader stays
     if config.use_seedable_sampler:
         _make_seedable(draft, config.data_seed)
     private = _private_generator(config.data_seed, ordinal)
     options = LoaderOptions(
         device=device,
         non_blocking=config.non_blocking,
-        rng_types=_names(rng_types),
+        rng_types=(
+            ("generator",)
+            if rng_types is None
+            else tuple(str(getattr(kind, "value", kind)) for kind in rng_types)
+        ),
         synchronized_generator=_order_generator(draft, private),
         data_group=data_group,
         split_batches=config.split_batches,
         is_uneven=num_shares > 1 and not config.even_batches,
     )
-    # Without a generator of its own, torch's loader draws from the global random numbers at the
-    # start of each pass, and a run that was resumed would differ.
+    # Without a generator of its own, torch's loader draws from the global random numbers as a pass
+    # begins, and a run that is resumed in the middle of one would go on with other numbers.
     draft.generator = draft.generator or private
     if is_dispatched:
         return DataLoaderDispatcher.around(draft, options)
@@ -128,13 +134,8 @@ def _is_dispatched(
     return config.dispatch_batches
 
 
-def _check_divisible(loader: DataLoader[Any], num_processes: int) -> None:
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    if size is not None:
-        share_of(size, num_processes, split_batches=True)
-
-
 def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
+    """Replace torch's random sampler in ``draft``, if there is one, by a seedable one."""
     sampler = draft.sampler
     inner = getattr(draft.batch_sampler, "sampler", sampler)
     if not isinstance(inner, RandomSampler) or isinstance(inner, SeedableRandomSampler):
@@ -153,7 +154,8 @@ def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
 
 
 def _private_generator(data_seed: int | None, ordinal: int) -> torch.Generator:
-    """A generator that follows from the global random numbers, and draws none of them."""
+    """A generator seeded by ``data_seed``, else by the state of the global random numbers, of which
+    it draws none."""
     if data_seed is None:
         state = torch.get_rng_state().numpy().tobytes()
         digest = hashlib.blake2b(state, digest_size=8, key=b"%d" % ordinal).digest()
@@ -162,7 +164,8 @@ def _private_generator(data_seed: int | None, ordinal: int) -> torch.Generator:
 
 
 def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.Generator | None:
-    """The generator that the order comes from; samplers that lack one get ``private``."""
+    """The generator from which the order of samples is drawn; a sampler without one gets
+    ``private``."""
     if isinstance(draft.dataset, IterableDataset):
         found = getattr(draft.dataset, "generator", None)
         return found if isinstance(found, torch.Generator) else None
@@ -176,16 +179,10 @@ def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.
     return None
 
 
-def _names(rng_types: Iterable[Any] | None) -> tuple[str, ...]:
-    if rng_types is None:
-        return ("generator",)
-    return tuple(str(getattr(kind, "value", kind)) for kind in rng_types)
-
-
 def _share_out(
     draft: DataLoader[Any], options: LoaderOptions, config: DataLoaderConfiguration
 ) -> LoaderOptions:
-    """Let ``draft`` read this rank's part alone."""
+    """Let ``draft`` read this rank's part alone; gives the options with what that changes."""
     if isinstance(draft.dataset, IterableDataset):
         return _share_iterable(draft, options, config)
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers_of(draft)):
@@ -223,9 +220,9 @@ def _share_iterable(
         options.process_index,
         split_batches=config.split_batches,
         even_batches=config.even_batches,
-        marks_tail=True,
+        marks_last_round=True,
     )
-    draft.collate_fn = TailCollate(draft.collate_fn)
+    draft.collate_fn = LastRoundCollate(draft.collate_fn)
     if config.split_batches and draft.batch_size is not None:
         share = share_of(draft.batch_size, options.num_processes, split_batches=True)
         batches = BatchSampler(draft.sampler, share, draft.drop_last)

@@ -1,9 +1,10 @@
 """Which prepared loader is being iterated now, and where it stands.
 
-Accumulation (is this the last batch?), ``gather_for_metrics`` (how many samples are repeats?) and
-checkpoints ask here. Loops nest (an evaluation within an epoch) and are left in the middle, so the
-passes form a stack: a pass comes on top whenever it gives a batch, and leaves it when its iterator
-ends, is closed, or is collected.
+Accumulation (is this the last batch?), ``gather_for_metrics`` (how many samples are repeated?) and
+checkpoints ask here. A *pass* is one run over a loader, as ``for batch in loader`` makes it. Loops
+nest (an evaluation within an epoch) and are left in the middle, so the passes form a stack: one
+comes on top whenever it gives a batch, and leaves the stack when its iterator ends, is closed, or
+is garbage collected.
 """
 
 from __future__ import annotations
@@ -22,37 +23,37 @@ class Position:
     """Where one pass over a prepared loader stands.
 
     Attributes:
-        loader: what is iterated, while it is.
+        loader: the loader, while the pass is under way; None before and after.
         epoch: number of the epoch.
-        given: batches of the epoch that the loop has got, those skipped included.
+        num_given: batches of the epoch that the loop has got, those that it skipped included.
         end_of_dataloader: whether the batch that the loop has now is the last.
-        remainder: samples of all ranks in the last round; 0 where it is whole, -1 where that
-            is not known. Exact once the batch is of that round.
-        last_round: what the batch that the loop has now lacks; None for a whole one.
+        remainder: samples of all ranks in the last round, repeated ones aside; 0 where nothing
+            is repeated, -1 where that is not known. Exact once the loop has that round.
+        last_round: how much of the batch that the loop has now is repeated; None for nothing.
         is_uneven: whether ranks may have batches of different sizes at the same step.
         is_over: whether the pass has ended, or was left.
-        is_stopped: whether a stop of the run ended it: a checkpoint that is saved after the stop
-            goes on with the rest of the epoch.
+        is_stopped: whether a stop of the run (``RunStopped``) ended it: a training that is resumed
+            from a checkpoint saved after that goes on with the rest of the epoch.
     """
 
     __slots__ = (
         "end_of_dataloader",
         "epoch",
-        "given",
         "is_over",
         "is_stopped",
         "is_uneven",
         "last_round",
         "loader",
+        "num_given",
         "remainder",
     )
 
     def __init__(
-        self, *, epoch: int = 0, given: int = 0, remainder: int = -1, is_uneven: bool = False
+        self, *, epoch: int = 0, num_given: int = 0, remainder: int = -1, is_uneven: bool = False
     ) -> None:
         self.loader: Any = None
         self.epoch = epoch
-        self.given = given
+        self.num_given = num_given
         self.end_of_dataloader = False
         self.remainder = remainder
         self.last_round: LastRound | None = None
@@ -64,8 +65,8 @@ class Position:
 class ActiveLoaders:
     """The passes that are under way; the one that gave a batch last answers.
 
-    That is the innermost of nested loops, and an iterator that was left in the middle, but is
-    still referenced, no longer counts as soon as another one goes on.
+    That is the innermost of nested loops. An iterator that was left in the middle, and is still
+    referenced somewhere, no longer answers as soon as another loop goes on.
     """
 
     def __init__(self) -> None:

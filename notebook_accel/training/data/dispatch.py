@@ -2,14 +2,15 @@
 
 ::
 
-    rank 0: _lead     read a round -> divide (rounds) -> header to all, buffers scattered
-    others: _follow   header -> room for the buffer -> scattered into -> this rank's part
+    rank 0   _lead     reads a round -> divides it (rounds) -> broadcasts the header
+                                                            -> scatters the buffers
+    others   _follow   receive the header -> allocate a buffer -> receive it -> their part
 
-Invariant: each rank takes part in the same collectives a round, whatever it gets of it: a header
-that says that there is no more, or that reading failed, is what ends the pass for the others.
+The header is the structure of every rank's batch, with what is not a tensor; in place of each
+tensor stands a slot, which says where in the rank's buffer it lies.
 
-A round is sent as one header (the structure of each rank's batch, with what is not a tensor) and
-one buffer a rank, which holds its tensors.
+Every rank takes part in the same collectives each round, whether it gets something or not. A header
+that says that there is no more, or that reading failed, ends the pass for the others.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from notebook_accel.training.collectives import (
     transport_device,
 )
 from notebook_accel.training.data.loaders import PreparedLoader
-from notebook_accel.training.data.rounds import Part, Round, RoundDealer
-from notebook_accel.training.data.samplers import TailBatch, has_own_batches
+from notebook_accel.training.data.rounds import Part, Round, RoundDivider
+from notebook_accel.training.data.samplers import LastRoundBatch, has_own_batches
 from notebook_accel.training.nested import recursively_apply
 from notebook_accel.training.seeding import synchronize_rng_state
 
@@ -50,11 +51,11 @@ class DataLoaderDispatcher(PreparedLoader):
     """A loader that rank 0 reads, and that gives each rank its part."""
 
     @property
-    def _marks_tail(self) -> bool:
+    def _marks_last_round(self) -> bool:
         return True
 
     @property
-    def _dealer(self) -> Any:
+    def _shard(self) -> Any:
         return None
 
     @property
@@ -90,40 +91,40 @@ class DataLoaderDispatcher(PreparedLoader):
                 synchronize_rng_state(rng_type)
 
     def _read(self, position: Position) -> Iterator[Any]:
-        # Rank 0 of the whole world leads, not one rank of each share: ranks that work on one copy
-        # of the model must get the very same samples, and two readers of a stream may differ.
+        # One rank reads for all, not one of each group that holds a model together: those must get
+        # the very same samples, and two readers of a stream may get different ones.
         if num_ranks() == 1:
-            return self._read_from(position.given)
+            return self._read_from(position.num_given)
         parts = self._lead(position) if this_rank() == 0 else self._follow(position)
         return (
-            part.batch if part.last_round is None else TailBatch(part.batch, part.last_round)
+            part.batch if part.last_round is None else LastRoundBatch(part.batch, part.last_round)
             for part in parts
         )
 
     def _lead(self, position: Position) -> Iterator[Part]:
-        rounds = RoundDealer(
+        rounds = RoundDivider(
             num_parts=self._options.num_processes,
             batches_a_round=self._batches_a_round,
             batch_size=self.batch_size,
             drop_last=self.drop_last,
             is_uneven=self._options.is_uneven,
             keeps_batches=self._keeps_batches,
-        ).deal(self._read_from(position.given * self._batches_a_round))
+        ).divide(self._read_from(position.num_given * self._batches_a_round))
         while True:
             try:
-                dealt = next(rounds, None)
-                header, buffers = _pack(dealt, self._options.data_group.index_of_rank)
+                divided = next(rounds, None)
+                header, buffers = _pack(divided, self._options.data_group.index_of_rank)
             except Exception as error:
                 # The others wait for a header, and without one they would wait for ever.
                 broadcast_object_list([pickle.dumps(_Failure(type(error).__name__, str(error)))])
                 raise
             broadcast_object_list([header])
-            if dealt is None:
+            if divided is None:
                 return
             _scatter(buffers)
-            position.is_uneven = dealt.is_uneven
-            if dealt.parts[0] is not None:
-                yield dealt.parts[0]
+            position.is_uneven = divided.is_uneven
+            if divided.parts[0] is not None:
+                yield divided.parts[0]
 
     def _follow(self, position: Position) -> Iterator[Part]:
         # The header is pickled by rank 0, a member of the same group: what it holds is trusted as
@@ -137,7 +138,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 raise RuntimeError(
                     f"rank 0 could not read the next batch: {header.kind}: {header.text}"
                 )
-            buffer = _take(header.num_bytes)
+            buffer = _receive(header.num_bytes)
             position.is_uneven = header.is_uneven
             part = header.parts[self._options.process_index]
             if part is not None:
@@ -152,7 +153,7 @@ class _Failure(NamedTuple):
 
 
 class _Header(NamedTuple):
-    """A round without its tensors."""
+    """A round with slots in place of its tensors."""
 
     parts: list[Part | None]
     is_uneven: bool
@@ -160,7 +161,7 @@ class _Header(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """Where in the buffer a tensor lies."""
+    """Where in the buffer a tensor lies, in bytes, and what it is."""
 
     start: int
     stop: int
@@ -168,19 +169,19 @@ class _Slot(NamedTuple):
     dtype: torch.dtype
 
 
-def _pack(dealt: Round | None, index_of_rank: Sequence[int]) -> tuple[bytes, list[torch.Tensor]]:
+def _pack(divided: Round | None, index_of_rank: Sequence[int]) -> tuple[bytes, list[torch.Tensor]]:
     """The header of a round, and a buffer for each rank; none where there is nothing to send."""
-    if dealt is None:
+    if divided is None:
         return pickle.dumps(None), []
     parts: list[Part | None] = []
     contents: list[list[tuple[_Slot, torch.Tensor]]] = []
     others = set(index_of_rank[1:])  # rank 0 has its own part already
-    for index, part in enumerate(dealt.parts):
+    for index, part in enumerate(divided.parts):
         held: list[tuple[_Slot, torch.Tensor]] = []
         parts.append(_empty_slots(part, held) if index in others else None)
         contents.append(held)
     num_bytes = max((held[-1][0].stop for held in contents if held), default=0)
-    header = pickle.dumps(_Header(parts, dealt.is_uneven, num_bytes))
+    header = pickle.dumps(_Header(parts, divided.is_uneven, num_bytes))
     if not num_bytes:
         return header, []
     buffers = [_lay_out(held, num_bytes) for held in contents]
@@ -201,6 +202,7 @@ def _empty_slots(part: Part | None, held: list[tuple[_Slot, torch.Tensor]]) -> P
 
 
 def _lay_out(held: list[tuple[_Slot, torch.Tensor]], num_bytes: int) -> torch.Tensor:
+    """A buffer with each tensor in its slot; as long for every rank, as a scatter needs it."""
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
     for slot, tensor in held:
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -225,7 +227,7 @@ def _scatter(buffers: list[torch.Tensor]) -> None:
         dist.scatter(torch.empty_like(sent[0]), sent, src=0)
 
 
-def _take(num_bytes: int) -> torch.Tensor:
+def _receive(num_bytes: int) -> torch.Tensor:
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=transport_device(torch.device("cpu")))
     if num_bytes:
         dist.scatter(buffer, src=0)

@@ -1,8 +1,9 @@
 """Results of a batch from all ranks, without those of repeated samples.
 
-What was repeated to fill the last round up stands behind all that is real, so that joined in order
-of the ranks the first ``LastRound.real`` rows are the samples. Where ranks have batches of
-different sizes, each cuts its own repeats first, and the rest is joined by its length.
+The samples that were repeated to fill the last round up come last in the order of the ranks (see
+``samplers``). So of results that are joined in that order, the first ``LastRound.num_samples`` rows
+are kept. Where ranks have batches of different sizes, each first cuts the repeated ones off its
+own, and what is left is joined by its length.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def gather_for_metrics(
 def _gather(data: Any, position: Position | None, group: dist.ProcessGroup | None) -> Any:
     """Gather tensors as tensors and everything else as objects.
 
-    Every rank has to take the same way through this function, and a list that is empty here may
-    hold objects elsewhere (boxes that were found in an image, say): it is gathered as objects.
+    Every rank must come to the same collectives here. A list that is empty on this rank may hold
+    objects on another (boxes that were found in an image, say), so it is gathered as objects.
     """
     found = [isinstance(leaf, torch.Tensor) for leaf in leaves(data)]
     are_tensors = bool(found) and all(found)
@@ -82,13 +83,13 @@ def _cut_objects(data: Any, position: Position | None) -> Any:
     """This rank's objects without those of repeated samples."""
     last = None if position is None else position.last_round
     is_column = isinstance(data, (list, tuple)) and not is_namedtuple(data)
-    if last is None or not is_column or last.rows not in (None, len(data)):
+    if last is None or not is_column or last.batch_size not in (None, len(data)):
         return data
-    return _cut(data, last.rows, last.kept)
+    return _cut(data, last.batch_size, last.num_own_samples)
 
 
 def _cut(rows: Any, expected: int | None, kept: int) -> Any:
-    """``rows`` that are not repeated; a batch of unknown size is kept whole, or not at all."""
+    """The rows that are not repeated; of a batch of unknown size all, or none where it is one."""
     return rows[:kept] if expected is not None or not kept else rows
 
 
@@ -103,8 +104,8 @@ def _gather_tensors(data: Any, position: Position | None, group: dist.ProcessGro
 
     def join(tensor: torch.Tensor) -> torch.Tensor:
         joined: torch.Tensor = gather(tensor, group=group)
-        is_of_batch = tensor.ndim > 0 and tensor.shape[0] == last.rows
-        return joined[: last.real] if is_of_batch else joined
+        is_of_batch = tensor.ndim > 0 and tensor.shape[0] == last.batch_size
+        return joined[: last.num_samples] if is_of_batch else joined
 
     return apply_to_tensors(join, data)
 
@@ -115,9 +116,9 @@ def _gather_uneven(data: Any, position: Position, group: dist.ProcessGroup | Non
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.ndim:
             return tensor.reshape(1)
-        if last is None or last.rows not in (None, tensor.shape[0]):
+        if last is None or last.batch_size not in (None, tensor.shape[0]):
             return tensor
-        return _cut(tensor, last.rows, last.kept)  # type: ignore[no-any-return]
+        return _cut(tensor, last.batch_size, last.num_own_samples)  # type: ignore[no-any-return]
 
     cuts = [cut(leaf) for leaf in leaves(data)]
     joined = iter(gather_ragged(cuts, group=group))

@@ -1,14 +1,17 @@
 """Prepared loaders: torch DataLoaders whose batches are this rank's, and lie on its device.
 
-One pass, from the samples to the loop::
+A *pass* is one run over the loader (``for batch in loader``). From the samples to the loop::
 
-    sampler (this rank's part) -> _IndexSource (from batch n on) -> torch's own iterator, workers
+    sampler: indices of this rank's samples
+      -> _IndexSource: from batch n on, where an epoch is resumed
+      -> torch's own iterator, with its workers
       -> _read: batches as the dataset made them
-      -> _give: one ahead, moved to the device, Position kept -> the loop
+      -> _give: one batch ahead of the loop, on the device, counted in a Position
+      -> the loop
 
-The pass runs one batch ahead of the loop, so that the last batch is known to be the last while
-the loop has it (:class:`~notebook_accel.training.data.active.Position`). What a pass costs beyond
-torch's own is a few attribute reads a batch: everything that can be is decided at its start.
+Reading one batch ahead of the loop tells, while the loop has the last batch, that it is the last
+(:class:`~notebook_accel.training.data.active.Position`). What a pass costs beyond torch's own is a
+few attribute reads a batch: what can be decided at its start is.
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ from notebook_accel.training.data.joined import copy_as
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
+    LastRoundBatch,
+    LastRoundCollate,
     SeedableRandomSampler,
     SkipBatchSampler,
-    TailBatch,
-    TailCollate,
     length_of,
 )
 from notebook_accel.training.data_group import DataGroup
@@ -44,9 +47,10 @@ if TYPE_CHECKING:
 
 __all__ = ["DataLoaderShard", "LoaderOptions", "PreparedLoader", "SkipDataLoader"]
 
-_NONE = object()
-# An odd constant near 2**64 divided by the golden ratio: neighbours land far apart.
-_SPREAD = 0x9E37_79B9_7F4A_7C15
+_NO_BATCH = object()
+# Seeds of neighbouring ranks land far apart by multiples of 2**64 divided by the golden ratio
+# (made odd), the usual constant for that (Knuth, The Art of Computer Programming, volume 3, 6.4).
+_SEED_STEP = 0x9E37_79B9_7F4A_7C15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +93,13 @@ class LoaderOptions:
 
 
 class _Progress:
-    """How far a loader is, shared with those that skip batches of it."""
+    """How far a loader is; ``skip_first_batches`` gives another loader with the same one."""
 
     def __init__(self) -> None:
-        self.iteration = 0
+        self.iteration = 0  # number of the epoch
         self.position: Position | None = None  # of the newest pass
-        self.generators: dict[str, torch.Tensor] = {}  # their states when it began
-        self.restored: Mapping[str, Any] | None = None  # where the next pass has to begin
+        self.generators: dict[str, torch.Tensor] = {}  # states of the generators as it began
+        self.restored: Mapping[str, Any] | None = None  # what the next pass has to go on from
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The pass that is under way stays with its loop: a pickled loader begins the epoch anew.
@@ -103,9 +107,9 @@ class _Progress:
 
 
 class _IndexSource:
-    """What torch's iterators read: the loader's sampler, from batch ``start`` on.
+    """What torch's iterators take indices from: the loader's sampler, from batch ``start`` on.
 
-    So a resumed epoch runs through the indices of what it skips, and loads none of it.
+    So an epoch that is resumed runs through the indices of what it skips, and loads none of it.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -113,7 +117,8 @@ class _IndexSource:
         self.start = 0
 
     def __iter__(self) -> Iterator[Any]:
-        # Torch's iterators with workers ask twice, those whose workers stay once more a pass.
+        # Not a generator: torch's iterators with workers ask for several iterators, of which they
+        # use one.
         if not self.start:
             return iter(self.sampler)
         return itertools.islice(self.sampler, self.start, None)
@@ -125,7 +130,7 @@ class _IndexSource:
 class PreparedLoader(DataLoader[Any]):
     """What the prepared loaders have in common.
 
-    ``prepare`` makes them; made by hand, they share out what their samplers share out.
+    ``prepare`` makes them. One that is made by hand gives what its samplers give, to each rank.
 
     Args:
         dataset: as torch's DataLoader, like all other arguments.
@@ -172,7 +177,7 @@ class PreparedLoader(DataLoader[Any]):
     def around(cls, loader: DataLoader[Any], options: LoaderOptions) -> PreparedLoader:
         """A prepared loader with everything that ``loader`` has.
 
-        A subclass of DataLoader stays one: what it overrides still holds.
+        A subclass of DataLoader stays one: what it overrides holds here too.
         """
         new = copy_as(cls, loader)
         new._settle(options, _Progress())
@@ -236,7 +241,7 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def total_batch_size(self) -> int | None:
         """Samples of all ranks a step; None where it is not known."""
-        size: int | None = getattr(self._dealer, "batch_size", None) or self.batch_size
+        size: int | None = getattr(self._shard, "batch_size", None) or self.batch_size
         if size is None or self._options.split_batches:
             return size
         return size * self._options.num_processes
@@ -248,15 +253,15 @@ class PreparedLoader(DataLoader[Any]):
         return length_of(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
 
     @property
-    def _dealer(self) -> Any:
-        """What shares samples out over the ranks."""
+    def _shard(self) -> Any:
+        """The sampler or dataset that knows which part of the samples is this rank's."""
         is_iterable = isinstance(self.dataset, IterableDataset)
         return self.dataset if is_iterable else self._index.sampler
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes, to the samplers and the dataset too."""
         self._progress.iteration = epoch
-        ours = (BatchSamplerShard, SkipBatchSampler)  # they only pass it on
+        ours = (BatchSamplerShard, SkipBatchSampler)  # they only pass it on to what is inside
         users = [sampler for sampler in samplers_of(self) if not isinstance(sampler, ours)]
         for part in (*users, self.dataset):
             if hasattr(part, "set_epoch"):
@@ -282,7 +287,7 @@ class PreparedLoader(DataLoader[Any]):
         ):
             epoch, given, states = progress.iteration, 0, self._generator_states()
         else:
-            epoch, given, states = position.epoch, position.given, progress.generators
+            epoch, given, states = position.epoch, position.num_given, progress.generators
         return {
             "iteration": epoch,
             "given": given,
@@ -325,16 +330,16 @@ class PreparedLoader(DataLoader[Any]):
         return super().__len__()
 
     def __iter__(self) -> Any:
-        # In this order: the restored states are shared next, and the states that a checkpoint in
-        # the middle of this pass will keep are those from which its order was drawn.
+        # In this order: rank 0's restored states go to the other ranks, and what a checkpoint in
+        # the middle of this pass will keep are the states from which its order is drawn next.
         start = self._restore()
         self._synchronize()
         self._progress.generators = self._generator_states()
         position = Position(
             epoch=self.iteration,
-            given=start,
-            remainder=getattr(self._dealer, "remainder", -1),
-            is_uneven=getattr(self._dealer, "is_uneven", self._options.is_uneven),
+            num_given=start,
+            remainder=getattr(self._shard, "remainder", -1),
+            is_uneven=getattr(self._shard, "is_uneven", self._options.is_uneven),
         )
         self._progress.position = position
         return self._give(self._read(position), position)
@@ -368,12 +373,13 @@ class PreparedLoader(DataLoader[Any]):
                 sampler.agree_on_seed()
 
     def _get_iterator(self) -> Any:
-        # Torch draws the base seed of the workers from the loader's generator, alike on all
-        # ranks once it is synchronized: the ranks would then augment their samples alike. Each
-        # share of the data gets a seed of its own, which ranks that read the same share agree on.
+        # Torch draws the seed of the workers from the loader's generator. That has the same state
+        # on all ranks, whose workers would then augment their samples alike. So each rank that
+        # reads other samples gets another seed; those that read the same ones (of one model that
+        # they hold together) get the same.
         own = self.generator
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=own))
-        seed += self._options.process_index * _SPREAD
+        seed += self._options.process_index * _SEED_STEP
         self.generator = torch.Generator().manual_seed(seed % 2**64)
         try:
             return super()._get_iterator()
@@ -382,7 +388,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _read(self, position: Position) -> Iterator[Any]:
         """The batches of this rank from ``position`` on, as the dataset made them."""
-        return self._read_from(position.given)
+        return self._read_from(position.num_given)
 
     def _read_from(self, start: int) -> Iterator[Any]:
         if isinstance(self.dataset, IterableDataset):
@@ -395,30 +401,30 @@ class PreparedLoader(DataLoader[Any]):
         count, active = context.count_batch, active_loaders(context)
         stack, total, receive = active.stack, self._count_total(), self._receiver(position)
         position.loader = self
-        # The loop has `batch` while `following` is read already: that there is none says that
-        # the batch at hand is the last, which is what closes a window of accumulation and cuts
-        # repeated samples. `finally` runs also where the loop breaks out, so that a pass which
-        # nobody follows any more never answers for the loader that does run.
+        # The loop has `batch` while `following` is read already: where there is none, `batch` is
+        # the last one, which closes a window of accumulation and may have repeated samples.
+        # `finally` runs also where the loop is left by `break`: a pass that nobody goes on with
+        # must not answer for a loader that another loop reads.
         try:
-            batch = next(source, _NONE)
-            if batch is not _NONE and receive is not None:
+            batch = next(source, _NO_BATCH)
+            if batch is not _NO_BATCH and receive is not None:
                 batch = receive(batch)
             for following in source:
-                # Before the batch is given: a stop that was asked for leaves here, on all ranks
-                # at the same count.
+                # Before the batch is given: where the run is to stop this raises RunStopped, on
+                # all ranks at the same count.
                 count(total)
                 if not stack or stack[-1] is not position:
                     active.put_on_top(position)
-                position.given += 1
+                position.num_given += 1
                 yield batch
                 batch = following if receive is None else receive(following)
-            if batch is not _NONE:
-                # Before the end is noted: who is stopped here has not had the last batch.
+            if batch is not _NO_BATCH:
+                # Before the end is noted: a loop that is stopped here has not had the last batch.
                 count(total)
             self._reach_end(position)
-            if batch is not _NONE:
+            if batch is not _NO_BATCH:
                 active.put_on_top(position)
-                position.given += 1
+                position.num_given += 1
                 yield batch
         except RunStopped:
             active.stop(position)
@@ -430,19 +436,19 @@ class PreparedLoader(DataLoader[Any]):
 
     def _reach_end(self, position: Position) -> None:
         position.end_of_dataloader = True
-        if hasattr(self._dealer, "last_round"):
-            position.last_round = self._dealer.last_round
+        if hasattr(self._shard, "last_round"):
+            position.last_round = self._shard.last_round
         if position.last_round is not None:
-            position.remainder = position.last_round.real
+            position.remainder = position.last_round.num_samples
         elif self._knows_repeats:
             position.remainder = 0
-        # Told now rather than when the next pass begins: who calls set_epoch on a sampler or a
-        # dataset before each pass has the last word.
+        # Now rather than as the next pass begins: code that calls set_epoch of a sampler or a
+        # dataset itself, before each pass, has the last word.
         self.set_epoch(position.epoch + 1)
 
     @property
     def _knows_repeats(self) -> bool:
-        is_shared_out = hasattr(self._dealer, "last_round") or self._marks_tail
+        is_shared_out = hasattr(self._shard, "last_round") or self._marks_last_round
         return is_shared_out or self._options.num_processes == 1
 
     def _count_total(self) -> int | None:
@@ -458,21 +464,21 @@ class PreparedLoader(DataLoader[Any]):
     def _receiver(self, position: Position) -> Callable[[Any], Any] | None:
         """What is done with each batch before it is given; None for nothing."""
         move = mover(self._options.device, self._options.non_blocking)
-        if not self._marks_tail:
+        if not self._marks_last_round:
             return move
 
         def receive(batch: Any) -> Any:
             position.last_round = None
-            if type(batch) is TailBatch:
+            if type(batch) is LastRoundBatch:
                 batch, position.last_round = batch
-                position.remainder = position.last_round.real
+                position.remainder = position.last_round.num_samples
             return batch if move is None else move(batch)
 
         return receive
 
     @property
-    def _marks_tail(self) -> bool:
-        return isinstance(self.collate_fn, TailCollate)
+    def _marks_last_round(self) -> bool:
+        return isinstance(self.collate_fn, LastRoundCollate)
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:

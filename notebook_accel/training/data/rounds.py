@@ -1,14 +1,14 @@
 """How the batches that one rank has read are divided over all of them.
 
-::
+A *round* is what all ranks work on at the same step: one batch a rank, or with ``split_batches``
+one batch for all of them. With 2 ranks, 10 samples and batches of 3::
 
-    rank 0 reads    [0 1 2] [3 4 5]   [6 7 8] [9]
-                     rank 0  rank 1    joined: 6 7 8 9 -> rank 0: 6 7, rank 1: 8 9
-                    alike: as they are
+    rank 0 reads   [0 1 2] [3 4 5]      as many as ranks, of one size: each goes whole to its rank
+                   [6 7 8] [9]          else joined, and divided evenly:  [6 7]  [8 9]
 
-Where the batches of a round are alike, each goes whole to its rank. Else they are joined, filled
-up from the first batch of the pass and divided evenly; those that don't join, and those of a
-user's own batch sampler, stay whole.
+What an even division lacks is taken from the first batch of the pass. Batches that cannot be
+joined (padded to different lengths, say), and those of a user's own batch sampler, whose samples
+belong together, stay whole: a rank for which none is left gets the first batch of the pass again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.samplers import LastRound
 from notebook_accel.training.nested import find_batch_size, honor_type, leaves, rebuild
 
-__all__ = ["Part", "Round", "RoundDealer", "count_rows", "join_rows", "slice_rows"]
+__all__ = ["Part", "Round", "RoundDivider", "count_rows", "join_rows", "slice_rows"]
 
 
 class Part(NamedTuple):
@@ -33,26 +33,31 @@ class Part(NamedTuple):
 
     batch: Any
     last_round: LastRound | None
+    """How much of it is repeated; None for nothing."""
 
 
 class Round(NamedTuple):
-    """What each rank gets (None: nothing), and whether their sizes may differ."""
+    """What all ranks get at one step."""
 
     parts: list[Part | None]
+    """For each rank; None for one that gets nothing."""
+
     is_uneven: bool
+    """Whether the parts may differ in size."""
 
 
 @dataclass
-class RoundDealer:
-    """Divides the batches of one pass.
+class RoundDivider:
+    """Divides the batches of one pass over the ranks, round by round.
 
     Attributes:
         num_parts: number of ranks.
-        batches_a_round: how many batches the ranks share at each step.
+        batches_a_round: number of batches in a round.
         batch_size: samples a batch, None where it is not known.
         drop_last: leave out a round that lacks batches.
-        is_uneven: divide what lacks samples as it is, rather than fill it up.
-        keeps_batches: never mix samples of two batches, which a user's own batch sampler made.
+        is_uneven: divide a round that lacks samples as it is, rather than fill it up.
+        keeps_batches: never mix samples of two batches: a user's own batch sampler made them.
+        first: the first batch of the pass, which fills rounds up.
     """
 
     num_parts: int
@@ -63,21 +68,21 @@ class RoundDealer:
     keeps_batches: bool = False
     first: Any = field(default=None, init=False)
 
-    def deal(self, raw: Iterator[Any]) -> Iterator[Round]:
+    def divide(self, raw: Iterator[Any]) -> Iterator[Round]:
         """The rounds of a pass.
 
         Raises:
             ConfigError: a batch that has to be divided has no rows.
         """
         while batches := [*itertools.islice(raw, self.batches_a_round)]:
-            # A round that lacks batches is dropped whole, as the samplers do.
+            # A round that lacks batches is left out as a whole, as the samplers do.
             if len(batches) < self.batches_a_round and self.drop_last:
                 return
             if self.first is None:
                 self.first = batches[0]
-            yield self._deal_round(batches)
+            yield self._divide_round(batches)
 
-    def _deal_round(self, batches: list[Any]) -> Round:
+    def _divide_round(self, batches: list[Any]) -> Round:
         sizes = {count_rows(batch) for batch in batches}
         if len(batches) == self.num_parts and len(sizes) == 1:
             is_uneven = self.is_uneven or sizes == {None}
@@ -85,22 +90,22 @@ class RoundDealer:
         is_joined = None not in sizes and (self.batches_a_round == 1 or not self.keeps_batches)
         joined = _try_to_join(batches) if is_joined else None
         rows = None if joined is None else count_rows(joined)
-        # More rows than samples: a collate function made several of one, which would be parted.
-        if rows is None or rows > self._most_rows:
-            return self._deal_whole(batches)
+        most = math.inf if self.batch_size is None else self.batch_size * self.batches_a_round
+        # With more rows than samples, a collate function made several rows of one sample, and a
+        # division could part those.
+        if rows is None or rows > most:
+            return self._keep_whole(batches)
         if self.is_uneven:
             return Round(self._divide_unevenly(joined, rows), True)
         return Round(self._divide_evenly(joined, rows), False)
 
-    @property
-    def _most_rows(self) -> float:
-        return math.inf if self.batch_size is None else self.batch_size * self.batches_a_round
-
     def _divide_evenly(self, joined: Any, rows: int) -> list[Part | None]:
+        """Parts of one size, the last ones filled up with repeated samples."""
         share = math.ceil(rows / self.num_parts)
         missing = share * self.num_parts - rows
+        # Samples of two batches are not mixed where they belong together.
         source = joined if self.keeps_batches else self.first
-        filled = join_rows([joined, *_filling(source, missing)]) if missing else joined
+        filled = join_rows([joined, *_repeat_rows(source, missing)]) if missing else joined
         parts: list[Part | None] = []
         for start in range(0, share * self.num_parts, share):
             last = LastRound(rows, share, min(max(rows - start, 0), share)) if missing else None
@@ -108,6 +113,7 @@ class RoundDealer:
         return parts
 
     def _divide_unevenly(self, joined: Any, rows: int) -> list[Part | None]:
+        """All rows once: the first ranks get one more, and where there are few, the last none."""
         quotient, extra = divmod(rows, self.num_parts)
         sizes = [quotient + (index < extra) for index in range(self.num_parts)]
         ends = itertools.accumulate(sizes)
@@ -116,7 +122,8 @@ class RoundDealer:
             for size, end in zip(sizes, ends, strict=True)
         ]
 
-    def _deal_whole(self, batches: list[Any]) -> Round:
+    def _keep_whole(self, batches: list[Any]) -> Round:
+        """A batch for each rank; those for which none is left get the first of the pass again."""
         if self.batches_a_round == 1:
             raise ConfigError(
                 f"split_batches=True divides each batch over {self.num_parts} processes, but a "
@@ -125,12 +132,12 @@ class RoundDealer:
             )
         missing = self.num_parts - len(batches)
         repeated = Part(self.first, LastRound(-1, count_rows(self.first), 0))
-        filling = [None if self.is_uneven else repeated] * missing
-        return Round([*(Part(batch, None) for batch in batches), *filling], True)
+        others = [None if self.is_uneven else repeated] * missing
+        return Round([*(Part(batch, None) for batch in batches), *others], True)
 
 
-def _filling(source: Any, missing: int) -> Iterator[Any]:
-    """``missing`` samples from the start of ``source``, again and again where it has fewer."""
+def _repeat_rows(source: Any, missing: int) -> Iterator[Any]:
+    """``missing`` rows from the start of ``source``, again and again where it has fewer."""
     available = count_rows(source) or 1
     while missing > 0:
         yield slice_rows(source, 0, min(missing, available))
@@ -138,7 +145,10 @@ def _filling(source: Any, missing: int) -> Iterator[Any]:
 
 
 def count_rows(batch: Any) -> int | None:
-    """Samples in a batch, None where its parts do not say the same."""
+    """Rows of a batch: the length of the first dimension of its tensors, or of its list of objects.
+
+    None where its tensors differ in that, or where there is neither.
+    """
     size = find_batch_size(batch)
     if size is None:
         return len(batch) if _is_column(batch) else None
@@ -147,14 +157,14 @@ def count_rows(batch: Any) -> int | None:
 
 
 def _is_column(value: Any) -> bool:
-    """Whether a sequence holds one object a sample, rather than parts of a batch."""
+    """Whether a sequence holds one object a row (words, say), rather than parts of a batch."""
     if not isinstance(value, (list, tuple)) or not value:
         return False
     return not any(isinstance(item, (torch.Tensor, list, tuple, Mapping)) for item in value)
 
 
 def slice_rows(batch: Any, start: int, stop: int) -> Any:
-    """Some samples of a batch."""
+    """Rows ``start`` to ``stop`` of a batch; what has none stays as it is."""
     rows = count_rows(batch)
 
     def cut(value: Any) -> Any:
@@ -172,14 +182,15 @@ def slice_rows(batch: Any, start: int, stop: int) -> Any:
 
 
 def _try_to_join(batches: list[Any]) -> Any:
+    """The batches as one; None where their forms differ (padded to different lengths, say)."""
     try:
         return join_rows(batches)
     except (RuntimeError, ValueError, KeyError):
-        return None  # padded to lengths of their own, say
+        return None
 
 
 def join_rows(batches: list[Any]) -> Any:
-    """The samples of several batches as one.
+    """The rows of several batches as those of one.
 
     Raises:
         RuntimeError, ValueError, KeyError: the batches are of different forms.

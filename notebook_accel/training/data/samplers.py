@@ -1,19 +1,22 @@
 """Which samples each rank gets.
 
-Every rank runs through the whole order and takes its own part of each *round*, the batches that
-the ranks work on at the same step. With 2 ranks, 8 samples and batches of 3::
+Every rank runs through the whole order of samples and takes its own part of each *round*: the
+samples on which all ranks work at the same step. With 2 ranks, 8 samples and batches of 3::
 
     order    0 1 2 | 3 4 5     6 7 . | . . .
              rank 0  rank 1    rank 0  rank 1
              first round       last round: lacks 4 samples
 
-The last round is filled up from the start of the data (``6 7 0`` and ``1 2 3``), is dealt out as
-it is, or is dropped. What was repeated stands behind all that is real, in order of the ranks:
-``gather_for_metrics`` cuts it off by that, from what :class:`LastRound` says.
+A last round that lacks samples is filled up with those from the start of the data (``6 7 0`` for
+rank 0 and ``1 2 3`` for rank 1), is given out as it is (``even_batches=False``), or is left out
+(``drop_last``). Where it is filled up, the repeated samples come last in the order of the ranks, so
+``gather_for_metrics``, which joins results in that order, cuts the end off; :class:`LastRound`
+tells it how much.
 
-No rank tells another what it reads, so this holds only while the order is the same everywhere:
-loaders see to it as a pass begins. "Ranks" here are shares of the data: ranks that hold one model
-together read the same share, and count as one in ``num_processes`` and ``process_index``.
+No rank tells another what it reads. So all this holds only while every rank runs through the same
+order: prepared loaders give all ranks the same random state as a pass begins. Ranks that hold one
+model together (tensor parallelism, pipelines) read the same samples; they count as one rank in
+``num_processes`` and ``process_index`` here.
 
 The batches of torch's own ``BatchSampler`` are nothing but its samples in groups, so a round is
 filled up sample by sample. The batches of a user's own batch sampler may have a meaning (images
@@ -39,8 +42,8 @@ __all__ = [
     "LastRound",
     "SeedableRandomSampler",
     "SkipBatchSampler",
-    "TailBatch",
-    "TailCollate",
+    "LastRoundBatch",
+    "LastRoundCollate",
     "has_own_batches",
     "length_of",
     "share_of",
@@ -48,52 +51,59 @@ __all__ = [
 
 
 class LastRound(NamedTuple):
-    """A round that lacked samples."""
+    """How many samples a round had that lacked some."""
 
-    real: int
-    """Samples of all ranks in it, those repeated to fill it up aside; -1 where no rank knows."""
+    num_samples: int
+    """Samples of all ranks in it, without those repeated to fill it up; -1 where that is not
+    known."""
 
-    rows: int | None
-    """Samples of this rank in it; None where the size of its batch is not known."""
+    batch_size: int | None
+    """Samples in this rank's batch, repeated ones included; None where that is not known."""
 
-    kept: int
-    """Samples of this rank in it that are not repeated."""
+    num_own_samples: int
+    """Samples in this rank's batch that are not repeated."""
 
 
-class TailBatch(NamedTuple):
-    """A batch of a last round, on its way from a worker of the loader."""
+class LastRoundBatch(NamedTuple):
+    """A batch of a last round that lacked samples, on its way to the loop over the loader."""
 
     batch: Any
     last_round: LastRound
 
 
-# A sample of an iterable dataset's last round. The dataset may run in a worker process, so what
-# it knows of the round can reach the loader with the samples alone.
-class _TailSample(NamedTuple):
+# A sample of an iterable dataset's last round. The dataset may run in a worker process of the
+# loader, which sends nothing but samples: so what it knows of the round travels with them.
+class _LastRoundSample(NamedTuple):
     sample: Any
     last_round: LastRound
 
 
-class TailCollate:
-    """A ``collate_fn`` that says of a batch that it is of the last round."""
+class LastRoundCollate:
+    """The loader's ``collate_fn``, around which samples of a last round become a
+    :class:`LastRoundBatch`."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
     def __call__(self, samples: Any) -> Any:
         first = samples[0] if isinstance(samples, list) and samples else samples
-        if type(first) is not _TailSample:
+        if type(first) is not _LastRoundSample:
             return self.collate(samples)
         plain = samples.sample if samples is first else [each.sample for each in samples]
-        return TailBatch(self.collate(plain), first.last_round)
+        return LastRoundBatch(self.collate(plain), first.last_round)
 
 
-def _fill(samples: list[Any], first: list[Any], size: int) -> list[Any]:
-    return samples + list(itertools.islice(itertools.cycle(first), size - len(samples)))
+def _fill(round_: list[Any], first_round: list[Any], size: int) -> list[Any]:
+    """The round with what it lacks to ``size`` from the first one, again and again if need be."""
+    return round_ + list(itertools.islice(itertools.cycle(first_round), size - len(round_)))
 
 
 def share_of(batch_size: int, num_processes: int, split_batches: bool) -> int:
-    """Samples that each rank gets a round, of loaders with this batch size."""
+    """Samples that each rank gets in a round, from a loader of this batch size.
+
+    Raises:
+        ConfigError: ``split_batches`` with a batch size that cannot be divided.
+    """
     if not split_batches:
         return batch_size
     if batch_size % num_processes:
@@ -112,7 +122,8 @@ class BatchSamplerShard(BatchSampler):
         batch_sampler: gives lists of indices, in the same order on every rank.
         num_processes: number of ranks.
         process_index: this rank.
-        split_batches: divide each batch over the ranks, rather than deal out whole ones.
+        split_batches: divide each batch over the ranks, rather than give whole ones to them in
+            turn.
         even_batches: fill the last round up with samples from the start.
 
     Raises:
@@ -120,7 +131,7 @@ class BatchSamplerShard(BatchSampler):
     """
 
     last_round: LastRound | None = None
-    """The round that lacked samples, once the last pass has reached it."""
+    """The last round of the newest pass, once it has reached it, if it lacked samples."""
 
     def __init__(
         self,
@@ -146,7 +157,7 @@ class BatchSamplerShard(BatchSampler):
             )
         share = share_of(self.batch_size or 0, num_processes, split_batches)
         # Samples a round, and which of them are this rank's. Without a batch size (a user's own
-        # batch sampler) both are empty, and whole batches are dealt instead.
+        # batch sampler) both are empty: such batches stay whole, or are divided one by one.
         self._samples_a_round = share * num_processes
         self._own_part = slice(share * process_index, share * (process_index + 1))
 
@@ -154,27 +165,28 @@ class BatchSamplerShard(BatchSampler):
     def is_uneven(self) -> bool:
         """Whether ranks may get batches of different sizes at the same step."""
         is_filled = self.even_batches or self.drop_last
-        return self.num_processes > 1 and not (is_filled and self._deals_samples)
+        return self.num_processes > 1 and not (is_filled and self._shares_samples)
 
     @property
     def total_length(self) -> int:
-        """Number of batches of the batch sampler that is shared out."""
+        """Batches an epoch of the batch sampler, which the ranks have between them."""
         return length_of(self.batch_sampler)
 
     @property
     def remainder(self) -> int:
         """Samples that the last round will have; 0 for a whole one, -1 where it is not known."""
-        if self.drop_last or not self._deals_samples or not isinstance(self.sampler, Sized):
+        if self.drop_last or not self._shares_samples or not isinstance(self.sampler, Sized):
             return -1
         return self._num_samples % self._samples_a_round
 
     @property
-    def _deals_samples(self) -> bool:
+    def _shares_samples(self) -> bool:
+        """Whether rounds are made of samples; those of a user's own batches stay batches."""
         return not has_own_batches(self.batch_sampler)
 
     @property
     def _num_skipped(self) -> int:
-        """Samples at the start of the order that a loader which skips batches leaves out."""
+        """Samples at the start of the order that ``skip_first_batches`` leaves out."""
         num_batches, inner = 0, self.batch_sampler
         while isinstance(inner, SkipBatchSampler):
             num_batches += inner.skip_batches
@@ -195,9 +207,10 @@ class BatchSamplerShard(BatchSampler):
     def __len__(self) -> int:
         if self.num_processes == 1:
             return length_of(self.batch_sampler)
-        if self._deals_samples:
+        if self._shares_samples:
             whole, rest = divmod(self._num_samples, self._samples_a_round)
-            # Of an uneven last round this rank has something once those before it are served.
+            # Where the last round is given out as it is, this rank gets something of it only if
+            # there is more than the ranks before it take.
             needed = self._own_part.start
         elif self.split_batches:
             return length_of(self.batch_sampler)
@@ -210,33 +223,35 @@ class BatchSamplerShard(BatchSampler):
         self.last_round = None
         if self.num_processes == 1:
             return iter(self.batch_sampler)
-        if self._deals_samples:
-            return self._deal_samples()
-        return self._split_batches() if self.split_batches else self._deal_batches()
+        if self._shares_samples:
+            return self._share_samples()
+        return self._split_batches() if self.split_batches else self._share_batches()
 
-    def _deal_samples(self) -> Iterator[list[Any]]:
+    def _share_samples(self) -> Iterator[list[Any]]:
         size, own = self._samples_a_round, self._own_part
         # The samples come from the sampler itself: what its batch sampler skips is skipped here.
         samples = itertools.islice(self.sampler, self._num_skipped, None)
-        first = samples_of_round = [*itertools.islice(samples, size)]
-        while len(samples_of_round) == size:
-            yield samples_of_round[own]
-            samples_of_round = [*itertools.islice(samples, size)]
-        if not samples_of_round or self.drop_last:
+        first_round = round_ = [*itertools.islice(samples, size)]
+        while len(round_) == size:
+            yield round_[own]
+            round_ = [*itertools.islice(samples, size)]
+        if not round_ or self.drop_last:
             return
-        filled = _fill(samples_of_round, first, size) if self.even_batches else samples_of_round
-        batch = filled[own]
+        batch = (_fill(round_, first_round, size) if self.even_batches else round_)[own]
         # Before the yield: the loader asks for it while the loop has the batch.
-        self.last_round = LastRound(len(samples_of_round), len(batch), len(samples_of_round[own]))
+        self.last_round = LastRound(len(round_), len(batch), len(round_[own]))
         if batch:
             yield batch
 
     def _split_batches(self) -> Iterator[list[Any]]:
-        """Divide each batch of a user's own batch sampler, whatever its size."""
+        """Divide each batch of a user's own batch sampler, whatever its size.
+
+        The last batch may be smaller than there are ranks; one that comes before it and is, too,
+        gives some ranks a sample that another has, or they would end their pass too early.
+        """
         batches = iter(self.batch_sampler)
         batch: Any = next(batches, ())
         for following in batches:
-            # Every rank needs a sample of each batch before the last, or it would end too early.
             yield self._part_of(batch, at_least=1)
             batch = following
         if not len(batch) or (self.drop_last and len(batch) < self.batch_size):
@@ -249,7 +264,7 @@ class BatchSamplerShard(BatchSampler):
     def _part_of(self, batch: Any, *, at_least: int) -> Any:
         """This rank's samples of a batch: the first ranks get one more where some are left.
 
-        A rank for which nothing is left gets the first ``at_least`` samples, which another rank
+        A rank for which nothing is left gets the first ``at_least`` samples, which the first rank
         has too.
         """
         size, extra = divmod(len(batch), self.num_processes)
@@ -257,25 +272,25 @@ class BatchSamplerShard(BatchSampler):
         stop = start + size + (self.process_index < extra)
         return batch[start:stop] if stop > start else batch[:at_least]
 
-    def _deal_batches(self) -> Iterator[Any]:
-        """Deal out the batches of a user's own batch sampler, each whole."""
+    def _share_batches(self) -> Iterator[Any]:
+        """Give the batches of a user's own batch sampler to the ranks in turn, each whole."""
         batches, size = iter(self.batch_sampler), self.num_processes
-        first = batches_of_round = [*itertools.islice(batches, size)]
+        first_round = round_ = [*itertools.islice(batches, size)]
         # One round ahead: only the last one may need filling up.
         while following := [*itertools.islice(batches, size)]:
-            yield batches_of_round[self.process_index]
-            batches_of_round = following
-        num_batches = len(batches_of_round)
+            yield round_[self.process_index]
+            round_ = following
+        num_batches = len(round_)
         if not num_batches or (num_batches < size and self.drop_last):
             return
-        filled = _fill(batches_of_round, first, size) if self.even_batches else batches_of_round
+        filled = _fill(round_, first_round, size) if self.even_batches else round_
         if self.process_index < len(filled):
             batch = filled[self.process_index]
-            rows = len(batch) if isinstance(batch, Sized) else None
-            is_repeated = self.process_index >= num_batches
-            kept = 0 if is_repeated else 1 if rows is None else rows
+            batch_size = len(batch) if isinstance(batch, Sized) else None
+            # A batch without a size (a single index, say) counts as one sample.
+            own = 0 if self.process_index >= num_batches else batch_size or 1
             # Batches may differ in size, so that no rank knows how many samples all have.
-            self.last_round = LastRound(-1, rows, kept)
+            self.last_round = LastRound(-1, batch_size, own)
             yield batch
 
 
@@ -287,7 +302,7 @@ def has_own_batches(batch_sampler: Any) -> bool:
 
 
 def length_of(sized: Any) -> int:
-    """Its length; torch's types do not say that samplers and datasets may have one."""
+    """``len(sized)``; torch's types do not say that samplers and datasets may have a length."""
     return len(sized)
 
 
@@ -301,7 +316,8 @@ class SkipBatchSampler(BatchSampler):
         self.sampler = getattr(batch_sampler, "sampler", batch_sampler)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # not there yet: while it is copied or unpickled
+        # While it is copied or unpickled its own attribute is not there yet: no endless search.
+        if name == "batch_sampler":
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
@@ -345,16 +361,13 @@ class SeedableRandomSampler(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         # A generator made anew each time: an order that was begun and left is the same again.
         epoch = self.epoch
-        seeded = torch.Generator().manual_seed(_as_seed(self.initial_seed + epoch))
+        seed = (self.initial_seed + epoch) % 2**64  # torch takes no larger one
+        seeded = torch.Generator().manual_seed(seed)
         order = RandomSampler(
             self.data_source, self.replacement, self._num_samples, generator=seeded
         )
         yield from order
         self.epoch = epoch + 1
-
-
-def _as_seed(value: int) -> int:
-    return value & 0xFFFF_FFFF_FFFF_FFFF
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -366,9 +379,11 @@ class IterableDatasetShard(IterableDataset[Any]):
         drop_last: leave out a last round that lacks samples.
         num_processes: number of ranks.
         process_index: this rank.
-        split_batches: divide each batch over the ranks, rather than deal out whole ones.
+        split_batches: divide each batch over the ranks, rather than give whole ones to them in
+            turn.
         even_batches: fill the last round up with samples from the start.
-        marks_tail: say of each sample of a last round that it is, for :class:`TailCollate`.
+        marks_last_round: give samples of a last round with what the loader must know of it, which
+            :class:`LastRoundCollate` takes off again.
 
     Raises:
         ConfigError: ``split_batches`` with a batch size that cannot be divided.
@@ -384,7 +399,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: bool = False,
         even_batches: bool = True,
         *,
-        marks_tail: bool = False,
+        marks_last_round: bool = False,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
@@ -393,7 +408,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.marks_tail = marks_tail
+        self.marks_last_round = marks_last_round
         # Without a batch size each sample is a batch that the dataset has made.
         share = 1 if batch_size is None else share_of(batch_size, num_processes, split_batches)
         self._samples_a_round = share * num_processes
@@ -427,24 +442,21 @@ class IterableDatasetShard(IterableDataset[Any]):
         return whole * share + len(range(rest)[self._own_part])
 
     def __iter__(self) -> Iterator[Any]:
-        samples, capacity, mine = iter(self.dataset), self._samples_a_round, self._own_part
-        samples_of_round = [*itertools.islice(samples, capacity)]
+        samples, size, own = iter(self.dataset), self._samples_a_round, self._own_part
+        round_ = [*itertools.islice(samples, size)]
         # The first round is kept only where it may be needed: a sample can be large.
         fills = self.even_batches and not self.drop_last
-        first = samples_of_round if fills else []
-        while len(samples_of_round) == capacity:
-            yield from samples_of_round[mine]
-            samples_of_round = [*itertools.islice(samples, capacity)]
-        if samples_of_round and not self.drop_last:
-            yield from self._deal_last(samples_of_round, first)
-
-    def _deal_last(self, samples: list[Any], first: list[Any]) -> Iterator[Any]:
-        filled = _fill(samples, first, self._samples_a_round) if self.even_batches else samples
-        mine = filled[self._own_part]
-        if not self.marks_tail:
-            yield from mine
+        first_round = round_ if fills else []
+        while len(round_) == size:
+            yield from round_[own]
+            round_ = [*itertools.islice(samples, size)]
+        if not round_ or self.drop_last:
             return
-        rows = None if self.batch_size is None else len(mine)
-        last_round = LastRound(len(samples), rows, len(samples[self._own_part]))
-        for sample in mine:
-            yield _TailSample(sample, last_round)
+        batch = (_fill(round_, first_round, size) if fills else round_)[own]
+        if not self.marks_last_round:
+            yield from batch
+            return
+        batch_size = None if self.batch_size is None else len(batch)
+        last_round = LastRound(len(round_), batch_size, len(round_[own]))
+        for sample in batch:
+            yield _LastRoundSample(sample, last_round)
