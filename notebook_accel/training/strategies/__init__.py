@@ -1,7 +1,7 @@
 """The one table of strategies: a new kind is a file, and one line here.
 
 What the user asked (plugins, settings, environment) and the number of ranks are a
-:class:`~notebook_accel.training.strategies.base.Request`; the first line of the table whose
+:class:`~notebook_accel.training.strategies.request.Request`; the first line of the table whose
 question it answers with yes is taken.
 """
 
@@ -10,12 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, NamedTuple
 
-from notebook_accel.training.strategies.base import (
-    ModelToPrepare,
-    PrepareCall,
-    Request,
-    Strategy,
-)
+from notebook_accel.training.strategies.base import Strategy
+from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,60 +11,27 @@ A new kind is a file with a class that overrides what it needs, and one line in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from notebook_accel.training import topology
 from notebook_accel.training.data_group import DataGroup
+from notebook_accel.training.strategies.request import call_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.parallelism import ParallelismConfig
-    from notebook_accel.training.precision import Precision
-    from notebook_accel.training.settings import DistributedType, KwargsHandler
-    from notebook_accel.training.topology import Topology
+    from notebook_accel.training.settings import DistributedType
+    from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
 
-__all__ = ["ModelToPrepare", "PrepareCall", "Request", "Strategy", "call_model"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the user asked for, and where: all that the choice of a strategy depends on."""
-
-    topology: Topology
-    precision: Precision
-    handlers: Sequence[KwargsHandler] = ()
-    fsdp: FullyShardedDataParallelPlugin | None = None
-    parallelism: ParallelismConfig | None = None
-
-
-@dataclass
-class ModelToPrepare:
-    """A model of one ``prepare`` call."""
-
-    model: Module
-    training: bool = True
-    """False for a model that is only evaluated."""
-    device: torch.device | None = None
-    """Where to put it; None leaves it where it is."""
-
-
-@dataclass
-class PrepareCall:
-    """The objects of one ``prepare`` call, which a strategy may need to see together."""
-
-    models: list[ModelToPrepare] = field(default_factory=list)
-    optimizers: list[Optimizer] = field(default_factory=list)
+__all__ = ["Strategy"]
 
 
 class Strategy:
@@ -172,10 +139,3 @@ class Strategy:
 
     def close(self) -> None:
         """Give back what the strategy made for itself."""
-
-
-def call_model(model: Module, inputs: Any) -> Any:
-    """``model`` called with a batch: one argument, a tuple of them, or a mapping of keywords."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-    from notebook_accel.training.strategies.base import ModelToPrepare
+    from notebook_accel.training.strategies.request import ModelToPrepare
 
 __all__ = ["DataParallel"]
 

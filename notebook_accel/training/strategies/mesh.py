@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from notebook_accel.training.parallelism import ParallelismConfig
-    from notebook_accel.training.strategies.base import ModelToPrepare, PrepareCall, Request
+    from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
     from notebook_accel.training.topology import Topology
 
 __all__ = ["MeshParallel"]

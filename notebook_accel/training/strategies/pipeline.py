@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from notebook_accel.training.strategies.base import ModelToPrepare, PrepareCall, Request
+    from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
 
 __all__ = ["PipelineParallel"]
 

@@ -37,7 +37,7 @@ from notebook_accel.training import collectives
 from notebook_accel.training.models import ReplacedForward, forward_of
 from notebook_accel.training.nested import find_batch_size, leaves, recursively_apply
 from notebook_accel.training.strategies import blocks
-from notebook_accel.training.strategies.base import call_model
+from notebook_accel.training.strategies.request import call_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,0 +1,59 @@
+"""What a strategy is given: what the user asked for, models and optimizers, batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
+    from notebook_accel.training.parallelism import ParallelismConfig
+    from notebook_accel.training.precision import Precision
+    from notebook_accel.training.settings import KwargsHandler
+    from notebook_accel.training.topology import Topology
+
+__all__ = ["ModelToPrepare", "PrepareCall", "Request", "call_model"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for, and where: all that the choice of a strategy depends on."""
+
+    topology: Topology
+    precision: Precision
+    handlers: Sequence[KwargsHandler] = ()
+    fsdp: FullyShardedDataParallelPlugin | None = None
+    parallelism: ParallelismConfig | None = None
+
+
+@dataclass
+class ModelToPrepare:
+    """A model of one ``prepare`` call."""
+
+    model: Module
+    training: bool = True
+    """False for a model that is only evaluated."""
+    device: torch.device | None = None
+    """Where to put it; None leaves it where it is."""
+
+
+@dataclass
+class PrepareCall:
+    """The objects of one ``prepare`` call, which a strategy may need to see together."""
+
+    models: list[ModelToPrepare] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+
+
+def call_model(model: Module, inputs: Any) -> Any:
+    """``model`` called with a batch: one argument, a tuple of them, or a mapping of keywords."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
