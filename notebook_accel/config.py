@@ -24,6 +24,7 @@ import platformdirs
 import yaml
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.plugin_options import PLUGINS
 
 if TYPE_CHECKING:
     from notebook_accel.launch.engines.base import Engine
@@ -50,16 +51,21 @@ _ACCELERATE_NAMES = {
     "debug": "debug",
     "main_process_port": "use_port",
     "gpu_ids": "devices",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
 # Values of that file for which something is needed that there is not.
 _ACCELERATE_ABSENT = {
-    "distributed_type": ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU"),
+    "distributed_type": ("DEEPSPEED", "MEGATRON_LM", "XLA", "TPU"),
 }
 _ACCELERATE_VARIABLES = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "debug": "ACCELERATE_DEBUG_MODE",
     "devices": "ACCELERATE_USE_CPU",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
 }
+# A mapping is no text: what these carry has variables of its own, which reach the ranks by
+# themselves.
+_NO_VARIABLE = ("env", *PLUGINS)
 _FLAGS = {
     **dict.fromkeys(("1", "true", "yes", "on", "y", "t"), True),
     **dict.fromkeys(("0", "false", "no", "off", "n", "f"), False),
@@ -110,6 +116,20 @@ class LaunchConfig:
     debug: bool = False
     """Check the shapes of every collective across ranks, and have torch explain mismatches."""
 
+    gradient_accumulation_steps: int | None = None
+    """Batches a step, for every ``Accelerator`` that does not say its own."""
+
+    seed: int | None = None
+    """Of Python's, numpy's and torch's random numbers in every rank, as ``set_seed`` would; None:
+    they go on from where the notebook's stand."""
+
+    fsdp: Mapping[str, Any] | None = None
+    """Fields of ``FullyShardedDataParallelPlugin``, for every ``Accelerator`` that is not given
+    one; {} takes its defaults."""
+
+    parallelism: Mapping[str, Any] | None = None
+    """Sizes of ``ParallelismConfig``, for every ``Accelerator`` that is not given one."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_processes", _as_count("num_processes", self.num_processes))
         _check_choice("mixed_precision", self.mixed_precision, (*_PRECISIONS, None))
@@ -118,6 +138,11 @@ class LaunchConfig:
         _check_port(self.use_port)
         _check_env(self.env)
         check_seconds("grace", self.grace)
+        steps = _as_count("gradient_accumulation_steps", self.gradient_accumulation_steps)
+        object.__setattr__(self, "gradient_accumulation_steps", steps)
+        object.__setattr__(self, "seed", _as_seed(self.seed))
+        for name, plugin in PLUGINS.items():
+            object.__setattr__(self, name, plugin.check(name, getattr(self, name)))
         if not isinstance(self.debug, bool):
             raise ConfigError(f"debug={shown(self.debug)}: expected True or False")
         object.__setattr__(self, "grace", float(self.grace))
@@ -279,7 +304,8 @@ def _from_environment(
 ) -> dict[str, Any]:
     """What the environment says of the settings that are not ``given`` already."""
     found: dict[str, Any] = {}
-    for name in (field.name for field in fields(LaunchConfig) if field.name not in ("env", *given)):
+    skipped = {*_NO_VARIABLE, *given}
+    for name in (field.name for field in fields(LaunchConfig) if field.name not in skipped):
         variables = (f"NOTEBOOK_ACCEL_{name.upper()}", _ACCELERATE_VARIABLES.get(name, ""))
         variable = next((each for each in variables if environment.get(each, "").strip()), None)
         if variable is not None:
@@ -389,6 +415,11 @@ def _from_accelerate(data: Mapping[str, Any]) -> dict[str, Any]:
         for theirs, ours in _ACCELERATE_NAMES.items()
         if data.get(theirs) not in (None, "all")
     }
+    for name, plugin in PLUGINS.items():
+        if data.get(plugin.section):
+            found[name] = plugin.from_accelerate(data[plugin.section])
+    if data.get("distributed_type") == "FSDP":
+        found.setdefault("fsdp", {})
     return {**found, "devices": "cpu"} if data.get("use_cpu") else found
 
 
@@ -412,6 +443,13 @@ def _as_index(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def _as_seed(value: Any) -> int | None:
+    number = None if value is None else _as_index(value)
+    if value is not None and (number is None or not 0 <= number < 2**63):
+        raise ConfigError(f"seed={shown(value)}: expected a whole number, 0 or more, below 2**63")
+    return number
 
 
 def check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:

@@ -31,6 +31,10 @@ FULL = LaunchConfig(
     env={"A": "1"},
     grace=2.5,
     debug=True,
+    gradient_accumulation_steps=2,
+    seed=7,
+    fsdp={"cpu_offload": True},
+    parallelism={"dp_shard_size": 3},
 )
 
 
@@ -88,6 +92,11 @@ def _settings_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         ("grace", True, "0 or more"),
         ("debug", "yes", "True or False"),
         ("debug", None, "True or False"),
+        ("gradient_accumulation_steps", 0, "1 or more"),
+        ("seed", -1, "0 or more"),
+        ("seed", "7", "whole number"),
+        ("fsdp", True, "mapping of FullyShardedDataParallelPlugin's fields"),
+        ("parallelism", 2, "mapping of ParallelismConfig's fields"),
     ],
 )
 def test_a_bad_value_is_named_with_what_was_expected(name: str, value: Any, expected: str) -> None:
@@ -100,6 +109,32 @@ def test_a_bad_value_is_named_with_what_was_expected(name: str, value: Any, expe
 def test_each_field_has_a_bad_value_in_the_test_above() -> None:
     marks = test_a_bad_value_is_named_with_what_was_expected.pytestmark
     assert {row[0] for row in marks[0].args[1]} == {field.name for field in fields(LaunchConfig)}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"fsdp": {"cpu_offload": "yes"}}, "fsdp={'cpu_offload': 'yes'}: expected True or False"),
+        ({"fsdp": {"sharding_strategy": "ALL"}}, "expected one of 'FULL_SHARD', 'SHARD_GRAD_OP'"),
+        ({"fsdp": {"shards": 2}}, "no option is called so; there are sharding_strategy"),
+        ({"fsdp": {"min_num_params": 0}}, "expected a whole number, 1 or more"),
+        ({"parallelism": {"tp_size": True}}, "expected a whole number, 1 or more"),
+    ],
+)
+def test_a_bad_option_of_a_plugin_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LaunchConfig(**given)
+    assert said in str(caught.value)
+
+
+def test_the_options_of_a_plugin_are_its_fields() -> None:
+    import notebook_accel
+    from notebook_accel.plugin_options import PLUGINS
+
+    for name, plugin in PLUGINS.items():
+        assert name in {field.name for field in fields(LaunchConfig)}
+        known = {field.name for field in fields(getattr(notebook_accel, plugin.plugin_class))}
+        assert {option.name for option in plugin.options} <= known
 
 
 @pytest.mark.parametrize(
@@ -261,7 +296,6 @@ def test_accelerates_file_for_the_cpu(tmp_path: Path) -> None:
     "line",
     [
         "num_machines: 2",
-        "distributed_type: FSDP",
         "distributed_type: DEEPSPEED",
         "mixed_precision: fp8",
     ],
@@ -275,6 +309,37 @@ def test_what_of_accelerates_file_cannot_be_had_is_named(line: str, tmp_path: Pa
     assert name in str(caught.value)
     assert value in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def test_accelerates_file_for_fsdp_and_a_mesh(tmp_path: Path) -> None:
+    path = tmp_path / "default_config.yaml"
+    path.write_text(
+        "compute_environment: LOCAL_MACHINE\n"
+        "distributed_type: FSDP\n"
+        "fsdp_config:\n"
+        "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+        "  fsdp_transformer_layer_cls_to_wrap: BertLayer\n"
+        "  fsdp_offload_params: 'false'\n"
+        "  fsdp_use_orig_params: true\n"
+        "  fsdp_version: 2\n"
+        "num_processes: 4\n"
+        "parallelism_config:\n"
+        "  parallelism_config_dp_shard_size: 2\n"
+        "  parallelism_config_tp_size: 2\n"
+    )
+    assert LaunchConfig.load(path) == LaunchConfig(
+        num_processes=4,
+        fsdp={
+            "auto_wrap_policy": "transformer_based_wrap",
+            "transformer_cls_names_to_wrap": "BertLayer",
+            "cpu_offload": False,
+            "fsdp_version": 2,
+        },
+        parallelism={"dp_shard_size": 2, "tp_size": 2},
+    )
+    path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_moon: 1\n")
+    with pytest.raises(ConfigError, match="fsdp_config: fsdp_moon: not supported"):
+        LaunchConfig.load(path)
 
 
 def test_accelerates_own_writer(tmp_path: Path) -> None:
@@ -344,6 +409,8 @@ def test_unknown_names_are_named_with_those_that_there_are(given: str) -> None:
         ("DEBUG", "1", True),
         ("DEBUG", "true", True),
         ("DEBUG", "no", False),
+        ("SEED", "7", 7),
+        ("GRADIENT_ACCUMULATION_STEPS", "4", 4),
     ],
 )
 def test_the_environment(name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,11 @@ ROOT = "notebook_accel"
 MAY_IMPORT = {
     "": {"notebook.warming"},
     "errors": set(),
-    "config": {"errors"},
-    "launch": {"errors", "config"},
+    "plugin_options": {"errors"},
+    "config": {"errors", "plugin_options"},
+    "launch": {"errors", "config", "plugin_options"},
     "training": {"errors", "config", "launch.rank", "launch.wire"},
-    "notebook": {"errors", "config", "launch"},
+    "notebook": {"errors", "config", "launch", "plugin_options"},
     "cli": {"errors", "config", "launch"},
     "compat": {"errors", "config", "launch", "training", "notebook"},
 }

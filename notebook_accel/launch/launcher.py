@@ -362,7 +362,7 @@ def _launch_message(job: Start, plan: RankPlan, *, run: str) -> wire.Launch:
         log_dir=None,
         num_threads=num_threads,
         imports=job.imports,
-        notebook=notebook_state.capture().to_bytes(),
+        notebook=notebook_state.capture(job.config.seed).to_bytes(),
     )
 
 

@@ -13,6 +13,7 @@ import os
 from typing import TYPE_CHECKING
 
 from notebook_accel.errors import LaunchError
+from notebook_accel.plugin_options import PLUGINS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,6 +78,14 @@ def _asked_for(config: LaunchConfig) -> dict[str, str]:
     if isinstance(config.devices, tuple):
         variables[_VISIBLE] = _among_visible(config.devices)
         variables["ACCELERATE_USE_CPU"] = "false"
+    if config.gradient_accumulation_steps is not None:
+        steps = str(config.gradient_accumulation_steps)
+        variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = steps
+        variables["NOTEBOOK_ACCEL_GRADIENT_ACCUMULATION_STEPS"] = steps
+    for name, plugin in PLUGINS.items():
+        options = getattr(config, name)
+        if options is not None:
+            variables.update(plugin.variables(options))
     if config.backend is not None:
         variables["NOTEBOOK_ACCEL_BACKEND"] = config.backend
     if config.debug:

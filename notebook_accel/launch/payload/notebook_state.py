@@ -119,20 +119,20 @@ def from_bytes(data: bytes) -> NotebookState:
     return msgspec.msgpack.decode(data, type=NotebookState)
 
 
-def capture() -> NotebookState:
+def capture(seed: int | None = None) -> NotebookState:
     """The state of this process. It imports nothing, and draws from no generator.
 
     A library that was never imported here has no state: its generator starts from a new seed,
     the same one in each rank.
+
+    Args:
+        seed: what the generators start from, rather than from where they stand here.
     """
     torch: Any = sys.modules.get("torch")
     # A module that is being imported by another thread has not all of its names yet.
     torch = torch if hasattr(torch, "get_rng_state") and hasattr(torch, "backends") else None
     return NotebookState(
-        python=random.getstate(),
-        numpy=_numpy_state(),
-        torch_seed=torch.initial_seed() if torch else secrets.randbits(63),
-        torch_state=torch.get_rng_state().numpy().tobytes() if torch else None,
+        **(_generators(torch) if seed is None else _seeded_generators(seed)),
         default_dtype=str(torch.get_default_dtype()).removeprefix("torch.") if torch else None,
         torch_flags=_torch_flags(torch) if torch else {},
         loggers=_loggers(),
@@ -140,6 +140,22 @@ def capture() -> NotebookState:
         warning_filters=_warning_filters(),
         environment=_verbosity(),
     )
+
+
+def _generators(torch: Any) -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": _numpy_state(),
+        "torch_seed": torch.initial_seed() if torch else secrets.randbits(63),
+        "torch_state": torch.get_rng_state().numpy().tobytes() if torch else None,
+    }
+
+
+def _seeded_generators(seed: int) -> dict[str, Any]:
+    """What ``set_seed(seed)`` in a rank would leave."""
+    of_numpy = (seed % 2**32).to_bytes(4, "little")
+    python = random.Random(seed).getstate()
+    return {"python": python, "numpy": ("", of_numpy, 0, 0, 0.0), "torch_seed": seed}
 
 
 def _numpy_state() -> tuple[str, bytes, int, int, float]:

@@ -1,0 +1,256 @@
+"""The options of each kind of parallelism that a launch can choose without a line in the function.
+
+    LaunchConfig(fsdp={...}) --check--> variables of Accelerate's launcher --> the plugin in a rank
+
+A rank's ``Accelerator`` that is given no plugin makes one from these variables
+(training/fsdp_plugin.py, training/parallelism.py); their names are Hugging Face Accelerate's, so
+that its YAML and its launcher mean the same here. Settings, picker and YAML all read this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from notebook_accel.errors import ConfigError
+
+__all__ = ["PLUGINS", "Option", "Plugin"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option.
+
+    Attributes:
+        name: the plugin's field.
+        variable: what carries it to the ranks.
+        kind: its type; a number is a whole one of at least ``least``.
+        about: what it does, for the picker.
+        choices: the texts that it may be; none for any.
+        least: the smallest number.
+    """
+
+    name: str
+    variable: str
+    kind: type
+    about: str
+    choices: tuple[str, ...] = ()
+    least: int = 1
+
+    def check(self, value: object, plugin: str) -> None:
+        """Refuse a value of another type, or one that is no choice.
+
+        Raises:
+            ConfigError: it names the setting, and what was expected.
+        """
+        if self.choices:
+            fits, expected = value in self.choices, f"one of {', '.join(map(repr, self.choices))}"
+        elif self.kind is int:
+            fits = isinstance(value, int) and not isinstance(value, bool) and value >= self.least
+            expected = f"a whole number, {self.least} or more"
+        else:
+            fits = isinstance(value, self.kind)
+            expected = "True or False" if self.kind is bool else "text"
+        if not fits:
+            raise ConfigError(f"{plugin}={{{self.name!r}: {value!r}}}: expected {expected}")
+
+    def from_text(self, text: Any) -> Any:
+        """The value that a YAML file means, which may have written a flag or a number as text."""
+        if isinstance(text, str) and self.kind is int and text.strip().isdecimal():
+            return int(text)
+        if isinstance(text, str) and self.kind is bool:
+            return {"true": True, "false": False}.get(text.strip().lower(), text)
+        if isinstance(text, str) and self.choices:
+            lowered = {choice.lower(): choice for choice in self.choices}
+            return lowered.get(text.strip().lower(), text)
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin:
+    """One kind of parallelism.
+
+    Attributes:
+        title: what a person reads.
+        plugin_class: the class whose fields these are.
+        switch: the variable that turns it on.
+        section: the name of its part in Accelerate's YAML.
+        options: its options.
+        without_effect: names in that part which are accepted and change nothing.
+        other_names: names in that part that are not the lower case of the variable.
+    """
+
+    title: str
+    plugin_class: str
+    switch: str
+    section: str
+    options: tuple[Option, ...]
+    without_effect: tuple[str, ...] = ()
+    other_names: Mapping[str, str]
+
+    def check(self, name: str, given: object) -> dict[str, Any] | None:
+        """The options as a dictionary of their own; None stays None.
+
+        Raises:
+            ConfigError: there is no such option, or its value makes no sense.
+        """
+        if given is None:
+            return None
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"{name}={given!r}: expected a mapping of {self.plugin_class}'s fields, {{}} for "
+                "its defaults"
+            )
+        options = {option.name: option for option in self.options}
+        for key, value in given.items():
+            if key not in options:
+                raise ConfigError(
+                    f"{name}={{{key!r}: ...}}: no option is called so; there are "
+                    f"{', '.join(options)}. Others are fields of {self.plugin_class}, which the "
+                    "function gives to its Accelerator"
+                )
+            options[key].check(value, name)
+        return dict(given)
+
+    def variables(self, given: Mapping[str, Any]) -> dict[str, str]:
+        """The environment that makes a rank's Accelerator take these options."""
+        texts = {
+            option.variable: str(given[option.name]).lower()
+            if option.kind is bool
+            else str(given[option.name])
+            for option in self.options
+            if option.name in given
+        }
+        return {self.switch: "true", **texts}
+
+    def from_accelerate(self, section: object) -> dict[str, Any]:
+        """The options that this part of Accelerate's YAML gives.
+
+        Raises:
+            ConfigError: it has a name that cannot be carried over.
+        """
+        if section is None:
+            return {}
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"{self.section}: expected names with values below it")
+        by_name = {option.variable.lower(): option for option in self.options}
+        for other, variable in self.other_names.items():
+            by_name[other] = by_name[variable.lower()]
+        found: dict[str, Any] = {}
+        for name, value in section.items():
+            if name in self.without_effect or value in (None, ""):
+                continue
+            if name not in by_name:
+                raise ConfigError(
+                    f"{self.section}: {name}: not supported; there are {', '.join(by_name)}"
+                )
+            found[by_name[name].name] = by_name[name].from_text(value)
+        return found
+
+
+def _size(name: str, about: str) -> Option:
+    variable = f"PARALLELISM_CONFIG_{name.upper()}"
+    return Option(name=name, variable=variable, kind=int, about=about)
+
+
+PLUGINS: Mapping[str, Plugin] = {
+    "fsdp": Plugin(
+        title="FSDP: weights, gradients and optimizer in parts",
+        plugin_class="FullyShardedDataParallelPlugin",
+        switch="ACCELERATE_USE_FSDP",
+        section="fsdp_config",
+        options=(
+            Option(
+                name="sharding_strategy",
+                variable="FSDP_SHARDING_STRATEGY",
+                kind=str,
+                about="what is in parts, and over which ranks",
+                choices=("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"),
+            ),
+            Option(
+                name="auto_wrap_policy",
+                variable="FSDP_AUTO_WRAP_POLICY",
+                kind=str,
+                about="which modules are gathered on their own",
+                choices=("transformer_based_wrap", "size_based_wrap", "no_wrap"),
+            ),
+            Option(
+                name="min_num_params",
+                variable="FSDP_MIN_NUM_PARAMS",
+                kind=int,
+                about="weights from which on size_based_wrap wraps",
+            ),
+            Option(
+                name="transformer_cls_names_to_wrap",
+                variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
+                kind=str,
+                about="classes that transformer_based_wrap wraps, with commas",
+            ),
+            Option(
+                name="reshard_after_forward",
+                variable="FSDP_RESHARD_AFTER_FORWARD",
+                kind=bool,
+                about="drop gathered weights between forward and backward",
+            ),
+            Option(
+                name="cpu_offload",
+                variable="FSDP_OFFLOAD_PARAMS",
+                kind=bool,
+                about="keep the parts on the host",
+            ),
+            Option(
+                name="activation_checkpointing",
+                variable="FSDP_ACTIVATION_CHECKPOINTING",
+                kind=bool,
+                about="compute activations again in backward, for less memory",
+            ),
+            Option(
+                name="state_dict_type",
+                variable="FSDP_STATE_DICT_TYPE",
+                kind=str,
+                about="how save_state writes",
+                choices=("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
+            ),
+            Option(
+                name="sync_module_states",
+                variable="FSDP_SYNC_MODULE_STATES",
+                kind=bool,
+                about="all ranks start from rank 0's weights",
+            ),
+            Option(
+                name="cpu_ram_efficient_loading",
+                variable="FSDP_CPU_RAM_EFFICIENT_LOADING",
+                kind=bool,
+                about="rank 0 alone reads the weights",
+            ),
+            Option(
+                name="fsdp_version",
+                variable="FSDP_VERSION",
+                kind=int,
+                about="1 or 2: the defaults of checkpoints; both train by FSDP2",
+            ),
+        ),
+        without_effect=(
+            "fsdp_backward_prefetch",
+            "fsdp_backward_prefetch_policy",
+            "fsdp_forward_prefetch",
+            "fsdp_use_orig_params",
+        ),
+        other_names={"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"},
+    ),
+    "parallelism": Plugin(
+        title="A mesh: tensor, pipeline, context and data parallelism",
+        plugin_class="ParallelismConfig",
+        switch="ACCELERATE_USE_PARALLELISM_CONFIG",
+        section="parallelism_config",
+        options=(
+            _size("dp_replicate_size", "copies of the model that read different samples"),
+            _size("dp_shard_size", "ranks over which one copy is sharded (FSDP2)"),
+            _size("tp_size", "ranks that compute each layer together"),
+            _size("cp_size", "ranks that divide each sequence"),
+            _size("pp_size", "ranks of a pipeline; train by accelerator.forward_backward"),
+        ),
+        other_names={},
+    ),
+}
