@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
     from torch.utils.hooks import RemovableHandle
 
+    from notebook_accel.training.compiling import DynamoBackend, TorchDynamoPlugin
     from notebook_accel.training.data.config import DataLoaderConfiguration
     from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.optimizer import AcceleratedOptimizer
@@ -90,6 +91,8 @@ class Accelerator(WindowView, TrackerView):
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dynamo_backend: str | DynamoBackend | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         dispatch_batches: bool | None = None,
         even_batches: bool | None = None,
         use_seedable_sampler: bool | None = None,
@@ -115,6 +118,9 @@ class Accelerator(WindowView, TrackerView):
             gradient_accumulation_plugin: more about windows, instead of the number of steps.
             step_scheduler_with_optimizer: False moves prepared schedulers at each call.
             kwargs_handlers: arguments for things of torch, each of another class.
+            dynamo_backend: compile models with this backend of ``torch.compile``, such as
+                "inductor"; None asks the environment.
+            dynamo_plugin: more about compiling, instead of the backend.
             **others: what other versions take: refused unless it asks for nothing.
 
         Raises:
@@ -140,6 +146,8 @@ class Accelerator(WindowView, TrackerView):
             handlers=kwargs_handlers or (),
             fsdp=fsdp_plugin,
             parallelism=parallelism_config,
+            dynamo=dynamo_plugin,
+            dynamo_backend=dynamo_backend,
             loaders=loaders,
             device_placement=device_placement,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
@@ -211,7 +219,8 @@ class Accelerator(WindowView, TrackerView):
             model: as ``prepare`` gave it.
             keep_fp32_wrapper: leave its forward in the mixed precision; False gives it back
                 the forward that it had, for good.
-            keep_torch_compile: leave a model that was compiled before ``prepare`` compiled.
+            keep_torch_compile: leave it compiled, by ``prepare`` or before; False gives the model
+                that was compiled.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 

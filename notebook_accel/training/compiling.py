@@ -18,19 +18,24 @@ from torch import nn
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import environment
+from notebook_accel.training.models import ReplacedForward, forward_of
 from notebook_accel.training.settings import KwargsHandler
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch.nn import Module
 
 __all__ = [
     "DynamoBackend",
     "TorchDynamoPlugin",
+    "compile_in_place",
     "compile_model",
     "compile_regions",
     "compile_regions_in_place",
     "has_compiled_regions",
     "is_compiled_module",
+    "resolve_dynamo",
 ]
 
 
@@ -111,14 +116,94 @@ class TorchDynamoPlugin(KwargsHandler):
         return {name: given[name] for name, value in plain.items() if given[name] != value}
 
 
+def resolve_dynamo(plugin: Any, backend: Any) -> TorchDynamoPlugin:
+    """How models are compiled: arguments of ``Accelerator``, else the environment.
+
+    Raises:
+        ConfigError: both were given, or one is not what it should be.
+    """
+    if plugin is not None and backend is not None:
+        raise ConfigError(
+            f"Accelerator got dynamo_plugin and dynamo_backend={str(backend)!r}: give one of them "
+            "(a plugin has the backend among its fields)"
+        )
+    if plugin is None:
+        return TorchDynamoPlugin() if backend is None else TorchDynamoPlugin(backend=backend)
+    if not isinstance(plugin, TorchDynamoPlugin):
+        raise ConfigError(
+            f"dynamo_plugin is a {type(plugin).__name__}: expected a TorchDynamoPlugin"
+        )
+    return plugin
+
+
 def compile_model(model: Module, plugin: TorchDynamoPlugin) -> Module:
-    """The model compiled as the plugin says; the model itself where it says "no"."""
-    if plugin.backend is DynamoBackend.NO:
+    """The model compiled as the plugin says; the model itself where it says "no", or where the
+    user has compiled it."""
+    if plugin.backend is DynamoBackend.NO or has_compiled_regions(model):
         return model
     kwargs = plugin.to_kwargs()
     if plugin.use_regional_compilation:
         return compile_regions(model, **kwargs)
     return cast("Module", torch.compile(model, **kwargs))
+
+
+class _CompiledForward(ReplacedForward):
+    """The forward of one module, compiled; what hooks of the module do stays outside of it."""
+
+    def __init__(
+        self,
+        module: Module,
+        replaced: Callable[..., Any] | None,
+        compile_kwargs: dict[str, Any],
+    ) -> None:
+        super().__init__(module)
+        self.replaced = replaced
+        self.compile_kwargs = compile_kwargs
+        self.compiled = torch.compile(self.plain, **compile_kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compiled(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedForward:
+        new = super().__deepcopy__(memo)
+        assert isinstance(new, _CompiledForward)
+        new.compiled = torch.compile(new.plain, **self.compile_kwargs)
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (forward_of, (self.module, self.replaced))
+
+
+def compile_in_place(
+    model: Module, plugin: TorchDynamoPlugin, blocks: Sequence[Module] = ()
+) -> None:
+    """Compile a model so that it stays the object that it is, with all its names.
+
+    Whatever spreads a model replaces its weights and puts hooks on its modules; only the forwards
+    are compiled, so that gathering weights and sending activations stay outside of the graphs.
+
+    Args:
+        model: the one that ``prepare`` spreads.
+        plugin: how.
+        blocks: what is compiled, each on its own; none: the whole, or each repeated block where
+            the plugin asks for regions.
+    """
+    if plugin.backend is DynamoBackend.NO or has_compiled_regions(model):
+        return
+    parts = list(blocks)
+    if not parts and plugin.use_regional_compilation:
+        parts = _repeated_blocks(model)
+    for part in parts or [model]:
+        # Autocast and the forward of a pipeline stay outside of what is compiled, too.
+        outer: ReplacedForward | None = None
+        forward = part.__dict__.get("forward")
+        while isinstance(forward, ReplacedForward):
+            outer, forward = forward, forward.replaced
+        compiled = _CompiledForward(part, forward, plugin.to_kwargs())
+        if outer is None:
+            part.__dict__["forward"] = compiled
+        else:
+            outer.replaced = compiled
 
 
 def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
@@ -143,6 +228,10 @@ def _with_compiled_parts(module: Module, compile_kwargs: dict[str, Any]) -> Modu
     """A module that shares everything with another but its children, which are compiled."""
     new = copy.copy(module)
     new.__dict__["_modules"] = dict(module._modules)
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, ReplacedForward):
+        # That of the copy must call the children of the copy.
+        new.__dict__["forward"] = forward.moved_to(new)
     for name, child in module.named_children():
         if _is_repeated_blocks(child):
             blocks = (torch.compile(block, **compile_kwargs) for block in child.children())
@@ -164,9 +253,7 @@ def compile_regions_in_place(module: Module, **compile_kwargs: Any) -> Module:
         module: is changed, and returned; it is compiled as a whole where nothing is repeated.
         **compile_kwargs: as of ``torch.compile``.
     """
-    repeated = [child for child in module.modules() if _is_repeated_blocks(child)]
-    blocks = [block for each in repeated for block in each.children()] or [module]
-    for block in blocks:
+    for block in _repeated_blocks(module) or [module]:
         block.compile(**compile_kwargs)
     return module
 
@@ -190,6 +277,11 @@ def _is_repeated_blocks(module: Module) -> bool:
         and len(module) > 1
         and len({type(block) for block in module}) == 1
     )
+
+
+def _repeated_blocks(module: Module) -> list[Module]:
+    repeated = [child for child in module.modules() if _is_repeated_blocks(child)]
+    return [block for each in repeated for block in each.children()]
 
 
 def _has_repeated_blocks(module: Module) -> bool:

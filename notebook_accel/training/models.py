@@ -44,6 +44,16 @@ class ReplacedForward:
         else:
             self.module.__dict__["forward"] = self.replaced
 
+    def moved_to(self, module: Module) -> ReplacedForward:
+        """The same for another module, a shallow copy of this one."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new.module = module
+        if isinstance(self.replaced, ReplacedForward):
+            new.replaced = self.replaced.moved_to(module)
+        new.__wrapped__ = new.plain  # type: ignore[attr-defined]
+        return new
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedForward:
         # Not copy.copy: it goes through `__reduce__`, which may give another forward.
         new = object.__new__(type(self))

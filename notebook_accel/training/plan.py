@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import topology
 from notebook_accel.training.accumulation import Accumulation, resolve_plugin
+from notebook_accel.training.compiling import resolve_dynamo
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.fsdp_plugin import resolve_fsdp
 from notebook_accel.training.notices import notice_once
@@ -32,13 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "make_plan", "refuse_unbuilt", "resolve_loaders", "resolve_project"]
 
 _DEEPSPEED = "DeepSpeed is not there yet; prepare() trains with DDP over the ranks"
-_DYNAMO = "prepare() does not compile; pass it torch.compile(model)"
 # Arguments of Hugging Face's Accelerator that nothing here answers to yet, and what there is.
 _UNBUILT = {
     "deepspeed_plugin": _DEEPSPEED,
     "deepspeed_plugins": _DEEPSPEED,
-    "dynamo_backend": _DYNAMO,
-    "dynamo_plugin": _DYNAMO,
     "megatron_lm_plugin": "Megatron-LM is not there; prepare() trains with DDP over the ranks",
     "torch_tp_plugin": "pass parallelism_config=ParallelismConfig(tp_size=...) instead",
 }
@@ -69,6 +67,8 @@ def make_plan(
     handlers: Iterable[KwargsHandler],
     fsdp: Any,
     parallelism: Any,
+    dynamo: Any,
+    dynamo_backend: Any,
     loaders: DataLoaderConfiguration,
     device_placement: bool,
     step_scheduler_with_optimizer: bool,
@@ -91,6 +91,7 @@ def make_plan(
         )
     sharding = resolve_fsdp(fsdp)
     sizes = resolve_parallelism(parallelism)
+    compiling = resolve_dynamo(dynamo, dynamo_backend)
     num_ranks, num_local_ranks = topology.count_ranks()
     if sizes is not None or sharding is not None:
         fit_sizes(sizes, sharding, num_processes=num_ranks, local_num_processes=num_local_ranks)
@@ -113,6 +114,7 @@ def make_plan(
                 handlers=checked,
                 fsdp=sharding,
                 parallelism=sizes,
+                dynamo=compiling,
             )
         ),
         precision=precision,

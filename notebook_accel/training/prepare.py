@@ -14,6 +14,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training import devices
 from notebook_accel.training.data import prepare_data_loader
 from notebook_accel.training.models import strip_forward, uncompiled
+from notebook_accel.training.notices import notice_once
 from notebook_accel.training.optimizer import AcceleratedOptimizer, UnpreparedWatch, owners
 from notebook_accel.training.scheduler import AcceleratedScheduler
 from notebook_accel.training.strategies import ModelToPrepare, PrepareCall, unwrap
@@ -132,7 +133,7 @@ class Preparation:
 
     def _known_model(self, model: Module, *, training: bool) -> Module | None:
         """What stands for a model that was prepared before, or that somebody has wrapped."""
-        inner = unwrap(model)
+        inner = extract_model_from_parallel(model)
         if inner is not model:
             return self._take_wrapped(model, inner)
         for known in self.models:
@@ -143,6 +144,13 @@ class Preparation:
     def _take_wrapped(self, model: Module, inner: Module) -> Module:
         """A model that is wrapped already, by us or by the user, keeps its wrapper."""
         if not any(known.wrapped is model for known in self.models):
+            if self.plan.topology.num_processes > 1 and isinstance(model, torch.nn.DataParallel):
+                notice_once(
+                    "DataParallel",
+                    "a DataParallel model is taken as it is: it uses the devices of one process, "
+                    f"so each of the {self.plan.topology.num_processes} ranks trains a model of "
+                    "its own; give prepare() the model inside to train one on all of them",
+                )
             self.plan.precision.wrap(inner)
             self._keep(PreparedModel(inner, model, True))
         return model
@@ -269,11 +277,13 @@ def extract_model_from_parallel(
         model: as ``prepare`` gave it.
         keep_fp32_wrapper: leave its forward in the mixed precision; False gives it back the
             forward that it had, for good.
-        keep_torch_compile: leave a model that was compiled before ``prepare`` compiled.
+        keep_torch_compile: leave it compiled, by ``prepare`` or before; False gives the model
+            that was compiled. One that was spread over ranks is compiled where it is, and stays so.
     """
     inner = unwrap(model)
     if not keep_torch_compile or unwrap(uncompiled(inner)) is not uncompiled(inner):
         inner = unwrap(uncompiled(inner))
     if not keep_fp32_wrapper:
+        strip_forward(uncompiled(inner))
         strip_forward(inner)
     return inner

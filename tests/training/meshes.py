@@ -154,6 +154,7 @@ def train(mesh: str | None, case: dict[str, Any]) -> dict[str, Any]:
         mesh,
         gradient_accumulation_steps=case.get("accumulate", 1),
         mixed_precision=case.get("precision"),
+        **case.get("settings", {}),
     )
     model, optimizer = make(case)
     loader = DataLoader(data(case.get("samples", 16)), batch_size=2)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import shutil
+from typing import TYPE_CHECKING, Any
+
 import pytest
 import torch
 from accelerate.utils import TorchDynamoPlugin as PeerPlugin
 from accelerate.utils import compile_regions as peer_compile_regions
 from torch import nn
 
+from notebook_accel import Accelerator
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.compiling import (
     DynamoBackend,
     TorchDynamoPlugin,
+    compile_in_place,
     compile_model,
     compile_regions,
     compile_regions_in_place,
@@ -19,6 +26,15 @@ from notebook_accel.training.compiling import (
     is_compiled_module,
 )
 from notebook_accel.training.models import uncompiled
+from tests.training.harness import run_ranks
+from tests.training.meshes import FLOAT_ERROR, MESHES, train, twin
+from tests.training.single import fresh_rank  # noqa: F401
+from tests.training.test_pipeline import CASES as PIPELINE_CASES
+from tests.training.test_pipeline import train as train_pipeline
+from tests.training.test_pipeline import twin as twin_of_pipeline
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Layered(nn.Module):
@@ -94,3 +110,135 @@ def test_a_plugin_reads_the_environment_as_accelerate_does(monkeypatch: pytest.M
     assert [member.name for member in DynamoBackend] == [
         m.name for m in PeerPlugin().backend.__class__
     ]
+
+
+REGIONS = TorchDynamoPlugin(backend=DynamoBackend.EAGER, use_regional_compilation=True)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("regions", [False, True])
+def test_prepare_compiles(precision: str, regions: bool, tmp_path: Path) -> None:
+    asked: Any = {"dynamo_plugin": REGIONS} if regions else {"dynamo_backend": "eager"}
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, **asked)
+    torch.manual_seed(2)
+    model, x = Layered(), torch.tensor([1, 2])
+    plain = copy.deepcopy(model)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    assert is_compiled_module(prepared) is not regions
+    assert has_compiled_regions(prepared)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with accelerator.autocast():
+        expected = plain(x)
+    torch.testing.assert_close(prepared(x), expected.float(), atol=1e-6, rtol=0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    accelerator.backward(prepared(x).sum())
+    optimizer.step()
+    assert not torch.equal(model.head[0].weight, plain.head[0].weight)
+
+    assert has_compiled_regions(accelerator.unwrap_model(prepared))
+    assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
+    assert list(accelerator.get_state_dict(prepared)) == list(plain.state_dict())
+    accelerator.save_state(tmp_path)
+    kept = model.embed.weight.detach().clone()
+    with torch.no_grad():
+        model.embed.weight.zero_()
+    accelerator.load_state(tmp_path)
+    assert torch.equal(model.embed.weight, kept)
+    inside = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False, keep_torch_compile=False)
+    assert "forward" not in vars(inside)
+
+
+def test_prepare_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
+    assert is_compiled_module(Accelerator(cpu=True).prepare(Layered()))
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
+    assert type(Accelerator(cpu=True).prepare(Layered())) is Layered
+
+
+def test_what_is_compiled_already_is_left_alone() -> None:
+    mine = torch.compile(Layered(), backend="eager")
+    assert Accelerator(cpu=True, dynamo_backend="eager").prepare(mine) is mine
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="dynamo_plugin and dynamo_backend='eager'"):
+        Accelerator(cpu=True, dynamo_plugin=REGIONS, dynamo_backend="eager")
+    with pytest.raises(ConfigError, match="is a str: expected a TorchDynamoPlugin"):
+        Accelerator(cpu=True, dynamo_plugin="eager")  # type: ignore[arg-type]
+
+
+SPREAD: dict[str, tuple[str | None, TorchDynamoPlugin]] = {
+    "replicas": (None, TorchDynamoPlugin(backend=DynamoBackend.EAGER)),
+    "fsdp": ("fsdp", TorchDynamoPlugin(backend=DynamoBackend.EAGER)),
+    "fsdp, forward twice": ("fsdp, forward twice", REGIONS),
+    "tensor": ("tensor", TorchDynamoPlugin(backend=DynamoBackend.AOT_EAGER)),
+    "fsdp x tensor": ("fsdp x tensor", REGIONS),
+}
+
+
+def train_compiled(names: list[str]) -> dict[str, Any]:
+    results = {}
+    for name in names:
+        torch._dynamo.utils.counters.clear()
+        mesh, plugin = SPREAD[name]
+        results[name] = train(mesh, {"settings": {"dynamo_plugin": plugin}, "accumulate": 2})
+        results[name]["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        torch.compiler.reset()
+    return results
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_compiled_model_that_is_spread_equals_one_process(ranks: int) -> None:
+    names = [
+        name for name, (mesh, _) in SPREAD.items() if (MESHES[mesh][0] if mesh else 2) == ranks
+    ]
+    results = run_ranks(train_compiled, ranks, names, timeout=180)
+    for name in names:
+        mesh = SPREAD[name][0]
+        shares = MESHES[mesh][1] if mesh else 2
+        expected = twin(shares, {"accumulate": 2})
+        error = FLOAT_ERROR * (2 * 16 // shares)
+        for result in results:
+            ours = result[name]
+            assert ours["graphs"] > 0, name
+            assert ours["losses"] == pytest.approx(expected["losses"], abs=error), name
+            assert ours["weights"].keys() == expected["weights"].keys()
+            for key, value in expected["weights"].items():
+                torch.testing.assert_close(ours["weights"][key], value, atol=error, rtol=0)
+
+
+def train_compiled_stages(pipeline: str) -> tuple[dict[str, Any], int]:
+    case = {**PIPELINE_CASES["decoder"], "settings": {"dynamo_backend": "eager"}}
+    result = train_pipeline(pipeline, case)
+    return result, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_the_blocks_of_a_pipeline_are_compiled() -> None:
+    expected = twin_of_pipeline(1, PIPELINE_CASES["decoder"])
+    for result, graphs in run_ranks(train_compiled_stages, 2, "1F1B", timeout=180):
+        assert graphs > 0
+        assert result["losses"] == pytest.approx(expected["losses"], abs=16 * FLOAT_ERROR)
+
+
+def test_a_model_compiled_in_place_is_copied_and_pickled() -> None:
+    model, x = Layered(), torch.tensor([1, 2])
+    expected = model(x)
+    compile_in_place(model, REGIONS)
+    assert list(model.state_dict()) == list(Layered().state_dict())
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.body["layers"][0].weight.zero_()  # type: ignore[index, operator, union-attr]
+    assert torch.equal(model(x), expected)
+    assert not torch.equal(other(x), expected)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert torch.equal(loaded(x), expected)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_builds_what_prepare_compiles() -> None:
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2)
+    prepared = Accelerator(cpu=True, dynamo_backend="inductor").prepare(model)
+    with torch.no_grad():
+        torch.testing.assert_close(prepared(x), model(x))

@@ -85,7 +85,9 @@ def train(pipeline: str, case: dict[str, Any]) -> dict[str, Any]:
     window = GradientAccumulationPlugin(
         num_steps=case.get("accumulate", 1), sync_each_batch=case.get("each", False)
     )
-    accelerator = accelerator_for(pipeline, gradient_accumulation_plugin=window)
+    accelerator = accelerator_for(
+        pipeline, gradient_accumulation_plugin=window, **case.get("settings", {})
+    )
     model, optimizer = make(case)
     loader: Any = DataLoader(data(case.get("samples", 16)), batch_size=BATCH)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from notebook_accel.training import topology
+from notebook_accel.training.compiling import compile_model
 from notebook_accel.training.data_group import DataGroup
 from notebook_accel.training.strategies.request import call_model
 
@@ -41,7 +42,7 @@ class Strategy:
         distributed_type: what ``accelerator.distributed_type`` says; None for the topology's.
         saves_shards: whether each rank writes its part of a checkpoint's weights.
         topology: where this rank stands; precision: in which numbers models compute; handlers:
-            the ``kwargs_handlers`` of the user.
+            the ``kwargs_handlers`` of the user; dynamo: how models are compiled.
         scaling: the loss scaling that this package does; None where none is needed, or where
             the strategy's library does it.
         mesh: the ranks, arranged by the kinds of parallelism; None where they are just a row.
@@ -58,6 +59,7 @@ class Strategy:
         self.topology = request.topology
         self.precision = request.precision
         self.handlers = request.handlers
+        self.dynamo = request.dynamo
         self.scaling = request.precision.scaling
         self.data_group = DataGroup.of_all_ranks(
             self.topology.num_processes, self.topology.process_index
@@ -76,6 +78,10 @@ class Strategy:
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
         """One model as it is to be called, its precision aside."""
+        return compile_model(self.place(given), self.dynamo)
+
+    def place(self, given: ModelToPrepare) -> Module:
+        """One model on the device where it computes."""
         return given.model if given.device is None else given.model.to(given.device)
 
     def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -14,10 +13,10 @@ from notebook_accel.training.settings import (
     DistributedDataParallelKwargs,
     pick_handler,
 )
-from notebook_accel.training.strategies.base import Strategy
+from notebook_accel.training.strategies.given import TakesSpreadModels, has_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch.nn import Module
 
@@ -38,13 +37,14 @@ _WRAPPERS: dict[DDPCommunicationHookType, Callable[..., Any]] = {
 _WITH_STATE = {DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD}
 
 
-class DataParallel(Strategy):
+class DataParallel(TakesSpreadModels):
     """Torch's ``DistributedDataParallel``."""
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
         model = super().prepare_model(given)
         # Torch refuses to wrap a model that has nothing to exchange.
-        if not given.training or not any(weight.requires_grad for weight in model.parameters()):
+        trains = given.training and any(weight.requires_grad for weight in model.parameters())
+        if not trains or has_parts(model.parameters()):
             return model
         options = pick_handler(self.handlers, DistributedDataParallelKwargs)
         wrapped = DistributedDataParallel(
@@ -54,24 +54,6 @@ class DataParallel(Strategy):
         )
         _register_hook(wrapped, options)
         return wrapped
-
-    def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
-        if not isinstance(model, DistributedDataParallel):
-            return super().gradient_sync(model, enabled)
-        return _resumed(model) if enabled else model.no_sync()
-
-
-@contextmanager
-def _resumed(model: DistributedDataParallel) -> Iterator[None]:
-    """Exchange gradients in the next backward although its forward ran without."""
-    before = model.require_backward_grad_sync, model.require_forward_param_sync
-    model.require_backward_grad_sync = model.require_forward_param_sync = True
-    # The forward under no_sync left the reducer unprepared for an exchange.
-    model.reducer.prepare_for_backward([])
-    try:
-        yield
-    finally:
-        model.require_backward_grad_sync, model.require_forward_param_sync = before
 
 
 def _register_hook(model: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:

@@ -25,10 +25,13 @@ __all__ = [
     "AgreeingScaler",
     "accept_whole_weights",
     "by_mesh",
+    "clip_grad_norm",
     "like",
+    "load_optimizer_state",
     "make_whole",
     "remap",
     "step_one_by_one_where_mixed",
+    "whole_state_dict",
     "with_parts",
 ]
 
@@ -41,6 +44,61 @@ def make_whole(values: Any, *, to_cpu: bool = False) -> Any:
         return whole.cpu() if to_cpu else whole
 
     return recursively_apply(join, values, test_type=lambda value: isinstance(value, DTensor))
+
+
+def whole_state_dict(model: Module, *, keeps: bool = True, to_cpu: bool = False) -> dict[str, Any]:
+    """The whole weights and buffers of a model in parts; all ranks call it.
+
+    Args:
+        model: without wrapper.
+        keeps: whether this rank gets them, or takes part and gets an empty dictionary.
+        to_cpu: whether they are put on the host.
+    """
+    joined: dict[int, Any] = {}  # by identity: tied names share their whole weight, too
+    whole: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in joined:
+            # One after the other, so that whole weights lie side by side only where they are
+            # kept; and all ranks join the same ones, whether they keep them or not.
+            made = make_whole(value, to_cpu=to_cpu)
+            made = made.detach() if torch.is_tensor(made) else made
+            joined[id(value)] = made if keeps else None
+        if keeps:
+            whole[name] = joined[id(value)]
+    return whole
+
+
+def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Put a whole state into an optimizer of weights in parts."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    own = {index: with_parts(values, weights[index]) for index, values in state["state"].items()}
+    optimizer.load_state_dict({**state, "state": own})
+    step_one_by_one_where_mixed(optimizer)
+
+
+def clip_grad_norm(
+    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """Clip the gradients of weights in parts, on whatever meshes, to a norm over all of them.
+
+    Returns:
+        the norm before, whole, on ``device`` where there is no gradient at all.
+    """
+    weights = [weight for weight in parameters if weight.grad is not None]
+    groups = by_mesh(weights)
+    # The norm of norms is the norm of all, for every p; one group can be taken together.
+    norms = [
+        make_whole(
+            torch.nn.utils.get_total_norm([weight.grad for weight in group], norm_type)  # type: ignore[misc]
+        )
+        for group in groups
+    ]
+    if not norms:
+        return torch.zeros((), device=device)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    for group in groups:
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
 
 
 def like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

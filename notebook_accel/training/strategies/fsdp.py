@@ -8,7 +8,6 @@ is left belongs to the model itself and is gathered as one.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,19 +16,19 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
     from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 
-__all__ = ["checkpoint_activations", "choose_modules", "shard", "without_reduction"]
+__all__ = ["checkpoint_activations", "choose_modules", "shard"]
 
 
 def choose_modules(model: Module, plugin: FullyShardedDataParallelPlugin) -> list[Module]:
@@ -130,13 +129,3 @@ def shard(
         # "mat1 and mat2 must have the same dtype".
         fully_shard(part, mp_policy=replace(inside, output_dtype=None), **options)
     fully_shard(model, mp_policy=inside, **options)
-
-
-@contextmanager
-def without_reduction(model: FSDPModule) -> Iterator[None]:
-    """A block in which backward adds up whole gradients and exchanges none."""
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)

@@ -18,19 +18,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from notebook_accel.training.data_group import DataGroup
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.parallelism import fit_sizes
 from notebook_accel.training.settings import DistributedType
-from notebook_accel.training.strategies import dtensors, fsdp, recipe
-from notebook_accel.training.strategies.base import Strategy
+from notebook_accel.training.strategies import dtensors, recipe
+from notebook_accel.training.strategies.given import TakesSpreadModels, has_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from contextlib import AbstractContextManager
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["MeshParallel"]
 
 
-class MeshParallel(Strategy):
+class MeshParallel(TakesSpreadModels):
     """Weights in parts: torch's ``fully_shard`` and tensor parallelism over one mesh.
 
     Attributes:
@@ -77,7 +75,7 @@ class MeshParallel(Strategy):
         return models, optimizers
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
-        if not given.training:
+        if not given.training or has_parts(given.model.parameters()):
             return super().prepare_model(given)
         assert self.mesh is not None
         model = given.model
@@ -89,12 +87,13 @@ class MeshParallel(Strategy):
             if weight is not None
         ]
         if not any(weight.is_meta for _, _, weight in before):
-            model = super().prepare_model(given)
+            model = self.place(given)
         recipe.spread(
             model,
             self.mesh,
             parallelism=self.parallelism,
             plugin=self.plugin,
+            dynamo=self.dynamo,
             dtype=self.precision.dtype,
             device=self.topology.device,
         )
@@ -104,67 +103,20 @@ class MeshParallel(Strategy):
                 self._replaced[weight] = new
         return model
 
-    def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
-        if enabled or not isinstance(model, FSDPModule):
-            return super().gradient_sync(model, enabled)
-        return fsdp.without_reduction(model)
-
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        weights = [weight for weight in parameters if weight.grad is not None]
-        groups = dtensors.by_mesh(weights)
-        # The norm of norms is the norm of all, for every p; one group can be taken together.
-        norms = [
-            dtensors.make_whole(
-                torch.nn.utils.get_total_norm([weight.grad for weight in group], norm_type)  # type: ignore[misc]
-            )
-            for group in groups
-        ]
-        if not norms:
-            return torch.zeros((), device=self.topology.device)
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        for group in groups:
-            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
-        return total
-
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        for group in dtensors.by_mesh(parameters):
-            super().clip_grad_value(group, clip_value)
+        return dtensors.clip_grad_norm(parameters, max_norm, norm_type, self.topology.device)
 
     def state_dict(self, model: Module, *, full: bool) -> dict[str, Any]:
         if not full:
             return model.state_dict()
         config = self.plugin.state_dict_config
-        keeps = not getattr(config, "rank0_only", False) or self.topology.process_index == 0
-        to_cpu = getattr(config, "offload_to_cpu", False)
-        joined: dict[int, Any] = {}  # by identity: tied names share their whole weight, too
-        whole: dict[str, Any] = {}
-        for name, value in model.state_dict(keep_vars=True).items():
-            if id(value) not in joined:
-                # One after the other, so that whole weights lie side by side only where they are
-                # kept; and all ranks join the same ones, whether they keep them or not.
-                made = dtensors.make_whole(value, to_cpu=to_cpu)
-                made = made.detach() if torch.is_tensor(made) else made
-                joined[id(value)] = made if keeps else None
-            if keeps:
-                whole[name] = joined[id(value)]
-        return whole
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return dtensors.make_whole(optimizer.state_dict(), to_cpu=True)  # type: ignore[no-any-return]
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        own = {
-            index: dtensors.with_parts(values, weights[index])
-            for index, values in state["state"].items()
-        }
-        optimizer.load_state_dict({**state, "state": own})
-        dtensors.step_one_by_one_where_mixed(optimizer)
-
-    def make_whole(self, values: Any) -> Any:
-        return dtensors.make_whole(values)
+        return dtensors.whole_state_dict(
+            model,
+            keeps=not getattr(config, "rank0_only", False) or self.topology.process_index == 0,
+            to_cpu=getattr(config, "offload_to_cpu", False),
+        )
 
 
 def _make_mesh(parallelism: ParallelismConfig, here: Topology) -> DeviceMesh:

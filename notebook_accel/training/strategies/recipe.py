@@ -1,13 +1,15 @@
 """The recipe: how one model is spread over the mesh, step by step, in the order that must be kept.
 
 The order is torchtitan's (pipeline, tensor, activation checkpointing, compile, then data). Each
-step works on what the one before has left; there is no compiling yet:
+step works on what the one before has left:
 
 1. all ranks start from the same weights;
 2. pipeline: each rank keeps the blocks of its stages, so that all that follows sees those alone;
 3. tensor: the layers of the plan are divided over the ranks that compute them together;
 4. activation checkpointing: around whole blocks, so that it sees divided layers, not the reverse;
-5. data: what is left is sharded over the ranks that read different samples, outermost. Replicas of
+5. compile: the forwards of what is computed here, recomputing included; a pipeline's, block by
+   block, since what goes from stage to stage is no graph;
+6. data: what is left is sharded over the ranks that read different samples, outermost. Replicas of
    a pipeline shard nothing: they average gradients after the batch.
 """
 
@@ -18,12 +20,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from notebook_accel.training import collectives
+from notebook_accel.training.compiling import compile_in_place
 from notebook_accel.training.strategies import dtensors, fsdp, tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
+    from notebook_accel.training.compiling import TorchDynamoPlugin
     from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.parallelism import ParallelismConfig
 
@@ -36,6 +40,7 @@ def spread(
     *,
     parallelism: ParallelismConfig,
     plugin: FullyShardedDataParallelPlugin,
+    dynamo: TorchDynamoPlugin,
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> None:
@@ -46,22 +51,25 @@ def spread(
         mesh: the ranks; it has the dimensions of ``parallelism`` that are in use.
         parallelism: how many ranks each kind of parallelism has, and its settings.
         plugin: how weights are sharded.
+        dynamo: how the model is compiled.
         dtype: the type that the model computes in; None for that of its weights.
         device: where this rank computes.
     """
     dimensions = mesh.mesh_dim_names or ()
     if plugin.sync_module_states:
         start_alike(model, device, plugin)
+    own_blocks: list[Module] = []
     if "pp" in dimensions:
         # Imported here: torch's pipelines take seconds, for those who use them alone.
         from notebook_accel.training.strategies import stages
 
-        stages.cut(model, mesh["pp"], parallelism, device)
+        own_blocks = stages.cut(model, mesh["pp"], parallelism, device)
     if "tp" in dimensions:
         tensor.divide_layers(model, mesh["tp"], parallelism.tp_plan)
     chosen = fsdp.choose_modules(model, plugin)
     if plugin.activation_checkpointing:
         chosen = fsdp.checkpoint_activations(model, chosen, plugin)
+    compile_in_place(model, dynamo, own_blocks)
     data = tuple(name for name in ("dp_replicate", "dp_shard") if name in dimensions)
     if data and "pp" not in dimensions:
         # One dimension shards; of two, the first replicates what the second shards.

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.training.compiling import TorchDynamoPlugin
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -31,6 +33,7 @@ class Request:
     handlers: Sequence[KwargsHandler] = ()
     fsdp: FullyShardedDataParallelPlugin | None = None
     parallelism: ParallelismConfig | None = None
+    dynamo: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
 
 
 @dataclass

@@ -1,11 +1,11 @@
-"""One device: every method has the meaning that the base class gives it."""
+"""One device: every method has the meaning that the base classes give it."""
 
 from __future__ import annotations
 
-from notebook_accel.training.strategies.base import Strategy
+from notebook_accel.training.strategies.given import TakesSpreadModels
 
 __all__ = ["SingleDevice"]
 
 
-class SingleDevice(Strategy):
-    """Nothing is spread: one process has everything."""
+class SingleDevice(TakesSpreadModels):
+    """Nothing is spread by ``prepare``: one process has everything."""

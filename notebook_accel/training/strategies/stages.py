@@ -65,7 +65,7 @@ PLAIN_LOOP = (
 
 def cut(
     model: nn.Module, mesh: DeviceMesh, parallelism: ParallelismConfig, device: torch.device
-) -> None:
+) -> list[nn.Module]:
     """Cut a model into stages, in place: this rank keeps its blocks, and what is outside of them.
 
     Args:
@@ -73,6 +73,9 @@ def cut(
         mesh: the ranks of one pipeline, one dimension.
         parallelism: the schedule, and the number of micro-batches.
         device: where this rank computes.
+
+    Returns:
+        the blocks that this rank keeps.
 
     Raises:
         ConfigError: the model has not enough blocks, or two stages share a weight.
@@ -108,6 +111,7 @@ def cut(
     pipeline.shared_weights = list(outside.values())
     pipeline.own_weights = [part for part in model.parameters() if id(part) not in outside]
     model.__dict__["forward"] = _PipelinedForward(model, pipeline)
+    return [block for index, (_, block) in enumerate(parts) if index in kept]
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:

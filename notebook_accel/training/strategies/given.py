@@ -1,0 +1,142 @@
+"""Models that are spread already: wrapped in DDP, or with weights in parts, by whoever.
+
+A user may hand ``prepare`` a ``DistributedDataParallel``, a ``DataParallel`` or a model on which
+``fully_shard`` or ``parallelize_module`` was called. It is taken as it is, under every strategy:
+what torch has to be told for a window, a norm or a checkpoint depends on the model, and not on who
+spread it. So a strategy that spreads models itself needs no second way to do it.
+
+Torch's ``DTensor`` is looked up, never imported, for ranks that use none: importing it costs a
+second.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from notebook_accel.training.models import uncompiled
+from notebook_accel.training.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import torch
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from notebook_accel.training.strategies.request import ModelToPrepare, Request
+
+__all__ = ["TakesSpreadModels", "has_parts"]
+
+
+def has_parts(tensors: Iterable[Any]) -> bool:
+    """Whether this rank has only a part of one of the tensors."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and any(isinstance(value, loaded.DTensor) for value in tensors)
+
+
+class TakesSpreadModels(Strategy):
+    """What a strategy does with models that are spread over the ranks already."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self._was_given_parts = False
+
+    @property
+    def saves_together(self) -> bool:
+        return super().saves_together or self._was_given_parts
+
+    def prepare_model(self, given: ModelToPrepare) -> Module:
+        if has_parts(given.model.parameters()):
+            from notebook_accel.training.strategies import dtensors
+
+            self._was_given_parts = True
+            dtensors.accept_whole_weights(given.model)
+            return given.model
+        return super().prepare_model(given)
+
+    def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
+        inner = uncompiled(model)
+        if isinstance(inner, DistributedDataParallel):
+            return _resumed(inner) if enabled else inner.no_sync()
+        if not enabled and hasattr(inner, "set_requires_gradient_sync"):  # after fully_shard
+            return _without_reduction(inner)
+        return super().gradient_sync(model, enabled)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        weights = list(parameters)
+        if not has_parts(weights):
+            return super().clip_grad_norm(weights, max_norm, norm_type)
+        from notebook_accel.training.strategies import dtensors
+
+        return dtensors.clip_grad_norm(weights, max_norm, norm_type, self.topology.device)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        weights = list(parameters)
+        if not has_parts(weights):
+            return super().clip_grad_value(weights, clip_value)
+        from notebook_accel.training.strategies import dtensors
+
+        for group in dtensors.by_mesh(weights):
+            super().clip_grad_value(group, clip_value)
+        return None
+
+    def state_dict(self, model: Module, *, full: bool) -> dict[str, Any]:
+        if not full or not has_parts(model.parameters()):
+            return super().state_dict(model, full=full)
+        from notebook_accel.training.strategies import dtensors
+
+        return dtensors.whole_state_dict(model)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not has_parts(_weights_of(optimizer)):
+            return super().optimizer_state(optimizer)
+        from notebook_accel.training.strategies import dtensors
+
+        return dtensors.make_whole(optimizer.state_dict(), to_cpu=True)  # type: ignore[no-any-return]
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if not has_parts(_weights_of(optimizer)):
+            return super().load_optimizer_state(optimizer, state)
+        from notebook_accel.training.strategies import dtensors
+
+        return dtensors.load_optimizer_state(optimizer, state)
+
+    def make_whole(self, values: Any) -> Any:
+        if not self.saves_together:
+            return values
+        from notebook_accel.training.strategies import dtensors
+
+        return dtensors.make_whole(values)
+
+
+def _weights_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (weight for group in optimizer.param_groups for weight in group["params"])
+
+
+@contextmanager
+def _resumed(model: DistributedDataParallel) -> Iterator[None]:
+    """Exchange gradients in the next backward although its forward ran without."""
+    before = model.require_backward_grad_sync, model.require_forward_param_sync
+    model.require_backward_grad_sync = model.require_forward_param_sync = True
+    # The forward under no_sync left the reducer unprepared for an exchange.
+    model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+
+@contextmanager
+def _without_reduction(model: Any) -> Iterator[None]:
+    """A block in which backward adds up whole gradients and exchanges none."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)

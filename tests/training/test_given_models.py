@@ -1,0 +1,153 @@
+"""Models that the user has spread over the ranks: ``prepare`` takes them as they are.
+
+The loop, its cases and its tolerances are those of ``meshes``; the twin is plain torch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from notebook_accel import Accelerator
+from tests.training.harness import run_ranks
+from tests.training.meshes import FLOAT_ERROR, Block, Tiny, blocks, data, loss_of, make, twin
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CASE: dict[str, Any] = {"accumulate": 2, "clip": 0.05}
+
+
+def fully_sharded(model: Tiny) -> Tiny:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
+
+
+# What the user did, and what is asked of the Accelerator.
+GIVEN: dict[str, tuple[Any, Any]] = {
+    "DDP": (DistributedDataParallel, dict),
+    "DDP, compiled": (
+        lambda model: torch.compile(DistributedDataParallel(model), backend="eager"),
+        dict,
+    ),
+    "fully_shard": (fully_sharded, dict),
+    "fully_shard, FSDP plugin": (fully_sharded, lambda: {"fsdp_plugin": blocks()}),
+    "DDP, FSDP plugin": (DistributedDataParallel, lambda: {"fsdp_plugin": blocks()}),
+}
+
+
+def train_and_go_on(folder: str) -> dict[str, Any]:
+    return {name: train(name, f"{folder}/{number}") for number, name in enumerate(GIVEN)}
+
+
+def train(name: str, folder: str) -> dict[str, Any]:
+    """Two epochs with a checkpoint between; then the second anew, from the checkpoint."""
+    wrap, asked = GIVEN[name]
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **asked())
+    model, _ = make(CASE)
+    mine = wrap(model)
+    optimizer: Any = torch.optim.AdamW(mine.parameters(), lr=1e-2)
+    loader: Any = torch.utils.data.DataLoader(data(16), batch_size=2)
+    prepared, optimizer, loader = accelerator.prepare(mine, optimizer, loader)
+    seen: dict[str, Any] = {"same": prepared is mine, "norms": []}
+    losses = epoch(accelerator, prepared, optimizer, loader, seen)
+    accelerator.save_state(folder)
+    losses += epoch(accelerator, prepared, optimizer, loader, seen)
+    state = accelerator.get_state_dict(prepared)
+    seen["weights"] = {key: value.tolist() for key, value in state.items()}
+    seen["inside"] = type(accelerator.unwrap_model(prepared)).__name__
+    accelerator.load_state(folder)
+    seen["again"] = epoch(accelerator, prepared, optimizer, loader, seen)
+    return {**seen, "losses": losses}
+
+
+def epoch(
+    accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, seen: dict[str, Any]
+) -> list[float]:
+    losses = []
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            loss = loss_of(model(inputs), targets)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                seen["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), 0.05)))
+            else:
+                seen["waits"] = waits(accelerator, model)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    return losses
+
+
+def waits(accelerator: Accelerator, model: Any) -> bool:
+    """Whether the gradients of this rank are its own still."""
+    gradient = next(accelerator.unwrap_model(model).parameters()).grad
+    if gradient is None:
+        return True  # fully_shard keeps what is not exchanged elsewhere
+    both = accelerator.gather(gradient.flatten()[None])
+    return not torch.equal(both[0], both[1])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(train_and_go_on, 2, str(tmp_path_factory.mktemp("given")))
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_model_that_is_spread_trains_as_it_is(name: str, trained: list[dict[str, Any]]) -> None:
+    expected = twin(2, CASE)
+    error = 20 * FLOAT_ERROR
+    for result in trained:
+        ours = result[name]
+        assert ours["same"]
+        assert ours["waits"]
+        assert ours["inside"] in ("Tiny", "FSDPTiny")
+        assert ours["losses"] == pytest.approx(expected["losses"], abs=error)
+        assert ours["norms"][: len(expected["norms"])] == pytest.approx(expected["norms"], rel=1e-5)
+        assert ours["again"] == pytest.approx(expected["losses"][4:], abs=error)
+        for key, value in expected["weights"].items():
+            torch.testing.assert_close(ours["weights"][key], value, atol=error, rtol=0)
+
+
+def test_a_data_parallel_model_of_one_process(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    mine: Any = torch.nn.DataParallel(Block())
+    optimizer: Any = torch.optim.SGD(mine.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(mine, optimizer)
+    assert model is mine
+    assert accelerator.unwrap_model(model) is mine.module
+    with accelerator.no_sync(model):
+        accelerator.backward(model(torch.arange(16.0).reshape(2, 8)).square().sum())
+    before = mine.module.up.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(before, mine.module.up.weight)
+    accelerator.save_state(tmp_path)
+    with torch.no_grad():
+        mine.module.up.weight.zero_()
+    accelerator.load_state(tmp_path)
+    assert mine.module.up.weight.any()
+    assert list(accelerator.get_state_dict(model)) == list(mine.module.state_dict())
+
+
+def several_copies() -> tuple[bool, list[str]]:
+    accelerator = Accelerator(cpu=True)
+    mine: Any = torch.nn.DataParallel(Block())
+    with warnings.catch_warnings(record=True) as seen:
+        prepared = accelerator.prepare(mine)
+    return prepared is mine, [str(warning.message) for warning in seen]
+
+
+def test_a_data_parallel_model_on_several_ranks_is_told() -> None:
+    results = run_ranks(several_copies, 2)
+    assert [is_same for is_same, _ in results] == [True, True]
+    [said] = results[0][1]
+    assert "each of the 2 ranks trains a model of its own" in said
