@@ -9,19 +9,20 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.training.scripts.parts import Points, fingerprint, gpt2, mlp, points, seeded
+from tests.training.scripts.parts import (
+    Points,
+    fingerprint,
+    gpt2,
+    mlp,
+    mlp_and_sgd,
+    points,
+    seeded,
+    step_of,
+    update,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-def step_of(accelerator: Any, model: Any, optimizer: Any, batch: Any) -> float:
-    inputs, labels = batch
-    loss = nn.functional.cross_entropy(model(inputs), labels)
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
 
 
 def train_with_resume(
@@ -83,8 +84,7 @@ def resume_in_mid_epoch(accelerate: Any, folder: Path) -> dict[str, Any]:
 def early_stopping(accelerate: Any, folder: Path) -> dict[str, Any]:
     """A rank asks all to stop by set_trigger; the loop is left in the middle."""
     accelerator = accelerate.Accelerator()
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = mlp_and_sgd()
     model, optimizer, loader = accelerator.prepare(
         model, optimizer, DataLoader(points(24), batch_size=2)
     )
@@ -138,9 +138,7 @@ def hub(accelerate: Any, folder: Path) -> dict[str, Any]:
     ids = torch.randint(1, 20, (8, 5), generator=seeded())
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(ids, batch_size=2))
     for batch in loader:
-        accelerator.backward(model(input_ids=batch, labels=batch).loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(accelerator, optimizer, model(input_ids=batch, labels=batch).loss)
     accelerator.wait_for_everyone()
     unwrapped = accelerator.unwrap_model(model)
     unwrapped.save_pretrained(
@@ -187,8 +185,7 @@ def numbered_checkpoints(accelerate: Any, folder: Path) -> dict[str, Any]:
 def no_sync(accelerate: Any, folder: Path) -> dict[str, Any]:
     """Accumulation written by hand with no_sync, and the norm clipped at its end."""
     accelerator = accelerate.Accelerator()
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = mlp_and_sgd()
     model, optimizer, loader = accelerator.prepare(
         model, optimizer, DataLoader(points(24), batch_size=2)
     )
@@ -242,9 +239,7 @@ def policy(accelerate: Any, folder: Path) -> dict[str, Any]:
                     clipped = ratio.clamp(0.8, 1.2)
                     gain = torch.min(ratio * advantages[part], clipped * advantages[part])
                     loss = -gain.mean() + 0.1 * (values - rewards[part]).square().mean()
-                    accelerator.backward(loss)
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    update(accelerator, optimizer, loss)
         stats.append(accelerator.reduce(loss.detach(), "mean").item())
     return {"stats": stats, "weights": fingerprint(model)}
 
@@ -331,17 +326,14 @@ def unused(accelerate: Any, folder: Path) -> dict[str, Any]:
     )
     for index, (inputs, labels) in enumerate(loader):
         loss = nn.functional.cross_entropy(deep(inputs, skip=index % 2 == 0), labels)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(accelerator, optimizer, loss)
     return {"weights": fingerprint(deep)}
 
 
 def half(accelerate: Any, folder: Path) -> dict[str, Any]:
     """bf16, a block of autocast for the loss, outputs in float32."""
     accelerator = accelerate.Accelerator(mixed_precision="bf16")
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = mlp_and_sgd()
     loader = DataLoader(Points(12), batch_size=3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     kinds = set()
@@ -351,9 +343,7 @@ def half(accelerate: Any, folder: Path) -> dict[str, Any]:
         with accelerator.autocast():
             kinds.add(str((outputs @ outputs.T).dtype))
             loss = nn.functional.cross_entropy(outputs, batch["labels"])
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(accelerator, optimizer, loss)
     return {"kinds": sorted(kinds), "weights": fingerprint(model)}
 
 
@@ -368,8 +358,7 @@ def memory(accelerate: Any, folder: Path) -> dict[str, Any]:
         tried.append(batch_size)
         if batch_size > 6:
             raise RuntimeError("CUDA out of memory.")
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = mlp_and_sgd()
         model, optimizer, loader = accelerator.prepare(
             model, optimizer, DataLoader(points(12), batch_size=batch_size)
         )

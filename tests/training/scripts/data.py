@@ -10,7 +10,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from tests.training.scripts.parts import Points, fingerprint, mlp, points, seeded
+from tests.training.scripts.parts import (
+    Points,
+    fingerprint,
+    mlp,
+    mlp_and_sgd,
+    points,
+    seeded,
+    step_of,
+    update,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,18 +42,13 @@ def train_on(
     """Train on a loader of pairs; every sample's label is gathered."""
     config = accelerate.DataLoaderConfiguration(**loading)
     accelerator = accelerate.Accelerator(dataloader_config=config)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = mlp_and_sgd()
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     labels_seen: list[int] = []
     losses = []
     for _epoch in range(2):
         for inputs, labels in itertools.islice(loader, steps):
-            loss = nn.functional.cross_entropy(model(inputs), labels)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(step_of(accelerator, model, optimizer, (inputs, labels)))
             labels_seen += accelerator.gather_for_metrics(labels).tolist()
     return {"losses": losses, "labels": labels_seen, "weights": fingerprint(model)}
 
@@ -115,16 +119,13 @@ def dataclasses_(accelerate: Any, folder: Path) -> dict[str, Any]:
         labels = torch.stack([s["labels"] for s in samples])
         return Batch(inputs, labels, [f"image {s['index']}" for s in samples])
 
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = mlp_and_sgd()
     loader = DataLoader(Points(12), batch_size=3, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     names: list[str] = []
     for batch in loader:
         loss = nn.functional.cross_entropy(model(batch.inputs), batch.labels)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(accelerator, optimizer, loss)
         names += accelerator.gather_for_metrics(batch.names)
     return {"names": names, "weights": fingerprint(model)}
 
@@ -155,9 +156,7 @@ def contrastive(accelerate: Any, folder: Path) -> dict[str, Any]:
         logits = left @ every.T
         wanted = torch.arange(len(left)) + start
         loss = nn.functional.cross_entropy(logits, wanted)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(accelerator, optimizer, loss)
         accuracy.append(accelerator.gather((logits.argmax(-1) == wanted).float().mean()).tolist())
     return {"accuracy": accuracy, "weights": fingerprint(model)}
 
@@ -165,8 +164,7 @@ def contrastive(accelerate: Any, folder: Path) -> dict[str, Any]:
 def two_loaders(accelerate: Any, folder: Path) -> dict[str, Any]:
     """Labelled and unlabelled data beside each other; the shorter one begins again."""
     accelerator = accelerate.Accelerator()
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = mlp_and_sgd()
     labelled, other = DataLoader(points(8), batch_size=2), DataLoader(points(20), batch_size=2)
     model, optimizer, labelled, other = accelerator.prepare(model, optimizer, labelled, other)
     iterator = iter(labelled)
@@ -181,26 +179,20 @@ def two_loaders(accelerate: Any, folder: Path) -> dict[str, Any]:
         outputs = model(torch.cat([inputs, unlabelled]))
         loss = nn.functional.cross_entropy(outputs[: len(inputs)], labels)
         loss = loss + 0.1 * outputs[len(inputs) :].softmax(-1).square().sum(-1).mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(accelerator, optimizer, loss)
     return {"begun": begun, "weights": fingerprint(model)}
 
 
 def evaluation_inside(accelerate: Any, folder: Path) -> dict[str, Any]:
     """An evaluation every few steps in the middle of an accumulated epoch."""
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = mlp_and_sgd()
     train, evaluate = DataLoader(points(20), batch_size=2), DataLoader(points(7), batch_size=2)
     model, optimizer, train, evaluate = accelerator.prepare(model, optimizer, train, evaluate)
     synced, seen = [], []
     for step, (inputs, labels) in enumerate(train):
         with accelerator.accumulate(model):
-            loss = nn.functional.cross_entropy(model(inputs), labels)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_of(accelerator, model, optimizer, (inputs, labels))
         synced.append(accelerator.sync_gradients)
         if step % 3 == 2:
             model.eval()

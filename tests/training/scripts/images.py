@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from tests.training.scripts.parts import Points, fingerprint, mlp, points, seeded
+from tests.training.scripts.parts import Points, fingerprint, mlp, points, seeded, update
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -192,9 +192,7 @@ def textual_inversion(accelerate: Any, folder: Path) -> dict[str, Any]:
     )
     before = accelerator.unwrap_model(encoder)[0].weight.data.clone()
     for batch in loader:
-        accelerator.backward(encoder(batch).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        update(accelerator, optimizer, encoder(batch).square().mean())
         keep = torch.ones(6, dtype=torch.bool)
         keep[5] = False
         with torch.no_grad():
@@ -252,9 +250,7 @@ def adapters(accelerate: Any, folder: Path) -> dict[str, Any]:
         for inputs, labels in loader:
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(inputs), labels)
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
+                update(accelerator, optimizer, loss)
             losses.append(loss.item())
         if epoch == 0:
             accelerator.save_state(str(folder / "state"))
@@ -370,9 +366,7 @@ def detection(accelerate: Any, folder: Path) -> dict[str, Any]:
             name: accelerator.reduce(value.detach(), "mean") for name, value in parts.items()
         }
         losses += [float(value) for value in reduced.values()]
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(accelerator, optimizer, loss)
     model.eval()
     results: list[Any] = []
     for _images, targets in loader:
@@ -412,9 +406,7 @@ def train_on_buckets(accelerate: Any, widths: list[int]) -> dict[str, Any]:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     shapes, seen = [], []
     for batch in loader:
-        accelerator.backward(model(batch.mean(dim=1, keepdim=True)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        update(accelerator, optimizer, model(batch.mean(dim=1, keepdim=True)).square().mean())
         shapes.append(list(batch.shape))
         seen += batch[:, 0].tolist()
     return {"shapes": shapes, "seen": seen, "weights": fingerprint(model)}

@@ -8,7 +8,19 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-__all__ = ["Points", "Sentences", "bert", "fingerprint", "gpt2", "mlp", "points", "seeded"]
+__all__ = [
+    "Points",
+    "Sentences",
+    "bert",
+    "fingerprint",
+    "gpt2",
+    "mlp",
+    "mlp_and_sgd",
+    "points",
+    "seeded",
+    "step_of",
+    "update",
+]
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -63,6 +75,26 @@ class Sentences(Dataset):
 def mlp(width: int = 4, hidden: int = 8, classes: int = 3) -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, classes))
+
+
+def mlp_and_sgd() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = mlp()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def update(accelerator: Any, optimizer: Any, loss: torch.Tensor) -> None:
+    """The three lines with which nearly every loop ends a step."""
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def step_of(accelerator: Any, model: Any, optimizer: Any, batch: Any) -> float:
+    """One step of a classifier; gives the loss."""
+    inputs, labels = batch
+    loss = nn.functional.cross_entropy(model(inputs), labels)
+    update(accelerator, optimizer, loss)
+    return float(loss.detach())
 
 
 def bert() -> nn.Module:

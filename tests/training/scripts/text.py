@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tests.training.scripts.parts import Sentences, bert, fingerprint, gpt2, seeded
+from tests.training.scripts.parts import Sentences, bert, fingerprint, gpt2, seeded, update
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,9 +114,8 @@ def summarization(accelerate: Any, folder: Path) -> dict[str, Any]:
         model, optimizer, train_dataloader, eval_dataloader
     )
     for batch in train_dataloader:
-        accelerator.backward(model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+        update(accelerator, optimizer, loss)
     texts: list[str] = []
     shapes = []
     model.eval()
@@ -198,9 +197,7 @@ def tokens_in_the_batch(accelerate: Any, folder: Path) -> dict[str, Any]:
                     reduction="sum",
                 )
                 loss = loss * accelerator.num_processes * 2 / num_items
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
+                update(accelerator, optimizer, loss)
     return {"weights": fingerprint(model)}
 
 
