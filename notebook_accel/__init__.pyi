@@ -5,7 +5,7 @@ from .errors import NotebookAccelError as NotebookAccelError
 from .errors import RunStopped as RunStopped
 from .errors import WorkerError as WorkerError
 from .launch.run import Run as Run
-from .launch.run import runs as runs
+from .launch.run_list import runs as runs
 from .notebook.launcher import notebook_launcher as notebook_launcher
 from .notebook.magics import load_ipython_extension as load_ipython_extension
 from .training.accelerator import Accelerator as Accelerator

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import time
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch import payload, preflight, wire
+from notebook_accel.launch import preflight, run_list
 from notebook_accel.launch.control import state
-from notebook_accel.launch.control.environment import num_threads_of, rank_environment
+from notebook_accel.launch.control.environment import rank_environment
 from notebook_accel.launch.control.export import script_of
 from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
+from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.terminal_text import one_line
 from notebook_accel.launch.engines import engine_named
-from notebook_accel.launch.engines.base import Job, Opening, PreparedCall, Start, begin_call
-from notebook_accel.launch.payload import notebook_state
+from notebook_accel.launch.engines.base import (
+    CallRequest,
+    NewRun,
+    StartRequest,
+    begin_call,
+    sendable,
+)
+from notebook_accel.launch.payload import pack_call
 from notebook_accel.launch.run import Run
-from notebook_accel.launch.transport.packet import pack
 from notebook_accel.launch.view import GuardedView, View
 
 if TYPE_CHECKING:
@@ -30,13 +33,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.engines.base import RankPlan
-    from notebook_accel.launch.payload import CellSource
+    from notebook_accel.launch.engines.base import Engine, RankPlan
+    from notebook_accel.launch.payload import CellSource, PackedCall
 
 __all__ = ["Session", "launch"]
 
-_WAIT_SECONDS = 0.05
 _KILL_SECONDS = 10.0
 _MAX_NAME = 60
 
@@ -75,30 +76,26 @@ def launch(
         LaunchError: the run could not start.
         WorkerError, RunStopped, TimeoutError: as ``Run.wait``, with ``block``.
     """
-    view = GuardedView(view)
-    preflight.check_wait(block=block, timeout=timeout)
-    preflight.check_call(function, args, kwargs)
-    job = Job(
-        function=function,
-        args=tuple(args),
-        kwargs=dict(kwargs or {}),
-        name=_name_of(function),
+    request = _checked_request(
+        function,
+        args,
+        kwargs,
         config=config,
-        environment=rank_environment(config),
-        sources=tuple(sources),
         view=view,
+        sources=sources,
+        block=block,
         timeout=timeout,
         imports=tuple(imports),
         advise=advise,
     )
     try:
-        run = _open(job, list(notices))
+        run = _begin_run(request, list(notices))
     except BaseException:
-        view.abandon()
+        request.view.abandon()
         raise
     if block:
         with _kept_for_its_error(run):
-            _wait(run, view)
+            run.wait_in_cell()
     return run
 
 
@@ -131,7 +128,7 @@ class Session:
             LaunchError: the ranks could not be started.
         """
         preflight.check_platform()
-        start = Start(
+        self._request = StartRequest(
             name=name,
             config=config,
             environment=rank_environment(config),
@@ -139,19 +136,17 @@ class Session:
             imports=tuple(imports),
         )
         engine = engine_named(config.engine)
-        engine.warm_up(start)
-        plan = engine.plan_ranks(start)
-        preflight.check_machine(config, plan.world_size)
-        self._start = start
+        plan = _plan(engine, self._request)
         self._folder = RunFolder.make()
         with contextlib.ExitStack() as undo:
             undo.callback(self._folder.remove)
             self._folder.make_logs(plan.world_size)
-            message = _launch_message(start, plan, run=self._folder.id)
             # An interrupt that came inside of held() is raised at its end: the ranks are there
             # then, and nobody would have the session.
             with held():
-                self._pool = engine.start(start, plan, message, log_dir=self._folder.path)
+                self._pool = engine.start_ranks(
+                    self._request, plan, run=self._folder.id, log_dir=self._folder.path
+                )
                 undo.callback(self.kill)
                 self._pool.start()
             undo.pop_all()
@@ -176,30 +171,31 @@ class Session:
             LaunchError: another call goes on, or a rank has ended; the message says what to do.
             WorkerError, RunStopped, TimeoutError: as ``Run.wait``, with ``block``.
         """
-        view = GuardedView(view)
-        preflight.check_wait(block=block, timeout=timeout)
-        preflight.check_call(function, args, kwargs)
-        self._pool.check_free()
-        job = Job(
-            function=function,
-            args=tuple(args),
-            kwargs=dict(kwargs or {}),
-            name=_name_of(function),
-            config=self._start.config,
-            environment=self._start.environment,
-            sources=tuple(sources),
+        request = _checked_request(
+            function,
+            args,
+            kwargs,
+            config=self._request.config,
             view=view,
+            sources=sources,
+            block=block,
             timeout=timeout,
+            environment=self._request.environment,
             advise=False,
         )
+        self._pool.check_free()
+        packed = _pack(request)
         world_size = len(self._pool.processes)
-        with _opening(job, _pack(job), world_size, notices, session=self._folder) as opening:
-            assert opening.call is not None
-            begin_call(self._pool, job, opening, opening.call, last=False)
+        notices = (*packed.notices, *notices)
+        with (
+            _new_run(request, world_size, notices, session=self._folder) as new,
+            sendable(packed) as payload,
+        ):
+            begin_call(self._pool, request, new, packed, payload, last=False)
         if block:
-            with _kept_for_its_error(opening.run):
-                _wait(opening.run, view)
-        return opening.run
+            with _kept_for_its_error(new.run):
+                new.run.wait_in_cell()
+        return new.run
 
     @property
     def status(self) -> str:
@@ -225,7 +221,7 @@ class Session:
 
     def stacks(self, rank: int | None = None) -> str:
         """Where each rank's Python stands now."""
-        return "\n".join(f"rank {rank}\n{text}" for rank, text in self._pool.stacks(rank))
+        return stacks_text(self._pool.stacks(rank), {})
 
     def close(self, grace: float = 10.0) -> None:
         """End the ranks, after the call that they are in; at once after ``grace`` seconds."""
@@ -239,35 +235,76 @@ class Session:
         self._pool.ended.wait(_KILL_SECONDS)
 
 
-def _open(job: Job, notices: list[str]) -> Run:
-    engine = engine_named(job.config.engine)
+def _checked_request(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    config: LaunchConfig,
+    view: View,
+    sources: Sequence[CellSource],
+    block: bool,
+    timeout: float | None,
+    advise: bool,
+    environment: dict[str, str] | None = None,
+    imports: tuple[str, ...] = (),
+) -> CallRequest:
+    """What is called, by arguments that make sense; an ``environment`` of None is a new one."""
+    preflight.check_wait(block=block, timeout=timeout)
+    preflight.check_call(function, args, kwargs)
+    return CallRequest(
+        function=function,
+        args=tuple(args),
+        kwargs=dict(kwargs or {}),
+        # Whoever makes functions names them freely, and the name stands in lines for the person.
+        name=one_line(str(getattr(function, "__name__", type(function).__name__)), _MAX_NAME),
+        config=config,
+        environment=rank_environment(config) if environment is None else environment,
+        sources=tuple(sources),
+        view=GuardedView(view),
+        timeout=timeout,
+        imports=imports,
+        advise=advise,
+    )
+
+
+def _begin_run(request: CallRequest, notices: list[str]) -> Run:
+    """Start ranks and send them the call; the run goes on, or has ended inline."""
+    engine = engine_named(request.config.engine)
+    packed = None
     if engine.needs_payload:
         preflight.check_platform()
-    packed = _pack(job) if engine.needs_payload else None
-    engine.warm_up(job)
-    plan = engine.plan_ranks(job)
-    preflight.check_machine(job.config, plan.world_size)
-    with _opening(job, packed, plan.world_size, (*notices, *plan.notices)) as opening:
-        message = None
-        if packed is not None:
-            message = _launch_message(job, plan, run=opening.folder.id)
-        engine.open(job, replace(opening, plan=plan, launch=message))
-    return opening.run
+        packed = _pack(request)
+        notices = [*packed.notices, *notices]
+    plan = _plan(engine, request)
+    with _new_run(request, plan.world_size, (*notices, *plan.notices)) as new:
+        engine.launch(request, new, plan, packed)
+    return new.run
+
+
+def _pack(request: CallRequest) -> PackedCall:
+    return pack_call(request.function, request.args, request.kwargs, sources=request.sources)
+
+
+def _plan(engine: Engine, request: StartRequest) -> RankPlan:
+    """Which ranks there are to be; what can be known to fail, and what takes long, comes before."""
+    engine.warm_up(request)
+    plan = engine.plan_ranks(request)
+    preflight.check_machine(request.config, plan.world_size)
+    return plan
 
 
 @contextlib.contextmanager
-def _opening(
-    job: Job,
-    packed: payload.PackedCall | None,
+def _new_run(
+    request: CallRequest,
     world_size: int,
     notices: Sequence[str],
     session: RunFolder | None = None,
-) -> Iterator[Opening]:
+) -> Iterator[NewRun]:
     """A run with its folder, for a block that begins it; where it does not, nothing is left.
 
     Args:
-        job: what is called.
-        packed: it, packed; None where nothing is sent.
+        request: what is called.
         world_size: number of ranks.
         notices: lines for the person that are known already.
         session: the folder of the session whose ranks are called.
@@ -280,39 +317,27 @@ def _opening(
         metrics = MetricStore(folder.path)
         undo.callback(metrics.close)
         run = Run(
-            name=job.name,
-            config=job.config,
+            name=request.name,
+            config=request.config,
             folder=folder,
             metrics=metrics,
-            view=job.view,
-            source=partial(_script, job, world_size),
+            view=request.view,
+            source=partial(_script, request, world_size),
         )
-        call = None
-        if packed is not None:
-            notices = [*packed.notices, *notices]
-            call = _prepare_call(packed, advise=job.advise)
         first = state.starting(
             run=folder.id,
-            name=job.name,
+            name=request.name,
             world_size=world_size,
             started=time.time(),
             notices=tuple(notices),
             session="" if session is None else session.id,
         )
-        opening = Opening(run=run, state=first, folder=folder, metrics=metrics, call=call)
         try:
             with _kept_for_its_error(run):
-                yield opening
+                yield NewRun(run=run, state=first, folder=folder, metrics=metrics)
         finally:
             if run.has_begun:
                 undo.pop_all()
-            for fd in call.fds if call is not None else ():
-                os.close(fd)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    """What lines for the person call the function: whoever makes functions names them freely."""
-    return one_line(str(getattr(function, "__name__", type(function).__name__)), _MAX_NAME)
 
 
 @contextlib.contextmanager
@@ -325,7 +350,7 @@ def _kept_for_its_error(run: Run) -> Iterator[None]:
         yield
     except BaseException as error:
         if run.has_begun:
-            run.keep()
+            run_list.keep(run)
             if isinstance(error, KeyboardInterrupt):
                 error.run = run  # type: ignore[attr-defined]
                 run.kill()
@@ -333,87 +358,12 @@ def _kept_for_its_error(run: Run) -> Iterator[None]:
         raise
 
 
-def _script(job: Job, world_size: int, file: str) -> str:
+def _script(request: CallRequest, world_size: int, file: str) -> str:
     return script_of(
-        job.function,
-        job.args,
-        job.kwargs,
+        request.function,
+        request.args,
+        request.kwargs,
         world_size=world_size,
         file=file,
-        sources=job.sources,
+        sources=request.sources,
     )
-
-
-def _pack(job: Job) -> payload.PackedCall:
-    return payload.pack_call(job.function, job.args, job.kwargs, sources=job.sources)
-
-
-def _launch_message(job: Start, plan: RankPlan, *, run: str) -> wire.Launch:
-    """What starts the rank processes of a run; the engine adds each agent's ranks and folder."""
-    num_threads = num_threads_of(job.environment, plan.world_size)
-    of_engine = {"OMP_NUM_THREADS": str(num_threads), **plan.environment}
-    return wire.Launch(
-        run=run,
-        world_size=plan.world_size,
-        ranks=(),
-        environment=rank_environment(job.config, of_engine=of_engine),
-        directory=os.getcwd(),
-        path=tuple(sys.path),
-        log_dir=None,
-        num_threads=num_threads,
-        imports=job.imports,
-        notebook=notebook_state.capture(job.config.seed).to_bytes(),
-    )
-
-
-def _prepare_call(packed: payload.PackedCall, *, advise: bool) -> PreparedCall:
-    """What a call sends; whoever gets it closes its descriptors."""
-    packet, fds = pack(packed.packed)
-    return PreparedCall(
-        payload=packet,
-        fds=fds,
-        registry=packed.registry,
-        closing_notices=lambda last: _advice(last, packed) if advise else [],
-    )
-
-
-def _advice(last: RunState, packed: payload.PackedCall) -> list[str]:
-    """Lines that only the end of a run can tell."""
-    lines = _lost_models(last, packed)
-    told = [rank.made_group for rank in last.ranks if rank.made_group is not None]
-    has_succeeded = all(rank.returned for rank in last.ranks)
-    # Of a function that has nothing to train, copies are what was asked for.
-    if packed.uses_torch and last.world_size > 1 and has_succeeded and not any(told):
-        alone = (
-            f"no rank made a process group: {last.world_size} copies of {last.name} ran on their "
-            "own (make an Accelerator in it, or call torch.distributed.init_process_group)"
-        )
-        lines.append(alone)
-    return lines
-
-
-def _lost_models(last: RunState, packed: payload.PackedCall) -> list[str]:
-    """A model that the function trained stays in the ranks, unless it is returned."""
-    has_nothing = all(rank.returned and rank.returned_none for rank in last.ranks)
-    if not packed.models or not has_nothing:
-        return []
-    names = ", ".join(f"`{name}`" for name in packed.models)
-    lost = (
-        f"{last.name} used {names} of the notebook and returned None: the notebook's own stays as "
-        "it was; return what you want to keep"
-    )
-    return [lost]
-
-
-def _wait(run: Run, view: View) -> None:
-    """Wait for a run as its cell does: interrupts go to the ranks, and the cell ends with them."""
-    ended = run.conductor.ended
-    told = 0
-    with held(patience=None) as presses:
-        while not ended.wait(_WAIT_SECONDS):
-            view.poll()
-            if told < presses.count:
-                told += 1
-                run.conductor.press(told)
-        view.print_end()
-    run.raise_error()

@@ -3,41 +3,38 @@
 handle (Run) --------> conductor: the state, and who ends the ranks
    |  \\-------------> results, function: freed with the last handle
    v
-the same run without results: what views and the list of :func:`runs` keep
+the same run without results: what views and the list of runs (run_list.py) keep
 """
 
 from __future__ import annotations
 
 import copy
 import time
-import weakref
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from notebook_accel.config import LaunchConfig, check_seconds
-from notebook_accel.errors import ConfigError, NotebookAccelError, RunStopped, WorkerError
-from notebook_accel.launch.control.interrupts import Latch
-from notebook_accel.launch.control.metrics_file import MetricReader
+from notebook_accel.config import check_seconds
+from notebook_accel.errors import NotebookAccelError, RunStopped, WorkerError
+from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.plotting import number_steps, plot_metrics
-from notebook_accel.launch.control.run_folder import run_folders
 from notebook_accel.launch.control.state import Progress
-from notebook_accel.launch.control.verdict import Failure
-from notebook_accel.launch.view.plain import PlainView
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
+    from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.control.interrupts import Latch, Presses
+    from notebook_accel.launch.control.metrics_file import MetricReader
     from notebook_accel.launch.control.results import Results
     from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.view import View
+    from notebook_accel.launch.control.verdict import Failure
 
-__all__ = ["Conductor", "Run", "runs"]
+__all__ = ["Conductor", "Run", "RunView"]
 
+# Between two looks at the person's interrupts; a view's ``poll`` is called as often.
 _SLICE_SECONDS = 0.05
-_KEPT_RUNS = 50
 
 E = TypeVar("E", bound=BaseException)
 
@@ -75,6 +72,15 @@ class Conductor:
         return ""
 
 
+class RunView(Protocol):
+    """What a handle asks of the view that shows its run: a ``View`` of ``view/__init__.py``."""
+
+    def poll(self) -> None: ...
+    def print_end(self) -> None: ...
+    def reopen(self, run: Run) -> None: ...
+    def show_displays(self, run: Run, rank: int) -> None: ...
+
+
 class Run:
     """A run: its results, logs, metrics and progress, while it goes on and afterwards.
 
@@ -88,7 +94,7 @@ class Run:
         config: LaunchConfig,
         folder: RunFolder,
         metrics: MetricReader,
-        view: View,
+        view: RunView,
         source: Callable[[str], str] | None = None,
     ) -> None:
         self.id: str = folder.id
@@ -102,24 +108,15 @@ class Run:
         self._results: Results | None = None
 
     def attach(self, conductor: Conductor) -> None:
-        """The run begins; called once, by its engine."""
+        """The run has a conductor from now on: it begins, or ended in another process."""
         self._conductor = conductor
         self._results = conductor.results
-        self._folder.save(conductor.state, self.config)
-        _known.append(_Known(handle=weakref.ref(self), run=self.without_results()))
-        del _known[:-_KEPT_RUNS]
 
     def without_results(self) -> Run:
         """This run, without what its handles alone keep: results, and the function."""
         other = copy.copy(self)
         other._results = other._source = None
         return other
-
-    def keep(self) -> None:
-        """Have the list of runs keep this very handle: nobody else got one."""
-        for index, known in enumerate(_known):
-            if known.handle() is self:
-                _known[index] = replace(known, run=self)
 
     @property
     def has_begun(self) -> bool:
@@ -239,12 +236,33 @@ class Run:
         self.raise_error()
         return self
 
-    def _wait_for_end(self, timeout: float | None) -> bool:
-        # In short slices: signals and the view get their turn.
+    def wait_in_cell(self) -> None:
+        """Wait as the run's own cell does: interrupts go to the ranks, and the cell ends with them.
+
+        Raises:
+            KeyboardInterrupt: the person interrupted, and the ranks have ended.
+            WorkerError, RunStopped, TimeoutError: as :meth:`wait`.
+        """
+        with held(patience=None) as presses:
+            self._wait_for_end(None, presses)
+        self.raise_error()
+
+    def _wait_for_end(self, timeout: float | None, presses: Presses | None = None) -> bool:
+        """Wait for the end; False where it has not come within ``timeout`` seconds.
+
+        Args:
+            timeout: seconds; None for no limit.
+            presses: the person's interrupts, which are passed on to the ranks.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         ended = self.conductor.ended
+        num_passed_on = 0
+        # In short slices: signals and the view get their turn.
         while not ended.wait(_SLICE_SECONDS):
             self._view.poll()
+            if presses is not None and num_passed_on < presses.count:
+                num_passed_on += 1
+                self.conductor.press(num_passed_on)
             if deadline is not None and time.monotonic() >= deadline:
                 return ended.is_set()
         self._view.print_end()
@@ -397,7 +415,7 @@ class Run:
         What was written in cells is copied as it is now in the notebook.
 
         Raises:
-            NotebookAccelError: this is no handle that the launch gave, but one of :func:`runs`.
+            NotebookAccelError: this is no handle that the launch gave, but one of ``runs()``.
         """
         if self._source is None:
             raise self._about_this(
@@ -428,101 +446,3 @@ class Run:
     def __repr__(self) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return f"<Run {self.id} of {self.name}: {self.status}, {ranks}>"
-
-
-# ---- the list of runs ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Known:
-    """A run of this process: a handle that somebody may hold, and what is left without it."""
-
-    handle: weakref.ref[Run]
-    run: Run
-
-
-_known: list[_Known] = []
-
-
-def runs(*, everywhere: bool = False) -> list[Run]:
-    """The runs of this process, newest last; failed and interrupted ones too.
-
-    A run whose handle nobody holds any more has logs, metrics and state, but no results.
-
-    Args:
-        everywhere: also those on disk that other processes and earlier kernels left, by time.
-    """
-    handles = [(known.handle(), known.run) for known in _known]
-    here = [run if handle is None else handle for handle, run in handles]
-    if not everywhere:
-        return here
-    known = {run.id: run for run in here}
-    found = [known.get(folder.id) or _open(folder) for folder in run_folders()]
-    on_disk = {run.id for run in found if run is not None}
-    # Kept elsewhere, since NOTEBOOK_ACCEL_RUNS was changed, or deleted.
-    others = [run for run in here if run.id not in on_disk]
-    return sorted([*(run for run in found if run is not None), *others], key=lambda run: run.id)
-
-
-class _Elsewhere(Conductor):
-    """Stands for what conducted a run in another process."""
-
-    def __init__(self, state: RunState) -> None:
-        self.state = state
-        self.ended = Latch()
-        self.ended.set()
-
-    def failure(self) -> Failure | None:
-        if self.state.status != "failed":
-            return None
-        failed = [rank for rank in self.state.ranks if rank.status == "failed"]
-        how = failed[0].failure if failed else None
-        return Failure(
-            message=self.state.error,
-            rank=failed[0].rank if failed else None,
-            ranks=tuple(rank.rank for rank in failed),
-            traceback=how.traceback if how else "",
-            exitcode=failed[0].exitcode if failed else None,
-        )
-
-    def stop(self, grace: float | None = None) -> None:
-        self._refuse()
-
-    def kill(self) -> None:
-        self._refuse()
-
-    def _refuse(self) -> None:
-        if not self.state.has_ended:
-            raise NotebookAccelError(
-                f"run {self.state.run} goes on in another process, which alone can end it"
-            )
-
-    def stacks(self, rank: int | None = None) -> str:
-        return "the run is not of this process\n"
-
-
-def _open(folder: RunFolder) -> Run | None:
-    """The run in a folder that another process made; None where its state cannot be read."""
-    state = folder.load()
-    if state is None:
-        return None
-    if not state.has_ended and not folder.is_held:
-        state = replace(
-            state,
-            status="failed",
-            error="its kernel ended while the run went on",
-            ended=folder.last_change(),
-        )
-    try:
-        config = LaunchConfig.load(folder.config_path)
-    except ConfigError:  # of another version of this package
-        config = LaunchConfig()
-    run = Run(
-        name=state.name,
-        config=config,
-        folder=folder,
-        metrics=MetricReader(folder.path),
-        view=PlainView(),
-    )
-    run._conductor = _Elsewhere(state)
-    return run

@@ -23,13 +23,15 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.control import pool
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.launcher import Session, launch
-from notebook_accel.launch.run import Run, runs
+from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
 from tests.engines.processes import below, eventually, gone, of_launches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from notebook_accel.launch.run import Run
 
 # Deadlines, wide enough for a busy machine; benchmarks/faults.py measures what users see.
 SOON = 5.0

@@ -18,7 +18,7 @@ from notebook_accel.launch.engines.local import LocalEngine, fork_agent
 
 if TYPE_CHECKING:
     from notebook_accel.launch.control.agent_link import AgentLink
-    from notebook_accel.launch.engines.base import Start
+    from notebook_accel.launch.engines.base import StartRequest
 
 __all__ = ["NAME", "TwoAgentsEngine", "register"]
 
@@ -30,19 +30,19 @@ class TwoAgentsEngine(LocalEngine):
 
     description = "engine='two agents', which tests alone have"
 
-    def plan_ranks(self, job: Start) -> RankPlan:
-        plan = super().plan_ranks(job)
+    def plan_ranks(self, request: StartRequest) -> RankPlan:
+        plan = super().plan_ranks(request)
         first = (plan.world_size + 1) // 2
         sizes = [size for size in (first, plan.world_size - first) if size]
         plan = RankPlan.of_sizes(*sizes, environment=plan.environment)
         agents = tuple(tuple(map(_with_own, ranks)) for ranks in plan.agents)
         return replace(plan, agents=agents)
 
-    def start_agents(self, job: Start, plan: RankPlan, *, run: str) -> list[AgentLink]:
+    def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         links: list[AgentLink] = []
         try:
             for ranks in plan.agents:
-                link = fork_agent(job, ranks, _tcp_pair, run=run, sees_files=False)
+                link = fork_agent(request, ranks, _tcp_pair, run=run, sees_files=False)
                 links.append(link)
         except BaseException:
             for link in links:

@@ -24,7 +24,7 @@ from notebook_accel.launch import launcher
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.engines import local
 from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.run import runs
+from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport.handshake import connect
 from notebook_accel.launch.view import View

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from notebook_accel.launch.control.agent_link import AgentLink
-    from notebook_accel.launch.control.supervisor import Supervisor
+    from notebook_accel.launch.control.running_call import RunningCall
 
 __all__ = ["RankPool"]
 
@@ -103,7 +103,7 @@ class RankPool:
         self._channel_lock = threading.Lock()
         # The thread's turn: whoever has it keeps the thread from hearing anything.
         self._turn = threading.Lock()
-        self._call: Supervisor | None = None
+        self._call: RunningCall | None = None
         self._num_calls = 0
         self._group_generation = 0
         self._is_shutting_down = False
@@ -138,19 +138,19 @@ class RankPool:
 
     # ---- calls -----------------------------------------------------------------------------
 
-    def begin_call(
+    def send_call(
         self,
-        supervisor: Supervisor,
+        call: RunningCall,
         *,
         payload: wire.Packet,
         fds: Sequence[int],
         grace: float,
         last: bool,
     ) -> None:
-        """Send a call to all ranks; what they say about it goes to ``supervisor``.
+        """Send a call to all ranks; what they say about it goes to ``call``.
 
         Args:
-            supervisor: of the call.
+            call: takes what the ranks say.
             payload: what is called.
             fds: the descriptors that belong to it; they stay the caller's.
             grace: seconds that handlers of a KeyboardInterrupt get.
@@ -173,8 +173,8 @@ class RankPool:
             self._is_shutting_down = last
             self._has_told_end = not self._has_several
             self._for_others = [] if self._has_several else None
-            self._call = supervisor
-            supervisor.begin(self._num_calls)
+            self._call = call
+            call.begin(self._num_calls)
             # An agent that is dead already is the thread's to tell.
             self.send(message, fds)
 
@@ -495,7 +495,7 @@ class RankPool:
             elif silent >= _TELL_SILENCE_SECONDS:
                 call.take(wire.Notice(call=call.number, text=_silence(link)), ())
 
-    def _has_all_output(self, call: Supervisor) -> bool:
+    def _has_all_output(self, call: RunningCall) -> bool:
         """Whether what the ranks printed in the call is on this machine."""
         for state in call.state.ranks:
             link, stream = self._log_streams.get(state.rank, (None, 0))
@@ -504,7 +504,7 @@ class RankPool:
                 return False
         return True
 
-    def _end_call(self, call: Supervisor) -> None:
+    def _end_call(self, call: RunningCall) -> None:
         with self._lock:
             self._call = None
             # With the call ends what was asked about it: no agent owes an answer any more.

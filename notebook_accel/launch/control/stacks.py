@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from notebook_accel.launch.payload.cells import name_cells
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["Frame", "frames_of_function", "readable"]
+__all__ = ["Frame", "frames_of_function", "readable", "stacks_text"]
 
 # What faulthandler writes of the frame that calls the function, the newest frame first.
 _CALLER = re.compile(r'^  File ".*[/\\]launch[/\\]worker[/\\]call\.py", line \d+ in _run$')
@@ -31,8 +31,18 @@ class Frame:
     function: str
 
 
+def stacks_text(dumps: Sequence[tuple[int, str]], labels: Mapping[str, str]) -> str:
+    """The dumps of several ranks as one text.
+
+    Args:
+        dumps: number of each rank, and what faulthandler wrote of it.
+        labels: what a person calls each cell, by the name of its file.
+    """
+    return "\n".join(f"rank {rank}\n{readable(text, labels)}" for rank, text in dumps)
+
+
 def readable(text: str, labels: Mapping[str, str]) -> str:
-    """Rewrite a dump of faulthandler's: cells by their labels, nothing below the user's function.
+    """A dump of faulthandler's with cells by their labels, and nothing below the user's function.
 
     Args:
         text: the dump.

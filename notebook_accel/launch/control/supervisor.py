@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.interrupts import Latch, held
-from notebook_accel.launch.control.stacks import readable
+from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.state import apply
 from notebook_accel.launch.control.verdict import Verdict, judge
 from notebook_accel.launch.run import Conductor
@@ -60,7 +60,7 @@ class Supervisor(Conductor):
         labels: Mapping[str, str],
         folder: RunFolder,
     ) -> None:
-        """Make ready; ``RankPool.begin_call`` sends the call.
+        """Make ready; ``RankPool.send_call`` sends the call.
 
         Args:
             pool: the ranks.
@@ -118,8 +118,7 @@ class Supervisor(Conductor):
             self._pool.kill(call=self.number)
 
     def stacks(self, rank: int | None = None) -> str:
-        texts = self._pool.stacks(rank)
-        return "\n".join(f"rank {rank}\n{readable(text, self._labels)}" for rank, text in texts)
+        return stacks_text(self._pool.stacks(rank), self._labels)
 
     def note_stop(self) -> bool:
         """Note that somebody wants the end; False where the call has ended already."""
@@ -219,12 +218,12 @@ class Supervisor(Conductor):
         """
         try:
             with self._state_lock:
-                self._conclude(lost)
+                self._set_final_state(lost)
         finally:
             self._context.run(self._view.close, self.state)
             self.ended.set()
 
-    def _conclude(self, lost: Sequence[LostAgent]) -> None:
+    def _set_final_state(self, lost: Sequence[LostAgent]) -> None:
         """The final state; nobody may change it any more."""
         verdict = judge(
             self.state, is_stopped=self._is_stopped, lost=lost, log_dir=str(self._folder.path)

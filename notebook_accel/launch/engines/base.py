@@ -1,16 +1,30 @@
 """What an engine must do: say which ranks a launch gets, and bring them about.
 
-    plan_ranks: Start ----------> RankPlan: the ranks of each agent
-    start_agents: RankPlan -----> AgentLinks, each of which waits for Launch
-    start: links, Launch -------> RankPool, to which calls are sent (control/pool.py)
-    open: Job ------------------> a run that goes on: start, one call, end
+    plan_ranks: StartRequest ----> RankPlan: the ranks of each agent
+    start_agents: RankPlan ------> AgentLinks, each of which waits for wire.Launch
+    start_ranks: AgentLinks -----> RankPool, to which calls are sent (control/pool.py)
+    launch: CallRequest ---------> a run that goes on: start ranks, send them one call, end them
 
 An engine with agents writes the first two; nothing else about ranks differs between engines.
+
+One launch is told in four records, from the person's side to the agents':
+
+    StartRequest       what ranks are asked for: settings, environment, view
+    CallRequest        the same, and the function that they are to call
+    payload.PackedCall the function and its arguments, pickled
+    NewRun             what the launcher made for the call: handle, folder, first state
+
+Of a StartRequest and a RankPlan comes the message ``wire.Launch``, which starts rank processes; of
+a PackedCall the message ``wire.Call``. A session has one StartRequest; each of its calls has a
+CallRequest, a PackedCall and a NewRun.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,14 +32,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.launch import wire
+from notebook_accel.launch import run_list, wire
+from notebook_accel.launch.control.advice import closing_advice
+from notebook_accel.launch.control.environment import num_threads_of, rank_environment
 from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.supervisor import Supervisor
+from notebook_accel.launch.payload import notebook_state
+from notebook_accel.launch.transport.packet import pack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from notebook_accel.config import LaunchConfig
@@ -33,19 +51,19 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.metrics_file import MetricStore
     from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.payload import CellSource
+    from notebook_accel.launch.payload import CellSource, PackedCall
     from notebook_accel.launch.run import Conductor, Run
     from notebook_accel.launch.view import View
 
 __all__ = [
     "AgentEngine",
+    "CallRequest",
     "Engine",
-    "Job",
-    "Opening",
-    "PreparedCall",
+    "NewRun",
     "RankPlan",
-    "Start",
+    "StartRequest",
     "begin_call",
+    "sendable",
 ]
 
 
@@ -61,8 +79,8 @@ _OF_SEVERAL_MACHINES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
-    """What is asked of rank processes before anything is called on them.
+class StartRequest:
+    """What rank processes are asked for, before anything is called on them.
 
     Attributes:
         name: what the person calls it, for the view.
@@ -80,8 +98,15 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(Start):
-    """One call of the launcher: what is called, on rank processes that are started for it."""
+class CallRequest(StartRequest):
+    """What is called, on rank processes that are started for it or wait in a session.
+
+    Attributes:
+        function, args, kwargs: each rank calls ``function(*args, **kwargs)``.
+        sources: the cells from which code comes.
+        timeout: seconds after which the call is ended; None for never.
+        advise: say at the end what a training function seems to have forgotten.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -89,23 +114,6 @@ class Job(Start):
     sources: tuple[CellSource, ...]
     timeout: float | None
     advise: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedCall:
-    """What a call sends to the ranks, and how to read what comes back.
-
-    Attributes:
-        payload: the packed function, with its arguments.
-        fds: descriptors that belong to it; whoever prepared it closes them.
-        registry: for the results.
-        closing_notices: lines for the person that only the last state can tell.
-    """
-
-    payload: wire.Packet
-    fds: tuple[int, ...]
-    registry: Any
-    closing_notices: Callable[[RunState], Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,26 +152,26 @@ class RankPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
-    """A run that is about to begin.
+class NewRun:
+    """What the launcher makes for a call before it is sent; :meth:`begin` makes it a run.
 
     Attributes:
-        run: the handle; it gets its conductor.
-        state: before anything of it exists.
+        run: the handle.
+        state: before anything of the call exists.
         folder: of its logs and metrics.
         metrics: where they are written.
-        call: what is sent to the ranks; None for engines that send nothing.
-        plan: which ranks are to be started for it.
-        launch: what starts the ranks; None where there are some, or none are needed.
     """
 
     run: Run
     state: RunState
     folder: RunFolder
     metrics: MetricStore
-    call: PreparedCall | None
-    plan: RankPlan | None = None
-    launch: wire.Launch | None = None
+
+    def begin(self, conductor: Conductor) -> None:
+        """Give the handle its conductor, and list the run; called once, by the engine."""
+        self.run.attach(conductor)
+        self.folder.save(conductor.state, self.run.config)
+        run_list.add(self.run)
 
 
 class Engine(ABC):
@@ -181,7 +189,7 @@ class Engine(ABC):
     max_ranks: ClassVar[int | None] = None
     needs_payload: ClassVar[bool] = True
 
-    def warm_up(self, job: Start) -> None:
+    def warm_up(self, request: StartRequest) -> None:
         """What takes long and may be interrupted, before anything of the run exists.
 
         Raises:
@@ -190,32 +198,38 @@ class Engine(ABC):
         return
 
     @abstractmethod
-    def plan_ranks(self, job: Start) -> RankPlan:
-        """How many ranks the job gets, behind which agents, and what tells them where they run.
+    def plan_ranks(self, request: StartRequest) -> RankPlan:
+        """How many ranks the launch gets, behind which agents, and what tells them where they run.
 
         Raises:
             ConfigError: more are asked for than there can be.
         """
 
     @abstractmethod
-    def open(self, job: Job, opening: Opening) -> Conductor:
-        """Start ranks for this one call; gives who conducts it.
+    def launch(
+        self, request: CallRequest, new: NewRun, plan: RankPlan, packed: PackedCall | None
+    ) -> None:
+        """Start ranks for this one call and send it to them; the run has begun then.
 
         Args:
-            job: what is called.
-            opening: the run of the call.
+            request: what is called.
+            new: the run of the call.
+            plan: which ranks there are to be.
+            packed: what is called, pickled; None where the engine has no use for that.
 
         Raises:
             LaunchError: they could not be started; nothing is left of them.
         """
 
-    def start(self, job: Start, plan: RankPlan, launch: wire.Launch, *, log_dir: Path) -> RankPool:
+    def start_ranks(
+        self, request: StartRequest, plan: RankPlan, *, run: str, log_dir: Path
+    ) -> RankPool:
         """Start ranks that stay between calls; gives the pool of them, not yet listened to.
 
         Args:
-            job: what is asked of them.
-            plan: which ranks there are.
-            launch: what their agents are sent, each with its own ranks.
+            request: what they are asked for.
+            plan: which ranks there are to be.
+            run: id of the run or session.
             log_dir: folder of the files with the ranks' output.
 
         Raises:
@@ -232,22 +246,25 @@ class AgentEngine(Engine):
     """An engine whose ranks are held by one or more agents."""
 
     @abstractmethod
-    def start_agents(self, job: Start, plan: RankPlan, *, run: str) -> list[AgentLink]:
-        """One agent for each of the plan, in its order, each of which waits for ``Launch``.
+    def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
+        """One agent for each of the plan, in its order, each of which waits for ``wire.Launch``.
 
         Raises:
             LaunchError: one could not be started; nothing is left of the others.
         """
 
-    def start(self, job: Start, plan: RankPlan, launch: wire.Launch, *, log_dir: Path) -> RankPool:
+    def start_ranks(
+        self, request: StartRequest, plan: RankPlan, *, run: str, log_dir: Path
+    ) -> RankPool:
+        message = _launch_message(request, plan, run=run)
         with held():
-            links = self.start_agents(job, plan, run=launch.run)
+            links = self.start_agents(request, plan, run=run)
             try:
-                pool = RankPool(links, run=launch.run, grace=job.config.grace, log_dir=log_dir)
+                pool = RankPool(links, run=run, grace=request.config.grace, log_dir=log_dir)
                 for link in links:
                     folder = str(log_dir) if link.sees_files else None
                     pool.launch(
-                        link, msgspec.structs.replace(launch, ranks=link.ranks, log_dir=folder)
+                        link, msgspec.structs.replace(message, ranks=link.ranks, log_dir=folder)
                     )
             except BaseException:
                 for link in links:
@@ -256,25 +273,62 @@ class AgentEngine(Engine):
                 raise
             return pool
 
-    def open(self, job: Job, opening: Opening) -> Conductor:
-        assert opening.plan is not None
-        assert opening.launch is not None
-        assert opening.call is not None
-        with held():
-            pool = self.start(job, opening.plan, opening.launch, log_dir=opening.folder.path)
-            return begin_call(pool, job, opening, opening.call, last=True)
+    def launch(
+        self, request: CallRequest, new: NewRun, plan: RankPlan, packed: PackedCall | None
+    ) -> None:
+        assert packed is not None, "needs_payload"
+        # Before any rank is there: a machine without the memory for it refuses it now.
+        with sendable(packed) as payload, held():
+            pool = self.start_ranks(request, plan, run=new.folder.id, log_dir=new.folder.path)
+            begin_call(pool, request, new, packed, payload, last=True)
+
+
+def _launch_message(request: StartRequest, plan: RankPlan, *, run: str) -> wire.Launch:
+    """What starts the rank processes of a run, without each agent's own ranks and folder."""
+    num_threads = num_threads_of(request.environment, plan.world_size)
+    of_engine = {"OMP_NUM_THREADS": str(num_threads), **plan.environment}
+    return wire.Launch(
+        run=run,
+        world_size=plan.world_size,
+        ranks=(),
+        environment=rank_environment(request.config, of_engine=of_engine),
+        directory=os.getcwd(),
+        path=tuple(sys.path),
+        log_dir=None,
+        num_threads=num_threads,
+        imports=request.imports,
+        notebook=notebook_state.capture(request.config.seed).to_bytes(),
+    )
+
+
+@contextlib.contextmanager
+def sendable(packed: PackedCall) -> Iterator[tuple[wire.Packet, tuple[int, ...]]]:
+    """A packed call as it goes into ``wire.Call``, with its descriptors, open inside the block."""
+    packet, fds = pack(packed.packed)
+    try:
+        yield packet, fds
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def begin_call(
-    pool: RankPool, job: Job, opening: Opening, call: PreparedCall, *, last: bool
-) -> Supervisor:
-    """Send a call to the ranks of a pool; gives who conducts it.
+    pool: RankPool,
+    request: CallRequest,
+    new: NewRun,
+    packed: PackedCall,
+    payload: tuple[wire.Packet, tuple[int, ...]],
+    *,
+    last: bool,
+) -> None:
+    """Send a call to the ranks of a pool; its run has begun then.
 
     Args:
         pool: the ranks. With ``last`` it is one that was just started.
-        job: what is called.
-        opening: the run of the call.
-        call: what is sent.
+        request: what is called.
+        new: the run of the call.
+        packed: what is called, pickled.
+        payload: the same as it is sent, of :func:`sendable`.
         last: whether the rank processes end after it.
 
     Raises:
@@ -282,27 +336,27 @@ def begin_call(
     """
     supervisor = Supervisor(
         pool=pool,
-        state=opening.state,
-        results=Results(call.registry),
-        metrics=opening.metrics,
-        view=job.view,
-        timeout=job.timeout,
-        closing_notices=call.closing_notices,
-        labels={source.filename: source.label for source in job.sources},
-        folder=opening.folder,
+        state=new.state,
+        results=Results(packed.registry),
+        metrics=new.metrics,
+        view=request.view,
+        timeout=request.timeout,
+        closing_notices=lambda end: closing_advice(end, packed) if request.advise else [],
+        labels={source.filename: source.label for source in request.sources},
+        folder=new.folder,
     )
     with pool.paused():
         pool.check_free()
         try:
-            opening.run.attach(supervisor)
-            pool.begin_call(
+            new.begin(supervisor)
+            pool.send_call(
                 supervisor,
-                payload=call.payload,
-                fds=call.fds,
-                grace=job.config.grace,
+                payload=payload[0],
+                fds=payload[1],
+                grace=request.config.grace,
                 last=last,
             )
-            job.view.open(opening.run.without_results())
+            request.view.open(new.run.without_results())
         except BaseException:
             # Of a session, only what was sent: its ranks are not this call's alone.
             if supervisor.number or last:
@@ -312,4 +366,3 @@ def begin_call(
             # Of a run that could not be shown, too: somebody must see it end.
             if last:
                 pool.start()
-    return supervisor

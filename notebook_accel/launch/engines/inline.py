@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.engines.base import Job, Opening, Start
+    from notebook_accel.launch.engines.base import CallRequest, NewRun, StartRequest
+    from notebook_accel.launch.payload import PackedCall
 
 __all__ = ["InlineEngine"]
 
@@ -43,29 +44,27 @@ class InlineEngine(Engine):
     max_ranks = 1
     needs_payload = False
 
-    def plan_ranks(self, job: Start) -> RankPlan:
+    def plan_ranks(self, request: StartRequest) -> RankPlan:
         return RankPlan.of_sizes(1)
 
-    def open(self, job: Job, opening: Opening) -> Conductor:
-        conductor = _Inline(opening.state)
-        opening.run.attach(conductor)
-        job.view.open(opening.run.without_results())
+    def launch(
+        self, request: CallRequest, new: NewRun, plan: RankPlan, packed: PackedCall | None
+    ) -> None:
+        conductor = _Inline(new.state)
+        new.begin(conductor)
+        request.view.open(new.run.without_results())
+        of_cpu = ON_CPU if request.config.devices == "cpu" else {}
         try:
-            with _environment({**job.environment, **_ALONE, **_device(job)}):
-                conductor.call(job)
+            with _environment({**request.environment, **_ALONE, **of_cpu}):
+                conductor.call(request)
         finally:
-            opening.metrics.close()
-            loss = opening.folder.save(conductor.state)
+            new.metrics.close()
+            loss = new.folder.save(conductor.state)
             if loss:
                 conductor.state = apply(wire.Notice(text=loss), conductor.state)
-            conductor.close()
-            job.view.close(conductor.state)
+            conductor.drop_results()
+            request.view.close(conductor.state)
             conductor.ended.set()
-        return conductor
-
-
-def _device(job: Job) -> dict[str, str]:
-    return ON_CPU if job.config.devices == "cpu" else {}
 
 
 class _Inline(Conductor):
@@ -77,10 +76,10 @@ class _Inline(Conductor):
         self._kept = self.results = Results(Registry())
         self._failure: Failure | None = None
 
-    def call(self, job: Job) -> None:
+    def call(self, request: CallRequest) -> None:
         self._become("running", pid=os.getpid())
         try:
-            self._kept.put(0, job.function(*job.args, **job.kwargs))
+            self._kept.put(0, request.function(*request.args, **request.kwargs))
         except KeyboardInterrupt:
             self._become("stopped")
             raise
@@ -91,8 +90,8 @@ class _Inline(Conductor):
         else:
             self._become("succeeded", returned=True)
 
-    def close(self) -> None:
-        """Leave the results to the run's handle."""
+    def drop_results(self) -> None:
+        """Let go of the results: the run's handle alone has them now."""
         self._kept, self.results = Results(Registry()), None
 
     def _become(self, status: str, **fields: Any) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from notebook_accel.launch import wire
-    from notebook_accel.launch.engines.base import Start
+    from notebook_accel.launch.engines.base import StartRequest
     from notebook_accel.launch.template.handle import Template
     from notebook_accel.launch.transport.channel import Channel
 
@@ -32,34 +32,34 @@ class LocalEngine(AgentEngine):
 
     description = "engine='local', whose ranks are on one machine"
 
-    def warm_up(self, job: Start) -> None:
+    def warm_up(self, request: StartRequest) -> None:
         def wait(source: Template) -> None:
             if not source.is_ready:
-                job.view.expect(job.name)
+                request.view.expect(request.name)
             source.wait_until_ready()
 
-        ask_template(job.environment, wait)
+        ask_template(request.environment, wait)
 
-    def plan_ranks(self, job: Start) -> RankPlan:
-        wanted = job.config.num_processes
-        if job.config.devices == "cpu":
+    def plan_ranks(self, request: StartRequest) -> RankPlan:
+        wanted = request.config.num_processes
+        if request.config.devices == "cpu":
             return RankPlan.of_sizes(wanted or 1, environment={**ON_CPU, **WITHOUT_DEVICES})
-        available = _num_devices(job)
-        _check_chosen(job.config.devices, available)
+        available = _num_devices(request)
+        _check_chosen(request.config.devices, available)
         if not available:
             notices = () if wanted else (_ASK_FOR_MORE,)
             return RankPlan.of_sizes(wanted or 1, environment=ON_CPU, notices=notices)
-        if wanted is not None and job.config.backend != "gloo":
+        if wanted is not None and request.config.backend != "gloo":
             check_enough_devices(wanted, available)
         return RankPlan.of_sizes(wanted or available)
 
-    def start_agents(self, job: Start, plan: RankPlan, *, run: str) -> list[AgentLink]:
+    def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         (ranks,) = plan.agents
-        return [fork_agent(job, ranks, socket.socketpair, run=run, sees_files=True)]
+        return [fork_agent(request, ranks, socket.socketpair, run=run, sees_files=True)]
 
 
 def fork_agent(
-    job: Start,
+    request: StartRequest,
     ranks: tuple[wire.RankSpec, ...],
     connection: Callable[[], tuple[socket.socket, socket.socket]],
     *,
@@ -69,7 +69,7 @@ def fork_agent(
     """Have the template fork an agent.
 
     Args:
-        job: names the environment, and so the template.
+        request: names the environment, and so the template.
         ranks: those that the agent is to start.
         connection: makes a connection, whose ends the link and the agent take. It is called again
             where a template has to be replaced: the first may have forked an agent and not said so.
@@ -80,7 +80,7 @@ def fork_agent(
         LaunchError: it could not be forked, or did not answer; nothing is left of it.
     """
     source, pid, channel = ask_template(
-        job.environment, lambda source: _fork_agent(source, connection, run)
+        request.environment, lambda source: _fork_agent(source, connection, run)
     )
     return AgentLink(
         channel=channel,
@@ -137,8 +137,8 @@ def _check_chosen(devices: object, available: int) -> None:
         )
 
 
-def _num_devices(job: Start) -> int:
-    environment = job.environment
+def _num_devices(request: StartRequest) -> int:
+    environment = request.environment
     devices = ask_template(environment, lambda source: source.count_devices(environment))
     return 0 if devices.kind == "cpu" else len(devices.names)
 

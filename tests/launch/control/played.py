@@ -134,7 +134,7 @@ class PlayedRun:
             labels={},
             folder=self.folder,
         )
-        self.pool.begin_call(
+        self.pool.send_call(
             supervisor, payload=wire.Packet(header=b""), fds=(), grace=0.1, last=last
         )
         return supervisor

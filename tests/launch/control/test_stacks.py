@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from notebook_accel.launch.control.stacks import readable
+from notebook_accel.launch.control.stacks import stacks_text
 
 _DUMP = """Thread 0x01 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait
@@ -16,8 +16,9 @@ Current thread 0x02 (most recent call first):
 
 
 def test_cells_have_their_labels_and_our_frames_are_gone() -> None:
-    told = readable(_DUMP, {"/tmp/ipykernel_1/123.py": "Cell In[16]"})
+    told = stacks_text([(3, _DUMP)], {"/tmp/ipykernel_1/123.py": "Cell In[16]"})
     assert told.splitlines() == [
+        "rank 3",
         "Thread 0x01 (most recent call first):",
         '  File "/usr/lib/python3.11/threading.py", line 331 in wait',
         "",

@@ -13,7 +13,7 @@ import pytest
 from notebook_accel import ConfigError, RunStopped, WorkerError, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.run import runs
+from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
 from tests.engines.processes import below
 

@@ -1,0 +1,55 @@
+"""What the pool of ranks asks of the call that they are in; the call's ``Supervisor`` is it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from notebook_accel.launch import wire
+    from notebook_accel.launch.control.agent_link import LostAgent
+    from notebook_accel.launch.control.state import RunState
+
+__all__ = ["RunningCall"]
+
+
+class RunningCall(Protocol):
+    """A call on the ranks of a pool.
+
+    The pool calls ``begin`` once, then ``take``, ``lose`` and ``tick`` from its thread until the
+    call is over, and ``finish`` once. ``note_stop`` may come from any thread.
+
+    Attributes:
+        number: of the call, once it was sent; 0 before.
+        state: what is known of it.
+    """
+
+    number: int
+    state: RunState
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank's part of the call has ended."""
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether the function returned on every rank."""
+
+    def begin(self, number: int) -> None:
+        """The call gets its number, and is about to be sent."""
+
+    def take(self, message: wire.Message, fds: Sequence[int]) -> None:
+        """Keep what a message brings; its descriptors are the call's from now on."""
+
+    def lose(self, ranks: Sequence[int]) -> None:
+        """The agent of these ranks is gone, and they are with it."""
+
+    def tick(self) -> None:
+        """Look at the clock, and draw if that is due."""
+
+    def note_stop(self) -> bool:
+        """Note that somebody wants the end; False where the call has ended already."""
+
+    def finish(self, lost: Sequence[LostAgent]) -> None:
+        """The call has ended, with the agents in ``lost`` gone: let everybody know."""

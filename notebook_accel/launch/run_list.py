@@ -1,0 +1,137 @@
+"""The list of runs: those of this process, and on request those that other processes left on disk.
+
+a launch: NewRun.begin -> add -> _known --+
+                                          +--> runs()
+folders of runs on disk: _read_run -------+
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.launch.control.interrupts import Latch
+from notebook_accel.launch.control.metrics_file import MetricReader
+from notebook_accel.launch.control.run_folder import run_folders
+from notebook_accel.launch.control.verdict import Failure
+from notebook_accel.launch.run import Conductor, Run
+from notebook_accel.launch.view.plain import PlainView
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.control.run_folder import RunFolder
+    from notebook_accel.launch.control.state import RunState
+
+__all__ = ["add", "keep", "runs"]
+
+_MAX_RUNS = 50
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A run of this process: a handle that somebody may hold, and what is left without it."""
+
+    handle: weakref.ref[Run]
+    run: Run
+
+
+_known: list[_Known] = []
+
+
+def add(run: Run) -> None:
+    """List a run that begins, without what its handles alone keep."""
+    _known.append(_Known(handle=weakref.ref(run), run=run.without_results()))
+    del _known[:-_MAX_RUNS]
+
+
+def keep(run: Run) -> None:
+    """Have the list keep this very handle: its launch raised, and nobody else got it."""
+    for index, known in enumerate(_known):
+        if known.handle() is run:
+            _known[index] = replace(known, run=run)
+
+
+def runs(*, everywhere: bool = False) -> list[Run]:
+    """The runs of this process, newest last; failed and interrupted ones too.
+
+    A run whose handle nobody holds any more has logs, metrics and state, but no results.
+
+    Args:
+        everywhere: also those on disk that other processes and earlier kernels left, by time.
+    """
+    handles = [(known.handle(), known.run) for known in _known]
+    here = [run if handle is None else handle for handle, run in handles]
+    if not everywhere:
+        return here
+    known = {run.id: run for run in here}
+    found = [known.get(folder.id) or _read_run(folder) for folder in run_folders()]
+    on_disk = {run.id for run in found if run is not None}
+    # Kept elsewhere, since NOTEBOOK_ACCEL_RUNS was changed, or deleted.
+    others = [run for run in here if run.id not in on_disk]
+    return sorted([*(run for run in found if run is not None), *others], key=lambda run: run.id)
+
+
+class _Elsewhere(Conductor):
+    """Stands for what conducted a run in another process."""
+
+    def __init__(self, state: RunState) -> None:
+        self.state = state
+        self.ended = Latch()
+        self.ended.set()
+
+    def failure(self) -> Failure | None:
+        if self.state.status != "failed":
+            return None
+        failed = [rank for rank in self.state.ranks if rank.status == "failed"]
+        how = failed[0].failure if failed else None
+        return Failure(
+            message=self.state.error,
+            rank=failed[0].rank if failed else None,
+            ranks=tuple(rank.rank for rank in failed),
+            traceback=how.traceback if how else "",
+            exitcode=failed[0].exitcode if failed else None,
+        )
+
+    def stop(self, grace: float | None = None) -> None:
+        self._refuse()
+
+    def kill(self) -> None:
+        self._refuse()
+
+    def _refuse(self) -> None:
+        if not self.state.has_ended:
+            raise NotebookAccelError(
+                f"run {self.state.run} goes on in another process, which alone can end it"
+            )
+
+    def stacks(self, rank: int | None = None) -> str:
+        return "the run is not of this process\n"
+
+
+def _read_run(folder: RunFolder) -> Run | None:
+    """The run in a folder that another process made; None where its state cannot be read."""
+    state = folder.load()
+    if state is None:
+        return None
+    if not state.has_ended and not folder.is_held:
+        state = replace(
+            state,
+            status="failed",
+            error="its kernel ended while the run went on",
+            ended=folder.last_change(),
+        )
+    try:
+        config = LaunchConfig.load(folder.config_path)
+    except ConfigError:  # of another version of this package
+        config = LaunchConfig()
+    run = Run(
+        name=state.name,
+        config=config,
+        folder=folder,
+        metrics=MetricReader(folder.path),
+        view=PlainView(),
+    )
+    run.attach(_Elsewhere(state))
+    return run
