@@ -174,7 +174,7 @@ class LaunchedContext(RankContext):
         self._pid = os.getpid()
         self._sequence = itertools.count()
         self._next_memory = 0.0
-        self._told_total: int | None = None
+        self._reported_total: int | None = None
         self._pass_end = 0.0
 
     @property
@@ -191,10 +191,10 @@ class LaunchedContext(RankContext):
         """
         self.call = number
         self.made_group = has_group
-        self._told_total = None
+        self._reported_total = None
         self._pass_end = 0.0
 
-    def tell(self, message: type[wire.Message], /, **fields: Any) -> None:
+    def report(self, message: type[wire.Message], /, **fields: Any) -> None:
         """Send a message of this rank, unless this is a child process of it."""
         if self.is_own_process:
             own: dict[str, Any] = {"run": self.run, "call": self.call, "rank": self.rank}
@@ -202,7 +202,7 @@ class LaunchedContext(RankContext):
 
     def metric(self, values: Mapping[str, float], step: int | None = None) -> None:
         numbers = {str(name): float(value) for name, value in values.items()}
-        self.tell(wire.Metric, values=numbers, step=step)
+        self.report(wire.Metric, values=numbers, step=step)
 
     def bar(
         self,
@@ -217,7 +217,7 @@ class LaunchedContext(RankContext):
         postfix: str = "",
         closed: bool = False,
     ) -> None:
-        self.tell(
+        self.report(
             wire.Bar,
             bar=bar,
             name=name,
@@ -231,12 +231,12 @@ class LaunchedContext(RankContext):
         )
 
     def notice(self, text: str) -> None:
-        self.tell(wire.Notice, text=text)
+        self.report(wire.Notice, text=text)
 
     def count_batch(self, total: int | None = None) -> None:
         row = self._row
         row.batches = batches = row.batches + 1
-        if total != self._told_total or batches > self._pass_end:
+        if total != self._reported_total or batches > self._pass_end:
             self._begin_pass(batches - 1, total)
         if not self._board.stop_asked:
             row.passed_batches = batches
@@ -244,7 +244,7 @@ class LaunchedContext(RankContext):
             raise RunStopped("the run was stopped")
 
     def _begin_pass(self, start: int, total: int | None) -> None:
-        self._told_total = total
+        self._reported_total = total
         self._pass_end = math.inf if total is None else start + total
         self._row.total_batches = total or 0
         self._row.pass_start = start

@@ -183,7 +183,7 @@ class Raised(Message, frozen=True, kw_only=True):
         after_interrupt: whether the agent had interrupted, terminated or killed the ranks before,
             by the clock of its machine; filled in by the agent.
         made_group: as in ``Returned``.
-        ours: whether its agent had interrupted it because another rank failed.
+        ended_by_agent: whether its agent had interrupted it because another rank failed.
     """
 
     kind: str
@@ -193,7 +193,7 @@ class Raised(Message, frozen=True, kw_only=True):
     exitcode: int = 1
     pickled: bytes | None = None
     made_group: bool = False
-    ours: bool = False
+    ended_by_agent: bool = False
     after_interrupt: bool = False
 
 
@@ -280,13 +280,13 @@ class RankEnded(Message, frozen=True, kw_only=True):
 
     Attributes:
         exitcode, signal: how it ended; one of them is None.
-        ours: whether its agent had ended it.
+        ended_by_agent: whether its agent had sent it SIGTERM or SIGKILL.
         after_interrupt: as in ``Raised``.
     """
 
     exitcode: int | None = None
     signal: int | None = None
-    ours: bool = False
+    ended_by_agent: bool = False
     after_interrupt: bool = False
 
 

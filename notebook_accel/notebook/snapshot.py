@@ -16,7 +16,7 @@ from notebook_accel.launch.control.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import summary, wording
 from notebook_accel.launch.view.progress import name_of, spread
 from notebook_accel.notebook import charts
-from notebook_accel.notebook.ansi import ansi_to_markup
+from notebook_accel.notebook.log_colours import ansi_to_markup
 from notebook_accel.notebook.markup import Markup, element, join, message_bytes, shorten
 
 if TYPE_CHECKING:

@@ -225,7 +225,7 @@ class Agent:
                 for message in rank.observe(now):
                     self._channel.post(message)
                 rank.check_connection(now)
-                if rank.broken and not rank.ended_by_us:
+                if rank.broken and not rank.ended_by_agent:
                     self._give_up(rank)
         self._answer_stop(now)
         if self._call and not self._ending.is_last and not self._in_call():
@@ -402,10 +402,10 @@ class Agent:
 
     def _give_up(self, rank: RankProcess) -> None:
         """Nothing can be heard from the rank any more: say why, and end it."""
-        self._tell_broken(rank)
+        self._report_broken(rank)
         rank.end(signal.SIGKILL)
 
-    def _tell_broken(self, rank: RankProcess) -> None:
+    def _report_broken(self, rank: RankProcess) -> None:
         """Say what is wrong with the connection to a rank; in a call, that is its failure."""
         if not rank.is_in_call:
             self._post(wire.Notice, text=f"rank {rank.rank} {rank.broken}")
@@ -453,7 +453,7 @@ class Agent:
             message, after_interrupt=self._is_after_interrupt(message.monotonic)
         )
         if message.kind == "interrupted" and self._ending.has_failed:
-            return msgspec.structs.replace(message, ours=True)
+            return msgspec.structs.replace(message, ended_by_agent=True)
         if message.kind in ("exception", "exit", "lost peer"):
             self._rank_failed()
         return message
@@ -483,8 +483,8 @@ class Agent:
             self._relay_rest(rank)
             self._unwatch(rank.channel.fileno())
         was_in_call = rank.is_in_call
-        if was_in_call and rank.broken and not rank.ended_by_us:
-            self._tell_broken(rank)
+        if was_in_call and rank.broken and not rank.ended_by_agent:
+            self._report_broken(rank)
         exitcode = rank.reap()
         self._reaped += [rank.pid]
         self._reaped += processes.kill_descendants(
@@ -501,14 +501,14 @@ class Agent:
             for bound in (self._port, self._store_port):
                 if bound is not None:
                     bound.close()
-        if is_failure and not rank.ended_by_us:
+        if is_failure and not rank.ended_by_agent:
             self._rank_failed()
         self._post(
             wire.RankEnded,
             rank=rank.rank,
             exitcode=exitcode if exitcode >= 0 else None,
             signal=-exitcode if exitcode < 0 else None,
-            ours=rank.ended_by_us,
+            ended_by_agent=rank.ended_by_agent,
             after_interrupt=self._is_after_interrupt(time.monotonic()),
         )
 

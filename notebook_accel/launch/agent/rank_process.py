@@ -57,7 +57,7 @@ class RankProcess:
         row: its counters.
         exit_fd: becomes readable when the process ends.
         alive: whether the process was not reaped yet.
-        ended_by_us: whether it got SIGTERM or SIGKILL from here.
+        ended_by_agent: whether it got SIGTERM or SIGKILL from here.
         is_in_call: whether a call was sent to it that it has not reported the end of.
         broken: what is wrong with its connection, so that nothing can be heard from it any more;
             "" while nothing is.
@@ -82,7 +82,7 @@ class RankProcess:
         self.row = row
         self.exit_fd = processes.watch_exit(self.pid)
         self.alive = True
-        self.ended_by_us = False
+        self.ended_by_agent = False
         self.is_in_call = False
         self.broken = ""
         self._closed_at: float | None = None
@@ -280,11 +280,11 @@ class RankProcess:
         if not self.alive:
             return
         if number == signal.SIGKILL:
-            self.ended_by_us = True
+            self.ended_by_agent = True
             processes.kill_tree([self.pid])
             return
         if number == signal.SIGTERM:
-            self.ended_by_us = True
+            self.ended_by_agent = True
         self._signal(number)
 
     def _signal(self, number: int) -> None:

@@ -116,7 +116,7 @@ class RankPool:
         self._for_others: list[tuple[wire.Message, tuple[int, ...]]] | None = None
         self._end_asked: float | None = None
         self._stop_points: dict[tuple[int, ...], StopPoint] = {}
-        self._has_told_end = False
+        self._has_announced_end = False
         self._thread = threading.Thread(target=self._serve, name=f"ranks-{run}", daemon=True)
 
     def start(self) -> None:
@@ -171,7 +171,7 @@ class RankPool:
                 group_generation=self._group_generation,
             )
             self._is_shutting_down = last
-            self._has_told_end = not self._has_several
+            self._has_announced_end = not self._has_several
             self._for_others = [] if self._has_several else None
             self._call = call
             call.begin(self._num_calls)
@@ -454,7 +454,7 @@ class RankPool:
             return
         self._lost.append(LostAgent(link.numbers, end))
         self.processes = tuple(
-            replace(process, status="ended", ended_by_us=True)
+            replace(process, status="ended", ended_by_agent=True)
             if process.rank in link.numbers and process.rank not in ended
             else process
             for process in self.processes
@@ -476,8 +476,8 @@ class RankPool:
         call = self._call
         if call is not None:
             call.tick()
-            if call.is_over and not self._has_told_end:
-                self._has_told_end = True
+            if call.is_over and not self._has_announced_end:
+                self._has_announced_end = True
                 self.send(wire.CallEnded(run=self.run, call=call.number))
             if call.is_over and not self._is_shutting_down and self._has_all_output(call):
                 self._end_call(call)

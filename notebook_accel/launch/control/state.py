@@ -79,7 +79,7 @@ class ProcessState:
     Attributes:
         agent: number of the agent that started it, among those of the run.
         status: "starting", "ready" (for calls, or in one) or "ended".
-        exitcode, signal: how it ended; ``ended_by_us`` where its agent had ended it.
+        exitcode, signal: how it ended; ``ended_by_agent`` where its agent had ended it.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class ProcessState:
     status: str = "starting"
     exitcode: int | None = None
     signal: int | None = None
-    ended_by_us: bool = False
+    ended_by_agent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +113,9 @@ class RankState:
         log_start, log_end: bytes of its file between which its output of this call lies.
         displays: the newest of what it displayed, by MIME type; ``num_displays`` counts all.
         failure: how its function ended, where it raised.
-        exitcode, signal: how its process ended, where it did; ``ended_by_us`` where its agent had
-            ended the process, or this call in it because another rank failed.
+        exitcode, signal: how its process ended, where it did.
+        ended_by_agent: whether its agent had ended the process, or had interrupted this call in it
+            because another rank failed.
         ended: when its part of the call ended: it returned, raised or died (wall time of its
             machine, seconds).
         agent: number of the agent that started it, among those of the run.
@@ -151,7 +152,7 @@ class RankState:
     failure: wire.Raised | None = None
     exitcode: int | None = None
     signal: int | None = None
-    ended_by_us: bool = False
+    ended_by_agent: bool = False
     ended: float | None = None
     agent: int = 0
     heard: int = 0
@@ -400,9 +401,9 @@ def _(message: wire.Raised, state: RunState) -> RunState:
             rank,
             status=_STATUS_AFTER.get(message.kind, "failed"),
             # Interrupted for another rank's failure, it has none of its own.
-            failure=None if message.ours else message,
+            failure=None if message.ended_by_agent else message,
             made_group=message.made_group,
-            ended_by_us=message.ours,
+            ended_by_agent=message.ended_by_agent,
             ended=message.wall,
             heard=_num_ended(state),
             after_interrupt=message.after_interrupt,
@@ -416,11 +417,11 @@ def _(message: wire.RankEnded, state: RunState) -> RunState:
         ended = replace(rank, exitcode=message.exitcode, signal=message.signal)
         if rank.has_ended:
             return ended
-        status = "stopped" if message.ours else "failed"
+        status = "stopped" if message.ended_by_agent else "failed"
         return replace(
             ended,
             status=status,
-            ended_by_us=message.ours,
+            ended_by_agent=message.ended_by_agent,
             ended=message.wall,
             heard=_num_ended(state),
             after_interrupt=message.after_interrupt,
@@ -447,6 +448,6 @@ def apply_to_processes(
             status="ended",
             exitcode=message.exitcode,
             signal=message.signal,
-            ended_by_us=message.ours,
+            ended_by_agent=message.ended_by_agent,
         )
     return (*processes[: message.rank], process, *processes[message.rank + 1 :])

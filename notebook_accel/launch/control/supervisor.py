@@ -173,7 +173,7 @@ class Supervisor(Conductor):
         """The agent of these ranks is gone, and they are with it."""
         with self._state_lock:
             lost = (
-                replace(rank, status="failed", ended=time.time(), ended_by_us=True)
+                replace(rank, status="failed", ended=time.time(), ended_by_agent=True)
                 if rank.rank in ranks and not rank.has_ended
                 else rank
                 for rank in self.state.ranks

@@ -95,7 +95,7 @@ def judge(state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], log_d
 
 def _has_failed(rank: RankState, *, is_stopped: bool) -> bool:
     """Whether this rank's end makes the run fail; a rank that was told to leave did not."""
-    if rank.returned or (rank.ended_by_us and rank.failure is None):
+    if rank.returned or (rank.ended_by_agent and rank.failure is None):
         return False
     if not is_stopped:
         return True

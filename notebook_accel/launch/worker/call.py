@@ -108,7 +108,7 @@ def _run(
         if setup_error is not None:
             raise setup_error
         call = payload.unpack_call(packed, keep_main=keep_main)
-        context.tell(wire.CallStarted)
+        context.report(wire.CallStarted)
         value = call.function(*call.args, **call.kwargs)
         _end_in_forked_child(context)
         outcome = _returned(value, context, call)

@@ -113,7 +113,7 @@ def _make_display() -> Callable[..., None]:
             elif not bucket.try_take():
                 sys.stdout.write(f"{text} (not shown: this rank displays too much)\n")
             else:
-                context.tell(wire.Displayed, data=data)
+                context.report(wire.Displayed, data=data)
 
     return display
 

@@ -105,7 +105,7 @@ def main(inherited: Inherited) -> None:
     # Of functions that this process calls at its end, only those that are registered here.
     atexit._clear()
     worker = _Worker(inherited, interrupts)
-    output.redirect(inherited.log, on_full_disk=worker.tell_full_disk)
+    output.redirect(inherited.log, on_full_disk=worker.report_full_disk)
     standard_input.install()
     faulthandler.register(STACKS_SIGNAL, file=inherited.stacks, all_threads=True, chain=False)
     code = worker.serve()
@@ -147,7 +147,7 @@ class _Worker:
             self._set_up()
         except BaseException as error:  # whatever it is, the first call tells of it
             self._setup_error = error
-        self._context.tell(wire.RankReady)
+        self._context.report(wire.RankReady)
         code = self._serve_calls()
         self._row.call_over = 1
         if code == 0:
@@ -166,7 +166,7 @@ class _Worker:
         for name in self._inherited.launch.imports:
             import_module(name)
 
-    def tell_full_disk(self) -> None:
+    def report_full_disk(self) -> None:
         """Say that output of this rank is lost."""
         log_dir = self._inherited.launch.log_dir or "of the logs"
         self._context.notice(

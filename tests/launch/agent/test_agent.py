@@ -142,7 +142,7 @@ def test_an_interrupt_ends_the_call_and_no_rank(agent: AgentByHand) -> None:
     agent.all_of(wire.CallStarted, 2)
     agent.say(wire.Interrupt)
     ends = agent.all_of(wire.Raised, 2)
-    assert {(end.kind, end.ours, end.after_interrupt) for end in ends} == {
+    assert {(end.kind, end.ended_by_agent, end.after_interrupt) for end in ends} == {
         ("interrupted", False, True)
     }
     agent.call(lambda: None)
@@ -163,7 +163,7 @@ def test_what_follows_an_interrupt_that_is_ignored(agent: AgentByHand) -> None:
     agent.wait_for(wire.Output)
     agent.say(wire.Interrupt)
     end = agent.wait_for(wire.RankEnded)
-    assert (end.signal, end.ours) == (signal.SIGTERM, True)
+    assert (end.signal, end.ended_by_agent) == (signal.SIGTERM, True)
     assert [m.text for m in agent.heard if isinstance(m, wire.Output)] == ["ready\n", "ready\n"]
 
 
@@ -185,9 +185,9 @@ def failures(agent: AgentByHand, num_ranks: int) -> dict[int | None, str]:
         agent.wait_for(wire.Message, len(agent.heard) + 1)
         for message in agent.heard:
             if isinstance(message, wire.Raised):
-                ends[message.rank] = "interrupted by us" if message.ours else message.kind
+                ends[message.rank] = "interrupted by us" if message.ended_by_agent else message.kind
             elif isinstance(message, wire.RankEnded) and message.rank not in ends:
-                ends[message.rank] = "ended by us" if message.ours else "died"
+                ends[message.rank] = "ended by us" if message.ended_by_agent else "died"
     return ends
 
 
@@ -231,5 +231,5 @@ def test_the_death_of_a_rank_ends_the_call(agent: AgentByHand) -> None:
     agent.launch(2)
     agent.call(die, last=True)
     ends = {end.rank: end for end in agent.all_of(wire.RankEnded, 2)}
-    assert (ends[0].signal, ends[0].ours) == (signal.SIGKILL, False)
-    assert (ends[1].signal, ends[1].ours) == (signal.SIGTERM, True)
+    assert (ends[0].signal, ends[0].ended_by_agent) == (signal.SIGKILL, False)
+    assert (ends[1].signal, ends[1].ended_by_agent) == (signal.SIGTERM, True)

@@ -148,7 +148,7 @@ def test_the_loss_of_one_agent_ends_the_call_on_the_other(two: PlayedRun) -> Non
     begin_on_both(two)
     first.channel.close()
     assert isinstance(second.next(), wire.RankFailed)
-    second.tell(wire.RankEnded, call=0, rank=1, signal=15, ours=True)
+    second.tell(wire.RankEnded, call=0, rank=1, signal=15, ended_by_agent=True)
     assert call.ended.wait(SECONDS)
     assert call.failure() is not None
 
@@ -160,7 +160,7 @@ def test_a_call_whose_first_agent_is_lost_before_its_port_is_known(two: PlayedRu
     # It never got the call, which nobody can send any more.
     assert isinstance(second.next(), wire.Kill)
     assert isinstance(second.next(), wire.RankFailed)
-    second.tell(wire.RankEnded, call=0, rank=1, signal=9, ours=True)
+    second.tell(wire.RankEnded, call=0, rank=1, signal=9, ended_by_agent=True)
     assert call.ended.wait(SECONDS)
 
 

@@ -203,7 +203,7 @@ def raised(kind: str) -> wire.Raised:
         ([raised("interrupted")], "stopped"),
         ([wire.RankEnded(rank=0, exitcode=0)], "failed"),
         ([wire.RankEnded(rank=0, signal=9)], "failed"),
-        ([wire.RankEnded(rank=0, signal=9, ours=True)], "stopped"),
+        ([wire.RankEnded(rank=0, signal=9, ended_by_agent=True)], "stopped"),
         (
             [
                 wire.Returned(rank=0, value=wire.Packet(header=b"")),
@@ -211,7 +211,7 @@ def raised(kind: str) -> wire.Raised:
             ],
             "succeeded",
         ),
-        ([raised("exception"), wire.RankEnded(rank=0, exitcode=1, ours=True)], "failed"),
+        ([raised("exception"), wire.RankEnded(rank=0, exitcode=1, ended_by_agent=True)], "failed"),
     ],
 )
 def test_how_a_rank_ended(state: RunState, messages: list[wire.Message], status: str) -> None:
@@ -221,8 +221,8 @@ def test_how_a_rank_ended(state: RunState, messages: list[wire.Message], status:
 
 
 def test_what_an_end_says(state: RunState) -> None:
-    rank = after(state, wire.RankEnded(rank=0, signal=9, ours=True, wall=7.0)).ranks[0]
-    assert (rank.signal, rank.exitcode, rank.ended_by_us, rank.ended) == (9, None, True, 7.0)
+    rank = after(state, wire.RankEnded(rank=0, signal=9, ended_by_agent=True, wall=7.0)).ranks[0]
+    assert (rank.signal, rank.exitcode, rank.ended_by_agent, rank.ended) == (9, None, True, 7.0)
     packet = wire.Packet(header=b"")
     returned = wire.Returned(rank=0, value=packet, is_none=True, made_group=True)
     rank = after(state, returned).ranks[0]

@@ -48,7 +48,7 @@ def test_a_call_that_fails(run: PlayedRun) -> None:
     (agent,) = run.agents
     call = run.begin_call()
     agent.tell(wire.Raised, rank=1, **raised())
-    agent.tell(wire.Raised, rank=0, **raised(kind="interrupted", ours=True))
+    agent.tell(wire.Raised, rank=0, **raised(kind="interrupted", ended_by_agent=True))
     assert call.ended.wait(SECONDS)
     failure = call.failure()
     assert failure is not None
@@ -159,7 +159,7 @@ def test_ranks_of_a_lost_agent_have_ended(run: PlayedRun) -> None:
     agent.channel.close()
     assert call.ended.wait(SECONDS)
     assert [rank.has_ended for rank in call.state.ranks] == [True, True]
-    assert call.state.ranks[1].ended_by_us
+    assert call.state.ranks[1].ended_by_agent
     # What a rank raised says more than that its agent is gone.
     failure = call.failure()
     assert failure is not None

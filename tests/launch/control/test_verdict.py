@@ -49,8 +49,8 @@ def died(rank: int, at: float = 10.0, **fields: Any) -> wire.RankEnded:
     return wire.RankEnded(rank=rank, wall=at, monotonic=at - 5, **fields)
 
 
-def ended_by_us(*ranks: int) -> list[wire.Message]:
-    return [died(rank, 99.0, signal=9, ours=True) for rank in ranks]
+def ended_by_agent(*ranks: int) -> list[wire.Message]:
+    return [died(rank, 99.0, signal=9, ended_by_agent=True) for rank in ranks]
 
 
 def verdict(state: RunState, **given: Any) -> Verdict:
@@ -84,8 +84,8 @@ def test_a_death_comes_before_an_exception_and_that_before_a_lost_peer() -> None
     """Arrival order is not cause."""
     messages = [lost_peer(0, 1.0), raised(1, at=2.0), died(2, 3.0, signal=9)]
     assert failure(run(3, *messages)).rank == 2
-    assert failure(run(3, *messages[:2], *ended_by_us(2))).rank == 1
-    assert failure(run(3, messages[0], *ended_by_us(1, 2))).rank == 0
+    assert failure(run(3, *messages[:2], *ended_by_agent(2))).rank == 1
+    assert failure(run(3, messages[0], *ended_by_agent(1, 2))).rank == 0
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_of_two_machines_the_one_that_the_kernel_heard_first_is_the_cause() -> N
     here, there = raised(0, "here", at=3600.0), raised(2, "there", at=10.0)
 
     def cause(*messages: wire.Message) -> int | None:
-        return failure(run(4, *messages, *ended_by_us(1, 3), agents=(0, 0, 1, 1))).rank
+        return failure(run(4, *messages, *ended_by_agent(1, 3), agents=(0, 0, 1, 1))).rank
 
     assert cause(here, there) == 0
     assert cause(there, here) == 2
@@ -141,7 +141,7 @@ def test_ncclss_watchdog_is_a_consequence() -> None:
 
 
 def test_peers_that_only_lost_their_connection_are_left_out() -> None:
-    told = failure(run(4, lost_peer(0), lost_peer(1), raised(2, "real"), *ended_by_us(3)))
+    told = failure(run(4, lost_peer(0), lost_peer(1), raised(2, "real"), *ended_by_agent(3)))
     assert told.ranks == (2,)
     assert "reset by peer" not in told.message
     assert "real" in told.message
@@ -154,7 +154,7 @@ def test_where_all_only_lost_each_other_the_first_is_named() -> None:
 
 
 def test_ranks_that_their_agent_ended_have_not_failed() -> None:
-    told = failure(run(3, *ended_by_us(0, 2), raised(1)))
+    told = failure(run(3, *ended_by_agent(0, 2), raised(1)))
     assert (told.rank, told.ranks) == (1, (1,))
 
 
@@ -162,7 +162,7 @@ def test_ranks_that_their_agent_ended_have_not_failed() -> None:
 
 
 def test_an_exception() -> None:
-    told = failure(run(2, raised(0, "bad batch\nand more", pickled=b"p"), *ended_by_us(1)))
+    told = failure(run(2, raised(0, "bad batch\nand more", pickled=b"p"), *ended_by_agent(1)))
     assert told.message.startswith("rank 0 failed: ValueError: bad batch\n")
     assert told.message.count("Traceback of 0") == 1
     assert LOGS in told.message
@@ -193,7 +193,7 @@ def test_an_exception_without_text() -> None:
 )
 def test_a_signal_is_named_with_its_likely_cause(signal: int, name: str, likely: str) -> None:
     said = wire.Output(rank=1, text="".join(f"line {n}\n" for n in range(30)))
-    told = failure(run(2, said, died(1, signal=signal), *ended_by_us(0)))
+    told = failure(run(2, said, died(1, signal=signal), *ended_by_agent(0)))
     assert f"rank 1 was killed by {name}" in told.message
     assert likely in told.message
     assert ("likely" in told.message) == bool(likely)
@@ -255,7 +255,7 @@ def test_a_polite_stop() -> None:
 
 def test_ranks_that_were_interrupted_or_ended() -> None:
     interrupted = raised(0, kind="interrupted", type_name="KeyboardInterrupt")
-    state = run(3, interrupted, *ended_by_us(1), died(2, signal=15, after_interrupt=True))
+    state = run(3, interrupted, *ended_by_agent(1), died(2, signal=15, after_interrupt=True))
     assert verdict(state, is_stopped=True).status == "stopped"
 
 
@@ -277,9 +277,9 @@ def test_a_peer_that_left_as_it_was_told_was_not_lost_by_a_failure() -> None:
 
 
 def test_a_failure_from_before_the_interrupt_stays_one() -> None:
-    state = run(2, raised(0, "before"), *ended_by_us(1))
+    state = run(2, raised(0, "before"), *ended_by_agent(1))
     assert failure(state, is_stopped=True).rank == 0
-    state = run(2, died(0, signal=11), *ended_by_us(1))
+    state = run(2, died(0, signal=11), *ended_by_agent(1))
     assert failure(state, is_stopped=True).rank == 0
 
 
@@ -289,7 +289,7 @@ LOST = LostAgent((0, 1, 2), AgentEnd("(pid 7) was killed by SIGKILL"))
 
 
 def test_a_dead_agent() -> None:
-    state = run(3, returned(1), *ended_by_us(0, 2))
+    state = run(3, returned(1), *ended_by_agent(0, 2))
     told = failure(state, lost=[LOST])
     assert (told.rank, told.ranks, told.exitcode, told.signal) == (None, (0, 2), None, None)
     assert "watches ranks 0-2 (pid 7) was killed by SIGKILL" in told.message
@@ -299,7 +299,7 @@ def test_a_dead_agent() -> None:
 
 def test_a_dead_agent_of_several_is_the_cause_of_lost_peers() -> None:
     lost = LostAgent((2, 3), AgentEnd("was lost"))
-    state = run(4, lost_peer(0), *ended_by_us(1, 2, 3), agents=(0, 0, 1, 1))
+    state = run(4, lost_peer(0), *ended_by_agent(1, 2, 3), agents=(0, 0, 1, 1))
     told = failure(state, lost=[lost])
     assert (told.rank, told.ranks) == (None, (0, 1, 2, 3))
     assert "watches ranks 2-3 was lost, so that ranks 0-3 ended" in told.message
@@ -310,13 +310,13 @@ def test_an_agent_that_died_after_all_results() -> None:
 
 
 def test_an_agent_that_died_after_a_failure() -> None:
-    told = failure(run(2, raised(0, "the reason"), *ended_by_us(1)), lost=[LOST])
+    told = failure(run(2, raised(0, "the reason"), *ended_by_agent(1)), lost=[LOST])
     assert told.rank == 0
     assert "the reason" in told.message
 
 
 def test_an_agent_that_was_killed_for_a_stop() -> None:
-    state = run(2, *ended_by_us(0, 1))
+    state = run(2, *ended_by_agent(0, 1))
     assert verdict(state, is_stopped=True, lost=[LOST]).status == "stopped"
 
 

@@ -1,4 +1,4 @@
-"""Coloured terminal text as HTML that reads on light and on dark pages.
+"""The colours of logs: coloured terminal text as HTML that reads on light and on dark pages.
 
 Programs colour their output by escape sequences: ``ESC [ 31 m`` is red, ``ESC [ 0 m`` ends all.
 Colours are shown in mid tones as inline styles, since a saved notebook keeps no style sheet.
