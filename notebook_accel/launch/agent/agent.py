@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Agent", "main"]
 
+# How late the end of a grace period is noticed; messages and ends of processes wake it at once.
 _TICK_SECONDS = 0.05
 # The kernel takes an agent that says nothing for much longer for a stopped one.
 _ALIVE_SECONDS = 2.0

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CLOSED", "GARBAGE", "RankProcess"]
 
+# How often a rank is looked at: lines that come ten times a second look live, and views draw five
+# times a second. Its memory costs a look into /proc.
 _OUTPUT_SECONDS = 0.1
 _SAMPLE_SECONDS = 0.2
 # A dump of stacks is whole once the file has not grown for this long.
@@ -32,7 +34,8 @@ _STACKS_QUIET_SECONDS = 0.1
 _STACKS_SECONDS = 3.0
 # A process that ends closes its connection just before.
 _CLOSED_SECONDS = 1.0
-# From the moment when a rank has set out to send its result.
+# Silence after a rank has set out to send its result: it was packed before, so that a healthy rank
+# only has to write it.
 _LOST_SECONDS = 5.0
 
 

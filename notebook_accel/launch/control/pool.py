@@ -45,9 +45,11 @@ if TYPE_CHECKING:
 
 __all__ = ["RankPool"]
 
+# While a call runs: views draw five times a second, and time-outs are told in seconds.
 _TICK_SECONDS = 0.1
 # Between calls there is nothing to draw, and messages wake the thread.
 _IDLE_SECONDS = 1.0
+# The agent itself gives a rank three seconds to write its stacks.
 _STACKS_SECONDS = 5.0
 _POLL_SECONDS = 0.01
 # An agent that was told to kill and does not answer is killed itself; its ranks go with it.
@@ -231,6 +233,8 @@ class RankPool:
         # Never blocks, so that a stop gets through to the others where one agent is frozen: the
         # pool's thread writes what a socket does not take now.
         with held(), self._channel_lock:
+            # What follows a call that the other agents do not have yet must not overtake it: a Stop
+            # or DumpStacks would find the call before. Kill ends them whatever they are in.
             if self._for_others is not None and not isinstance(message, wire.Kill):
                 self._for_others.append((message, tuple(os.dup(fd) for fd in fds)))
                 links = [link for link in links if link is self._first]
@@ -450,7 +454,7 @@ class RankPool:
         with self._channel_lock:
             link.channel.close()
         if ended.issuperset(link.numbers):
-            # It has told all and left; what it was still to be sent does not matter.
+            # Its ranks had ended before, and so it ended in order: no call loses anything.
             return
         self._lost.append(LostAgent(link.numbers, end))
         self.processes = tuple(
@@ -464,7 +468,8 @@ class RankPool:
             return
         call.lose(link.numbers)
         if self._for_others is not None:
-            # Ranks behind the other agents wait for this call, and nobody can send it any more.
+            # The first agent is lost before it named the port. Ranks behind the other agents wait
+            # for this call, and nobody can send it to them any more.
             self._drop_for_others()
             self._send_kill()
         self.send(wire.RankFailed(run=self.run, call=call.number))

@@ -4,6 +4,15 @@ It folds what the ranks say about the call into the run's state, keeps results u
 for them, writes metrics to disk, has the view draw at most five times a second, and decides at the
 end what came of it. The thread of the call's :class:`RankPool` brings it the messages and gives it
 its turns; the methods of a :class:`Conductor` are for the threads of whoever holds the run.
+
+A call ends in this order, in the pool's thread up to ``ended``::
+
+    the last rank's Returned, Raised or RankEnded -> is_over
+    CallEnded to the agents; all output of the call is here
+    finish: final state (verdict, metrics file closed, state saved) -> view.close -> ended is set
+    the thread that waits: view.print_end, then the run's error is raised (run.py)
+
+Where the launch itself fails, before there is a run, ``view.abandon`` is all that is called.
 """
 
 from __future__ import annotations

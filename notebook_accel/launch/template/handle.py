@@ -2,11 +2,19 @@
 
 It is started by exec in its own session, imports and then only forks: no thread, no device, no
 parallel region, no module of the user's. So a fork of it is safe, whatever the notebook's kernel
-has done, and costs milliseconds. :class:`Template` is the kernel's side, :func:`serve` the
-process's.
+has done, and costs milliseconds. This file is the kernel's side, ``process.py`` the process's::
+
+    Template: exec, secret over stdin ------->  serve: imports, then proves the secret
+              wait_until_ready <---------------  TemplateReady
+              ForkAgent, an end of a socket -->  fork --> the agent, which accepts the socket
+              <------------------- Forked(pid)
+              CountDevices ------------------->  fork --> a child that asks torch, and ends
+              <------------------------ Devices
+              exit_of <------- AgentExited(pid)  an agent ended
+              close: end of file ------------->  ends once its agents have
 
 Each question to it has a deadline. One that is stopped (SIGSTOP), that says nothing, or whose
-answers cannot be understood is ended, and asked again is a new one (:func:`ask_template`); agents
+answers cannot be understood is ended, and a new one is asked (:func:`ask_template`); agents
 that it had forked go on without it. One template is kept; launches of other threads that need
 another keep theirs until they have their agents.
 """
@@ -62,6 +70,7 @@ _READ_AT_IMPORT = (
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # It imports torch, from a cold disk.
 _START_SECONDS = 120.0
+# What takes milliseconds, on a machine that swaps.
 _HANDSHAKE_SECONDS = 30.0
 _FORK_SECONDS = 20.0
 # The process gives a driver 60 s to name its devices.
@@ -103,7 +112,7 @@ class Template:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _boot_code(theirs.fileno())],
-                env=_clean(environment),
+                env={**environment, **dict.fromkeys(_THREADS, "1")},
                 cwd="/",
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -296,7 +305,7 @@ class Template:
             f"the process from which ranks are started (pid {self.pid}) {how}. "
             "Launch again: a new one is made. If it happens again, look for too little memory, "
             f"and whether `{sys.executable} -c 'import torch._dynamo'` works in a terminal."
-            f"{self._last_words()}"
+            f"{self._error_output()}"
         )
 
     def _lost(self, how: str) -> UnresponsiveTemplateError:
@@ -305,7 +314,7 @@ class Template:
             f"the process from which ranks are started (pid {self.pid}) {how}, and was ended. "
             "Launch again: a new one is made. If it happens again, look for what stops processes "
             "on this machine (a job scheduler, a debugger, a full memory limit)."
-            f"{self._last_words()}"
+            f"{self._error_output()}"
         )
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -313,12 +322,13 @@ class Template:
         self.close()
         return error
 
-    def _last_words(self) -> str:
+    def _error_output(self) -> str:
+        """What the process wrote to its standard error, as the end of a message; "" for nothing."""
         if self._stderr.closed:
             return ""
         self._stderr.seek(0)
         text = self._stderr.read().decode(errors="replace").strip()
-        return f" Its last words:\n{text[-2000:]}" if text else ""
+        return f" It wrote:\n{text[-2000:]}" if text else ""
 
 
 def _is_readable(
@@ -443,10 +453,6 @@ def _torch_stamp() -> tuple[object, ...]:
     with contextlib.suppress(OSError):
         return spec.origin, Path(spec.origin).stat().st_mtime_ns
     return (spec.origin,)
-
-
-def _clean(environment: Mapping[str, str]) -> dict[str, str]:
-    return {**environment, **dict.fromkeys(_THREADS, "1")}
 
 
 def _boot_code(fd: int) -> str:

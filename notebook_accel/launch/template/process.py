@@ -1,4 +1,15 @@
-"""The template's own process: it imports, then forks agents until the kernel goes."""
+"""The template's own process: it imports, then forks agents until the kernel goes.
+
+    serve: import -> accept the kernel's connection -> TemplateReady
+    _Server: ForkAgent    -> fork: agent.main, in a session of its own -> Forked
+             CountDevices -> fork: ask torch, end                      -> Devices
+             an agent ends -> end what it left behind                  -> AgentExited
+             end of file   -> no more requests; end with the last agent
+             the kernel's process ends -> end everything, at once
+
+Invariants: one thread, no device, no module of the user's, so that each fork is safe. A child
+writes the exception that ends it into a memfd of its own, and whoever asked for it is told.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +65,7 @@ def serve(fd: int, kernel_pid: int) -> None:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.adopt_orphans()
-    with processes.acting_on_exit(kernel, _go):
+    with processes.acting_on_exit(kernel, _end_everything):
         secret = sys.stdin.buffer.read(32)
         for name in _PRELOADED:
             import_module(name)
@@ -65,7 +76,7 @@ def serve(fd: int, kernel_pid: int) -> None:
     _Server(channel, kernel).run()
 
 
-def _go(runs: Iterable[str] = ()) -> None:
+def _end_everything(runs: Iterable[str] = ()) -> None:
     """The kernel's process ended: nobody wants this one."""
     reaped = processes.kill_descendants()
     for run in runs:
@@ -84,17 +95,17 @@ class _Server:
         # Of each agent, the file into which it writes the exception that ends it.
         self._errors: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
-        self._draining = False
+        self._is_retired = False
 
     def run(self) -> None:
         self._selector.register(self._channel.fileno(), selectors.EVENT_READ, self._from_kernel)
-        self._selector.register(self._kernel, selectors.EVENT_READ, self._go)
-        while self._agents or not self._draining:
+        self._selector.register(self._kernel, selectors.EVENT_READ, self._end_everything)
+        while self._agents or not self._is_retired:
             for key, _ in self._selector.select():
                 key.data()
 
-    def _go(self) -> None:
-        _go(self._runs.values())
+    def _end_everything(self) -> None:
+        _end_everything(self._runs.values())
 
     def _from_kernel(self) -> None:
         try:
@@ -102,7 +113,7 @@ class _Server:
         except (EOFError, OSError, ProtocolError):
             # Retired: runs that are under way go on, and their kernel is still watched.
             self._selector.unregister(self._channel.fileno())
-            self._draining = True
+            self._is_retired = True
             return
         for message, fds in messages:
             if isinstance(message, wire.ForkAgent):
@@ -113,7 +124,7 @@ class _Server:
     def _fork_agent(self, message: wire.ForkAgent, fds: list[int]) -> None:
         errors = os.memfd_create("agent-errors")
         try:
-            pid = self._fork(lambda: self._be_agent(message, fds[0], errors), errors=errors)
+            pid = self._fork(lambda: self._run_agent(message, fds[0], errors), errors=errors)
         except OSError as error:
             os.close(errors)
             self._channel.send(wire.Forked(run=message.run, error=str(error)))
@@ -128,7 +139,7 @@ class _Server:
         self._selector.register(exit_fd, selectors.EVENT_READ, lambda: self._reap(pid))
         self._channel.send(wire.Forked(run=message.run, pid=pid))
 
-    def _be_agent(self, message: wire.ForkAgent, fd: int, errors: int) -> None:
+    def _run_agent(self, message: wire.ForkAgent, fd: int, errors: int) -> None:
         from notebook_accel.launch.agent import agent
 
         os.setsid()
@@ -136,7 +147,7 @@ class _Server:
         for number in (self._channel.fileno(), self._selector.fileno(), *of_agents):
             os.close(number)
         # The template, which would end this process with the kernel, may be gone itself.
-        with processes.acting_on_exit(self._kernel, _go):
+        with processes.acting_on_exit(self._kernel, _end_everything):
             channel = accept(socket.socket(fileno=fd), message.secret)
             first = channel.receive()
         agent.main(channel, self._kernel, first, unneeded=(errors,))
@@ -169,7 +180,7 @@ class _Server:
             # a GPU must not begin on the CPU without a word.
             answer: wire.Message = wire.Devices(kind="cpu", error="it gave no answer")
             with (
-                processes.acting_on_exit(self._kernel, self._go),
+                processes.acting_on_exit(self._kernel, self._end_everything),
                 contextlib.suppress(EOFError, OSError),
             ):
                 answer, _ = Channel(ours).receive()

@@ -106,12 +106,12 @@ class Channel:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was posted is written, and all that the peer began has come."""
+        """Whether nothing is left to send: no message, and no bytes of a file."""
         return not self._outgoing
 
     @property
     def is_receiving(self) -> bool:
-        """Whether something that the peer began has not come whole."""
+        """Whether a file or segment that the peer began to send has not come whole."""
         return False
 
     @property

@@ -8,7 +8,19 @@
       more credit  <------ Credit(7, n)  -------------   ... for as much as was written
       Data(7, ..., last)  --------------------------->   sealed: the message, [segment]
 
-So whoever has a channel need not know where the other end is. Invariants:
+So whoever has a channel need not know where the other end is. What waits, and for what::
+
+    post, follow --> _sending[stream]   bytes that the peer has given no credit for yet
+                 --> _outgoing          frames that the socket has no room for yet (Channel)
+    ======================================= socket ========================================
+    _incoming           bytes of a frame that is not whole yet (Channel)
+    _coming[stream]     what was received of each stream that is not whole yet
+    _announced          segments in the order in which they were announced, until the message comes
+                        that has them: each message takes as many as it says
+    _held[rank]         messages with segments that are not whole yet, and those behind them
+    _ready              whole messages that ``drain`` read and ``receive`` has not given out yet
+
+Invariants:
 
 - A sender has sent no more bytes of a stream than it has credit for, and takes them from the
   segment when the socket has room: a value of any size needs a few frames of memory beside its
@@ -101,6 +113,7 @@ class FramedChannel(Channel):
 
     @property
     def is_idle(self) -> bool:
+        # While something comes, there will be credit to send.
         return not (self._outgoing or self._sending or self.is_receiving)
 
     @property

@@ -1,7 +1,10 @@
 """What a view must do, and the view that shows nothing.
 
-The supervisor calls a view through :class:`GuardedView`, so that a view with a bug costs the
-person a picture and not the training.
+    expect -> open -> update, update, ... -> close      or  expect -> abandon
+                      poll, poll, ...      -> print_end
+
+The lower line is called by the thread that waits for the run. Everybody calls a view through
+:class:`GuardedView`, so that a view with a bug costs the person a picture and not the training.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ _log = logging.getLogger(__name__)
 class View:
     """Shows one run. This one shows nothing; others override what they need.
 
-    ``update`` and ``close`` are called by the run's supervisor thread, the others by the thread
-    that called the launcher.
+    ``update`` and ``close`` are called by the thread that listens to the ranks (control/pool.py),
+    the others by the thread that called the launcher. An inline run has no thread of its own, and
+    no ``update``.
     """
 
     def expect(self, name: str) -> None:
@@ -62,7 +66,8 @@ class View:
 class GuardedView(View):
     """Another view, whose errors end no training: the first of each method is logged.
 
-    ``open`` and ``reopen`` may raise, since the person who called them waits for what they show.
+    ``reopen`` and ``show_displays`` may raise: the person asked for what they show
+    (``run.show()``), and no run depends on it.
     """
 
     def __init__(self, view: View) -> None:

@@ -57,6 +57,8 @@ __all__ = ["STACKS_SIGNAL", "Inherited", "main"]
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 # Pauses of a rank that waits for the others to end: the first, and the longest.
 _POLL_SECONDS = (0.0005, 0.02)
+# As long as a rank that has returned stays for the others, who read what it sent in its last
+# collective within moments.
 _LINGER_SECONDS = 5.0
 
 
