@@ -1,0 +1,173 @@
+"""The local engine: how many ranks there are, and how the kernel holds the agent that it forked."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import pytest
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError, LaunchError
+from notebook_accel.launch import wire
+from notebook_accel.launch.control.environment import ON_CPU, WITHOUT_DEVICES
+from notebook_accel.launch.engines import local
+from notebook_accel.launch.engines.base import RankPlan, StartRequest
+from notebook_accel.launch.engines.local import LocalEngine, fork_agent
+from notebook_accel.launch.template.handle import template
+from notebook_accel.launch.view import View
+from tests.engines.processes import below, eventually, gone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+SECONDS = 60.0
+
+
+class Expected(View):
+    """Keeps what it is told to expect."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def expect(self, name: str) -> None:
+        self.names.append(name)
+
+
+def request(view: View | None = None, **settings: Any) -> StartRequest:
+    return StartRequest(
+        name="train",
+        config=LaunchConfig(**settings),
+        environment=dict(os.environ),
+        view=view or View(),
+    )
+
+
+@pytest.fixture(name="devices")
+def _devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let the machine have so many accelerators."""
+
+    class Counted:
+        def __init__(self, number: int) -> None:
+            self._number = number
+
+        def count_devices(self, environment: Mapping[str, str]) -> wire.Devices:
+            kind = "cuda" if self._number else "cpu"
+            return wire.Devices(kind=kind, names=("accelerator",) * self._number)
+
+    def have(number: int) -> None:
+        monkeypatch.setattr(local, "ask_template", lambda _, question: question(Counted(number)))
+
+    return have
+
+
+# ---- how many ranks ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("available", "settings", "world_size"),
+    [
+        (4, {}, 4),
+        (4, {"num_processes": 2}, 2),
+        (4, {"devices": [3, 1]}, 4),
+        (2, {"num_processes": 5, "backend": "gloo"}, 5),
+        (0, {}, 1),
+        (0, {"num_processes": 3}, 3),
+    ],
+)
+def test_a_rank_an_accelerator_unless_a_number_is_asked_for(
+    available: int, settings: dict[str, Any], world_size: int, devices: Callable[[int], None]
+) -> None:
+    devices(available)
+    plan = LocalEngine().plan_ranks(request(**settings))
+    assert plan.world_size == world_size
+    assert len(plan.agents) == 1
+    assert dict(plan.environment) == ({} if available else ON_CPU)
+
+
+def test_a_machine_without_accelerators_says_how_to_get_more_ranks(
+    devices: Callable[[int], None],
+) -> None:
+    devices(0)
+    (notice,) = LocalEngine().plan_ranks(request()).notices
+    assert "num_processes=2" in notice
+    assert LocalEngine().plan_ranks(request(num_processes=1)).notices == ()
+
+
+def test_with_the_cpu_chosen_nobody_counts_and_ranks_see_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local, "ask_template", None)
+    plan = LocalEngine().plan_ranks(request(devices="cpu", num_processes=2))
+    assert plan == RankPlan.of_sizes(2, environment={**ON_CPU, **WITHOUT_DEVICES})
+
+
+@pytest.mark.parametrize(
+    ("available", "settings", "message"),
+    [
+        (2, {"num_processes": 3}, r"num_processes=3, but this machine has 2"),
+        (1, {"devices": [0, 1]}, r"devices=\[0, 1\], but of these the machine has 1"),
+        (0, {"devices": [0]}, r"devices=\[0\], but of these the machine has none"),
+    ],
+)
+def test_more_than_there_are(
+    available: int, settings: dict[str, Any], message: str, devices: Callable[[int], None]
+) -> None:
+    devices(available)
+    with pytest.raises(ConfigError, match=message):
+        LocalEngine().plan_ranks(request(**settings))
+
+
+def test_a_wait_for_the_template_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Source:
+        def __init__(self, *, is_ready: bool) -> None:
+            self.is_ready = is_ready
+
+        def wait_until_ready(self) -> None:
+            self.is_ready = True
+
+    for is_ready, expected in ((False, ["train"]), (True, [])):
+        source, view = Source(is_ready=is_ready), Expected()
+        monkeypatch.setattr(local, "ask_template", lambda _, question, one=source: question(one))
+        LocalEngine().warm_up(request(view))
+        assert (view.names, source.is_ready) == (expected, True)
+
+
+# ---- the agent -----------------------------------------------------------------------------
+
+
+def test_a_link_knows_its_ranks_ends_its_agent_and_says_how_that_ended() -> None:
+    (ranks,) = RankPlan.of_sizes(2).agents
+    link = fork_agent(request(), ranks, socket.socketpair, run=uuid4().hex, sees_files=True)
+    (agent,) = [child.pid for child in below(template().pid) if os.getsid(child.pid) == child.pid]
+    assert link.numbers == (0, 1)
+    link.kill()
+    eventually(lambda: gone([agent]), within=SECONDS, what="the agent is gone")
+    end = link.how_it_ended()
+    link.channel.close()
+    assert end is not None
+    assert end.how == f"(pid {agent}) was killed by SIGKILL"
+
+
+def test_an_agent_that_cannot_be_reached_is_an_error_and_leaves_nothing() -> None:
+    before = {child.pid for child in below(template().pid)}
+    opened = len(os.listdir("/proc/self/fd"))
+
+    def cut() -> tuple[socket.socket, socket.socket]:
+        """Two ends of two connections, whose other ends are closed."""
+        (ours, one), (theirs, other) = socket.socketpair(), socket.socketpair()
+        one.close()
+        other.close()
+        return ours, theirs
+
+    (ranks,) = RankPlan.of_sizes(1).agents
+    with pytest.raises(LaunchError, match=r"(?s)did not start: it \(pid \d+\).*Launch again"):
+        fork_agent(request(), ranks, cut, run=uuid4().hex, sees_files=True)
+    eventually(
+        lambda: {child.pid for child in below(template().pid)} <= before,
+        within=SECONDS,
+        what="the agent is gone",
+    )
+    assert len(os.listdir("/proc/self/fd")) == opened

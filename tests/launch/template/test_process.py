@@ -1,0 +1,103 @@
+"""The template's own process: what it forks, what it says of those that end, what it keeps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import psutil
+import pytest
+
+from notebook_accel.launch import wire
+from notebook_accel.launch.template.handle import Template, template
+from notebook_accel.launch.transport.handshake import connect, new_secret
+from tests.engines.processes import eventually, gone
+from tests.launch.agents import SECONDS, agent_by_hand
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(name="source")
+def _source() -> Template:
+    """The template of this process, ready."""
+    source = template()
+    source.wait_until_ready()
+    return source
+
+
+def num_descriptors(source: Template) -> int:
+    return psutil.Process(source.pid).num_fds()
+
+
+def test_an_agent_is_a_child_of_the_template_in_a_session_of_its_own(
+    source: Template, tmp_path: Path
+) -> None:
+    with agent_by_hand(tmp_path) as agent:
+        assert psutil.Process(agent.pid).ppid() == source.pid
+        assert os.getsid(agent.pid) == agent.pid != os.getsid(source.pid)
+
+
+def test_an_agent_that_was_killed_is_reaped_and_reported(source: Template, tmp_path: Path) -> None:
+    before = num_descriptors(source)
+    with agent_by_hand(tmp_path) as agent:
+        agent.launch(2)
+        os.kill(agent.pid, signal.SIGKILL)
+        exited = source.exit_of(agent.pid, timeout=SECONDS)
+    assert exited is not None
+    assert (exited.exitcode, exited.traceback) == (-signal.SIGKILL, "")
+    # Nothing of it is kept: neither what told of its end nor the file for its error.
+    eventually(
+        lambda: num_descriptors(source) <= before, within=SECONDS, what="its descriptors are closed"
+    )
+
+
+def test_what_ends_an_agent_is_reported_in_its_own_words(source: Template) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        pid = source.fork_agent(theirs, run=uuid4().hex, secret=new_secret())
+    # Whoever does not know the secret is turned away, and the agent ends.
+    ours.sendall(b"x" * 1_000)
+    ours.shutdown(socket.SHUT_WR)
+    exited = source.exit_of(pid, timeout=SECONDS)
+    ours.close()
+    assert exited is not None
+    assert exited.exitcode == 1
+    assert "AuthenticationError: the peer did not prove the run's secret" in exited.traceback
+
+
+def test_agents_inherit_nothing_of_each_other(source: Template, tmp_path: Path) -> None:
+    with agent_by_hand(tmp_path) as alone:
+        found = psutil.Process(alone.pid).num_fds()
+    with agent_by_hand(tmp_path), agent_by_hand(tmp_path), agent_by_hand(tmp_path) as third:
+        assert psutil.Process(third.pid).num_fds() == found
+
+
+def test_devices_are_counted_in_a_child_of_which_nothing_is_left(source: Template) -> None:
+    before = num_descriptors(source)
+    children = {child.pid for child in psutil.Process(source.pid).children()}
+    # A variable that nobody asked with before: answers are kept by those that choose devices.
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "VISIBLE_OF_A_TEST": uuid4().hex}
+    assert source.count_devices(hidden).kind == "cpu"
+    left = {child.pid for child in psutil.Process(source.pid).children()}
+    assert left <= children
+    assert num_descriptors(source) <= before
+
+
+def test_one_that_is_let_go_of_stays_until_its_last_agent_has_ended() -> None:
+    source = Template(os.environ)
+    source.wait_until_ready()
+    ours, theirs = socket.socketpair()
+    secret = new_secret()
+    with theirs:
+        pid = source.fork_agent(theirs, run=uuid4().hex, secret=secret)
+    agent = connect(ours, secret)
+    source.close()
+    # The agent still serves its run, whose first message it waits for, and the template with it.
+    assert psutil.Process(pid).ppid() == source.pid
+    agent.send(wire.Alive())
+    agent.close()
+    eventually(lambda: gone([pid, source.pid]), within=SECONDS, what="both are gone")
