@@ -26,6 +26,7 @@ from notebook_accel.launch.engines.base import (
 )
 from notebook_accel.launch.payload import pack_call
 from notebook_accel.launch.run import Run
+from notebook_accel.launch.system.open_files import naming_what_is_short
 from notebook_accel.launch.view import GuardedView, View
 
 if TYPE_CHECKING:
@@ -89,14 +90,11 @@ def launch(
         advise=advise,
     )
     try:
-        run = _begin_run(request, list(notices))
+        begin = _ready_to_begin(request, list(notices))
     except BaseException:
         request.view.abandon()
         raise
-    if block:
-        with _kept_for_its_error(run):
-            run.wait_in_cell()
-    return run
+    return _conduct(request, begin, block=block)
 
 
 class Session:
@@ -137,13 +135,13 @@ class Session:
         )
         engine = engine_named(config.engine)
         plan = _plan(engine, self._request)
-        self._folder = RunFolder.make()
         with contextlib.ExitStack() as undo:
-            undo.callback(self._folder.remove)
-            self._folder.make_logs(plan.world_size)
             # An interrupt that came inside of held() is raised at its end: the ranks are there
             # then, and nobody would have the session.
-            with held():
+            with held(), naming_what_is_short():
+                self._folder = RunFolder.make()
+                undo.callback(self._folder.remove)
+                self._folder.make_logs(plan.world_size)
                 self._pool = engine.start_ranks(
                     self._request, plan, run=self._folder.id, log_dir=self._folder.path
                 )
@@ -187,15 +185,17 @@ class Session:
         packed = _pack(request)
         world_size = len(self._pool.processes)
         notices = (*packed.notices, *notices)
-        with (
-            _new_run(request, world_size, notices, session=self._folder) as new,
-            sendable(packed) as payload,
-        ):
-            begin_call(self._pool, request, new, packed, payload, last=False)
-        if block:
-            with _kept_for_its_error(new.run):
-                new.run.wait_in_cell()
-        return new.run
+
+        def begin() -> Run:
+            preflight.check_files_of_kernel()
+            with (
+                _new_run(request, world_size, notices, session=self._folder) as new,
+                sendable(packed) as payload,
+            ):
+                begin_call(self._pool, request, new, packed, payload, last=False)
+            return new.run
+
+        return _conduct(request, begin, block=block)
 
     @property
     def status(self) -> str:
@@ -268,8 +268,11 @@ def _checked_request(
     )
 
 
-def _begin_run(request: CallRequest, notices: list[str]) -> Run:
-    """Start ranks and send them the call; the run goes on, or has ended inline."""
+def _ready_to_begin(request: CallRequest, notices: list[str]) -> Callable[[], Run]:
+    """Do what takes long and may be interrupted; gives what starts ranks and sends them the call.
+
+    Of that, the run goes on, or has ended inline.
+    """
     engine = engine_named(request.config.engine)
     packed = None
     if engine.needs_payload:
@@ -277,9 +280,35 @@ def _begin_run(request: CallRequest, notices: list[str]) -> Run:
         packed = _pack(request)
         notices = [*packed.notices, *notices]
     plan = _plan(engine, request)
-    with _new_run(request, plan.world_size, (*notices, *plan.notices)) as new:
-        engine.launch(request, new, plan, packed)
-    return new.run
+
+    def begin() -> Run:
+        with _new_run(request, plan.world_size, (*notices, *plan.notices)) as new:
+            engine.launch(request, new, plan, packed)
+        return new.run
+
+    return begin
+
+
+def _conduct(request: CallRequest, begin: Callable[[], Run], *, block: bool) -> Run:
+    """Begin a run, and wait for it with ``block``; gives its handle.
+
+    Between the first file of the run and the return an interrupt is raised at the end alone: by
+    then either nothing is left, or the run is known, and is ended.
+    """
+    run: Run | None = None
+    try:
+        with held() as presses:
+            with naming_what_is_short():
+                run = begin()
+            if block and not presses.count:
+                run.wait_in_cell()
+    except BaseException as error:
+        if run is None:
+            request.view.abandon()
+        else:
+            _keep_for_its_error(run, error)
+        raise
+    return run
 
 
 def _pack(request: CallRequest) -> PackedCall:
@@ -302,6 +331,8 @@ def _new_run(
     session: RunFolder | None = None,
 ) -> Iterator[NewRun]:
     """A run with its folder, for a block that begins it; where it does not, nothing is left.
+
+    It is entered with interrupts held, and so is the block, until an engine lets them through.
 
     Args:
         request: what is called.
@@ -333,29 +364,26 @@ def _new_run(
             session="" if session is None else session.id,
         )
         try:
-            with _kept_for_its_error(run):
-                yield NewRun(run=run, state=first, folder=folder, metrics=metrics)
+            yield NewRun(run=run, state=first, folder=folder, metrics=metrics)
+        except BaseException as error:
+            _keep_for_its_error(run, error)
+            raise
         finally:
             if run.has_begun:
                 undo.pop_all()
 
 
-@contextlib.contextmanager
-def _kept_for_its_error(run: Run) -> Iterator[None]:
+def _keep_for_its_error(run: Run, error: BaseException) -> None:
     """Where the launch raises, nobody is given the handle: the list of runs keeps it.
 
-    A KeyboardInterrupt that leaves the block finds the run ended, and knows it as ``run``.
+    A KeyboardInterrupt finds the run ended, and knows it as ``run``.
     """
-    try:
-        yield
-    except BaseException as error:
-        if run.has_begun:
-            run_list.keep(run)
-            if isinstance(error, KeyboardInterrupt):
-                error.run = run  # type: ignore[attr-defined]
-                run.kill()
-                run.conductor.ended.wait(_KILL_SECONDS)
-        raise
+    if run.has_begun:
+        run_list.keep(run)
+        if isinstance(error, KeyboardInterrupt):
+            error.run = run  # type: ignore[attr-defined]
+            run.kill()
+            run.conductor.ended.wait(_KILL_SECONDS)
 
 
 def _script(request: CallRequest, world_size: int, file: str) -> str:

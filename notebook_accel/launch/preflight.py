@@ -19,7 +19,7 @@ from notebook_accel.launch.system.open_files import check_open_files
 if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
 
-__all__ = ["check_call", "check_machine", "check_platform", "check_wait"]
+__all__ = ["check_call", "check_files_of_kernel", "check_machine", "check_platform", "check_wait"]
 
 # Of an agent, for each rank: its channel, log, watch and stacks; gloo's mesh is in the ranks.
 _FILES_A_RANK = 6
@@ -93,9 +93,7 @@ def check_platform() -> None:
     """
     if not processes.supported():
         raise LaunchError(f"launching processes needs Linux (5.3 or newer) for now; {_INLINE}")
-    # Interrupted between a descriptor and its owner, each of these would leave it open for good.
-    with held():
-        check_open_files(_FILES_OF_KERNEL)
+    check_files_of_kernel()
     try:
         os.getcwd()
     except OSError as error:
@@ -105,6 +103,7 @@ def check_platform() -> None:
         ) from None
     try:
         folder = tempfile.gettempdir()
+        # Interrupted between a descriptor and its owner, it would stay open for good.
         with held(), tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -122,6 +121,16 @@ def check_platform() -> None:
                 "with. Most likely it is a container with an old or strict seccomp profile: "
                 f"start it with one that allows {name} (Docker 20.10 or newer does); {_INLINE}"
             ) from None
+
+
+def check_files_of_kernel() -> None:
+    """Refuse a launch, or a call of a session, for which this process cannot open files enough.
+
+    Raises:
+        LaunchError: so it is, and its limit cannot be raised.
+    """
+    with held():
+        check_open_files(_FILES_OF_KERNEL)
 
 
 def _open_pidfd() -> int:

@@ -20,9 +20,8 @@ import pytest
 
 from notebook_accel import ConfigError, LaunchError, NotebookAccelError, RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch import launcher
 from notebook_accel.launch.control.run_folder import RunFolder
-from notebook_accel.launch.engines import local
+from notebook_accel.launch.engines import base, local
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.template.handle import template
@@ -437,8 +436,11 @@ def test_a_payload_that_cannot_be_sealed_leaves_nothing(
     before = (psutil.Process().num_fds(), sorted(os.listdir(tmp_path / "runs")), len(runs()))
     with monkeypatch.context() as patch:
         full = OSError(24, "Too many open files")
-        patch.setattr(launcher, "_prepare_call", lambda *_, **__: (_ for _ in ()).throw(full))
-        with pytest.raises(OSError, match="Too many"):
+        patch.setattr(base, "pack", lambda *_, **__: (_ for _ in ()).throw(full))
+        with pytest.raises(LaunchError, match="too many files open: its limit is"):
+            on_cpu(lambda: weights)
+        full = OSError(12, "Cannot allocate memory")
+        with pytest.raises(LaunchError, match=r"Cannot allocate memory.*launch again"):
             on_cpu(lambda: weights)
     after = (psutil.Process().num_fds(), sorted(os.listdir(tmp_path / "runs")), len(runs()))
     assert after == before

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
-__all__ = ["Latch", "Presses", "held"]
+__all__ = ["Latch", "Presses", "held", "let_through"]
 
 
 class Presses:
@@ -36,24 +36,58 @@ def held(*, patience: int | None = 1) -> Iterator[Presses]:
     Args:
         patience: how many are held; one more is raised at once, for what hangs. None: all.
     """
-    presses = Presses()
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield presses
+        yield Presses()
         return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        presses.count += 1
-        if patience is not None and presses.count > patience:
-            previous(number, frame)
-
+    note = _Note(previous, patience)
     signal.signal(signal.SIGINT, note)
     try:
-        yield presses
+        yield note.presses
     finally:
         signal.signal(signal.SIGINT, previous)
-        if presses.count:
+        if note.presses.count:
             previous(signal.SIGINT, None)
+
+
+class _Note:
+    """The handler inside of :func:`held`."""
+
+    def __init__(
+        self, previous: Callable[[int, FrameType | None], object], patience: int | None
+    ) -> None:
+        self.presses = Presses()
+        self.previous = previous
+        self._patience = patience
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.presses.count += 1
+        if self._patience is not None and self.presses.count > self._patience:
+            self.previous(number, frame)
+
+
+@contextmanager
+def let_through() -> Iterator[None]:
+    """Raise interrupts at once again, inside of a block of :func:`held`: user code runs here.
+
+    Raises:
+        KeyboardInterrupt: one was held already.
+    """
+    note = handler = signal.getsignal(signal.SIGINT)
+    num_held = 0
+    while isinstance(handler, _Note):
+        num_held += handler.presses.count
+        handler = handler.previous
+    if handler is note or not callable(handler):
+        yield
+        return
+    if num_held:
+        raise KeyboardInterrupt
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, note)
 
 
 class Latch:

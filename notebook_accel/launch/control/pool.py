@@ -119,6 +119,7 @@ class RankPool:
         self._end_asked: float | None = None
         self._stop_points: dict[tuple[int, ...], StopPoint] = {}
         self._has_announced_end = False
+        self._selector = selectors.DefaultSelector()  # not in the thread: it may fail
         self._thread = threading.Thread(target=self._serve, name=f"ranks-{run}", daemon=True)
 
     def start(self) -> None:
@@ -322,7 +323,7 @@ class RankPool:
     # ---- the thread ------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
+        with self._selector as selector:
             for link in self._links:
                 selector.register(link.channel.fileno(), selectors.EVENT_READ, link)
             while not self._all_ended():

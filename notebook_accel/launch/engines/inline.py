@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.environment import ON_CPU
-from notebook_accel.launch.control.interrupts import Latch
+from notebook_accel.launch.control.interrupts import Latch, let_through
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.state import apply
 from notebook_accel.launch.control.terminal_text import plain_text
@@ -55,7 +55,7 @@ class InlineEngine(Engine):
         request.view.open(new.run.without_results())
         of_cpu = ON_CPU if request.config.devices == "cpu" else {}
         try:
-            with _environment({**request.environment, **_ALONE, **of_cpu}):
+            with _environment({**request.environment, **_ALONE, **of_cpu}), let_through():
                 conductor.call(request)
         finally:
             new.metrics.close()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
+from typing import TYPE_CHECKING
 
 from notebook_accel.errors import LaunchError
 
-__all__ = ["TOO_MANY_FILES", "check_open_files", "too_many_files"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["TOO_MANY_FILES", "check_open_files", "naming_what_is_short", "too_many_files"]
 
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
@@ -24,11 +29,17 @@ def too_many_files() -> LaunchError:
 
 
 def check_open_files(needed: int) -> None:
-    """Refuse a launch for which this process cannot open files enough.
+    """See that this process can open so many more files; raises its own limit where it must.
 
     Raises:
-        LaunchError: it can open fewer than ``needed``.
+        LaunchError: it can open fewer than ``needed``, and its limit cannot be raised.
     """
+    while not _can_open(needed):
+        if not _raise_limit(needed):
+            raise too_many_files()
+
+
+def _can_open(needed: int) -> bool:
     numbers: list[int] = []
     try:
         # By trying: where none is left, /proc/self/fd cannot be listed either.
@@ -37,8 +48,44 @@ def check_open_files(needed: int) -> None:
             numbers.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))  # noqa: PERF401
     except OSError as error:
         if error.errno in TOO_MANY_FILES:
-            raise too_many_files() from None
+            return False
         raise
     finally:
         for number in numbers:
             os.close(number)
+    return True
+
+
+def _raise_limit(needed: int) -> bool:
+    """Raise this process's soft limit towards the hard one; False where that is reached.
+
+    No further than is needed: code that calls select(2) breaks with descriptors above 1,023.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + needed if hard == resource.RLIM_INFINITY else min(soft + needed, hard)
+    if wanted <= soft:
+        return False
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def naming_what_is_short() -> Iterator[None]:
+    """What the system refuses while processes are started is an error that says what to do.
+
+    Raises:
+        LaunchError: in place of an ``OSError`` of the block.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in TOO_MANY_FILES:
+            raise too_many_files() from None
+        raise LaunchError(
+            f"the system refused what starting the ranks needs: {error}. Most likely memory, "
+            "processes (`ulimit -u`) or room in the folder for temporary files have run out: free "
+            "some, then launch again"
+        ) from error

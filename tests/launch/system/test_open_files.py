@@ -11,18 +11,36 @@ from notebook_accel.launch.system.open_files import check_open_files
 _LEAKY = """
 import os, resource
 from notebook_accel import LaunchError, notebook_launcher
+from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
+from notebook_accel.launch.launcher import Session
+from notebook_accel.launch.view import View
 folder = RunFolder.make()
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
-try:
-    while True:
-        os.open("/dev/null", os.O_RDONLY)
-except OSError:
-    pass
+
+def fill(soft, hard):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        while True:
+            os.open("/dev/null", os.O_RDONLY)
+    except OSError:
+        pass
+
+def launch():
+    return notebook_launcher(lambda: os.getpid(), num_processes=1, view="none")
+
+# The soft limit is ours to raise, as far as a launch needs it.
+fill(60, hard)
+assert launch()[0]
+assert 60 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 100
+session = Session(config=LaunchConfig(num_processes=1, devices="cpu"))
+assert session.call(lambda: 5, view=View()).results == [5]
+fill(100, 100)
 makers = (
-    lambda: notebook_launcher(lambda: 1, num_processes=1, view="none"),
+    launch,
+    lambda: Session(config=LaunchConfig(num_processes=1, devices="cpu")),
+    lambda: session.call(lambda: 1, view=View()),
     lambda: RunFolder.make(),
     lambda: folder.make_logs(1),
     lambda: MetricStore(folder.path),

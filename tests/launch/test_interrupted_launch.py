@@ -1,0 +1,116 @@
+"""An interrupt at any instant of a launch leaves no folder, no descriptor and no run behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import Session, launch
+from notebook_accel.launch.run import Run
+from notebook_accel.launch.run_list import runs
+from notebook_accel.launch.template.handle import template
+from notebook_accel.launch.view import View
+from tests.engines.processes import below, eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+    from types import FrameType
+
+SOON = 40.0
+NUM_INSTANTS = 25
+# More than travels inside of a message: it goes as a descriptor.
+BIG = b"x" * 200_000
+ON_CPU = LaunchConfig(num_processes=1, devices="cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
+    yield tmp_path
+    eventually(lambda: not below(template().pid), within=SOON, what="every process ended")
+
+
+class Stepped:
+    """Counts the steps of this package's code in the main thread, and interrupts one of them."""
+
+    def __init__(self, instant: int | None = None) -> None:
+        self.num_steps = 0
+        self._instant = instant
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        name = frame.f_code.co_filename
+        if "notebook_accel" not in name and not name.endswith("contextlib.py"):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.num_steps += 1
+            if self.num_steps == self._instant:
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+    def during(self, act: Callable[[], Any]) -> bool:
+        """Whether ``act`` was interrupted."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            act()
+        except KeyboardInterrupt as error:
+            run = getattr(error, "run", None)
+            assert run is None or (isinstance(run, Run) and run.state.has_ended)
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+
+def _descriptors() -> int:
+    return psutil.Process().num_fds()
+
+
+def _unknown(folder: Path) -> set[str]:
+    """The folders that belong to no run of the list."""
+    return {name for name in os.listdir(folder) if name[0] != "."} - {run.id for run in runs()}
+
+
+def test_of_a_launch(folder: Path) -> None:
+    def begin() -> None:
+        launch(len, (BIG,), config=ON_CPU, view=View())
+
+    begin()
+    begin()
+    _interrupt_everywhere(begin, folder)
+
+
+def test_of_a_session_and_its_calls(folder: Path) -> None:
+    def begin() -> None:
+        with contextlib.closing(Session(config=ON_CPU)) as session:
+            session.call(len, (BIG,), view=View())
+
+    begin()
+    _interrupt_everywhere(begin, folder, folders_of_sessions=True)
+
+
+def _interrupt_everywhere(
+    begin: Callable[[], None], folder: Path, *, folders_of_sessions: bool = False
+) -> None:
+    whole = Stepped()
+    assert not whole.during(begin)
+    files = _descriptors()
+    for number in range(NUM_INSTANTS):
+        before = _unknown(folder)
+        instant = 1 + whole.num_steps * number // NUM_INSTANTS
+        Stepped(instant).during(begin)
+        if not folders_of_sessions:
+            assert _unknown(folder) == before, f"at step {instant}"
+        eventually(
+            lambda: _descriptors() <= files, within=SOON, what=f"of step {instant} nothing is open"
+        )
+        assert all(run.state.has_ended for run in runs())
