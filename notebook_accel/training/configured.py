@@ -158,7 +158,7 @@ class ConfiguredView(ProcessView):
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether it was asked for; prepared loaders always have a state."""
+        """Whether prepared loaders are torchdata's too; they always have a state."""
         return self._plan.loaders.use_stateful_dataloader
 
     @property

@@ -44,6 +44,8 @@ _OURS = re.compile(
     r"|(random_states|custom_checkpoint)_\d+\.pkl|pytorch_model_fsdp_\d+|optimizer_\d+"
 )
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
+# What of a loader's state is each rank's own.
+_OF_RANK = ("generators", "reader")
 # How long a rank of another machine waits for its folder to appear: a shared disk may be slow.
 _FOLDER_SECONDS = 30.0
 
@@ -318,7 +320,8 @@ class Checkpoints:
             for name, item in self._stateful():
                 write_state(item.state_dict(), folder / name, type(item).__name__)
             for name, loader in self._stateful_loaders():
-                torch.save(loader.state_dict(), folder / name)
+                shared = {k: v for k, v in loader.state_dict().items() if k != "reader"}
+                torch.save(shared, folder / name)
             if strategy.scaling is not None:
                 torch.save(strategy.scaling.scaler.state_dict(), folder / "scaler.pt")
         self._write_random_states(folder)
@@ -328,7 +331,8 @@ class Checkpoints:
         states = get_random_states(here.device)
         states["step"] = self._plan.accumulation.step
         states["loaders"] = [
-            loader.state_dict()["generators"] for _, loader in self._stateful_loaders()
+            {k: v for k, v in loader.state_dict().items() if k in _OF_RANK}
+            for _, loader in self._stateful_loaders()
         ]
         with replacing_file(folder / f"random_states_{here.process_index}.pkl") as path:
             torch.save(states, path)
@@ -374,20 +378,18 @@ class Checkpoints:
             raise NotebookAccelError(explain(path, error)) from error
         self._load_loaders(folder, states.get("loaders", []))
 
-    def _load_loaders(self, folder: Path, generators: Sequence[Mapping[str, Any]]) -> None:
+    def _load_loaders(self, folder: Path, own: Sequence[Mapping[str, Any]]) -> None:
         """Let each loader go on where it was.
 
         The position is rank 0's for all: ranks that disagree about it would wait for each other.
-        The random numbers are each rank's own, where it saved some.
+        The random numbers are each rank's own, where it saved some, and so is how far its dataset
+        is, where that says so itself.
         """
         for index, (name, loader) in enumerate(self._stateful_loaders()):
             # A checkpoint of Accelerate has none, and one may have been made before this loader.
             if not (folder / name).exists() or loader.is_iterated:
                 continue
-            state = read_state(folder / name)
-            if index < len(generators):
-                state = {**state, "generators": generators[index]}
-            loader.load_state_dict(state)
+            loader.load_state_dict({**read_state(folder / name), **dict(*own[index : index + 1])})
 
 
 def _add_hook(

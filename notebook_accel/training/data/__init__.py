@@ -38,7 +38,14 @@ from notebook_accel.training.data.samplers import (
     LastRoundCollate,
     SeedableRandomSampler,
     SkipBatchSampler,
+    StatefulDatasetShard,
     share_of,
+)
+from notebook_accel.training.data.stateful import (
+    StatefulDispatcher,
+    StatefulShard,
+    as_stateful,
+    is_stateful,
 )
 from notebook_accel.training.notices import notice_once
 
@@ -94,6 +101,8 @@ def prepare_data_loader(
     if config.split_batches and size is not None:
         share_of(size, num_shares, split_batches=True)  # raises where it cannot be divided
     draft = copy_as(type(loader), loader)  # changed step by step; the user's loader stays
+    if config.use_stateful_dataloader and not is_stateful(draft):
+        draft = as_stateful(draft)
     if config.use_seedable_sampler:
         _make_seedable(draft, config.data_seed)
     private = _private_generator(config.data_seed, ordinal)
@@ -113,11 +122,14 @@ def prepare_data_loader(
     # Without a generator of its own, torch's loader draws from the global random numbers as a pass
     # begins, and a run that is resumed in the middle of one would go on with other numbers.
     draft.generator = draft.generator or private
+    shard, dispatcher = DataLoaderShard, DataLoaderDispatcher
+    if is_stateful(draft):
+        shard, dispatcher = StatefulShard, StatefulDispatcher
     if is_dispatched:
-        return DataLoaderDispatcher.around(draft, options)
+        return dispatcher.around(draft, options)
     if num_shares > 1:
         options = _share_out(draft, options, config)
-    return DataLoaderShard.around(draft, options)
+    return shard.around(draft, options)
 
 
 def _is_dispatched(
@@ -212,7 +224,8 @@ def _share_iterable(
             num_shards=options.num_processes, index=options.process_index
         )
         return replace(options, is_uneven=True)
-    vars(draft)["dataset"] = IterableDatasetShard(
+    kind = StatefulDatasetShard if hasattr(dataset, "state_dict") else IterableDatasetShard
+    vars(draft)["dataset"] = kind(
         dataset,
         draft.batch_size,
         draft.drop_last,

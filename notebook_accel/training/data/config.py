@@ -39,8 +39,9 @@ class DataLoaderConfiguration:
     """True: batches are copied to the device while the host goes on (pin the memory)."""
 
     use_stateful_dataloader: bool = False
-    """Accepted for its users: prepared loaders always have ``state_dict`` and
-    ``load_state_dict``."""
+    """True: prepared loaders are torchdata's ``StatefulDataLoader`` too, so that a dataset with
+    ``state_dict`` and ``load_state_dict`` goes on where it was without reading what came before.
+    Prepared loaders always have a state, which counts batches otherwise."""
 
     def __post_init__(self) -> None:
         for name in _FLAGS:

@@ -100,10 +100,15 @@ class _Progress:
         self.position: Position | None = None  # of the newest pass
         self.generators: dict[str, torch.Tensor] = {}  # states of the generators as it began
         self.restored: Mapping[str, Any] | None = None  # what the next pass has to go on from
+        # Of a dataset that says itself how far it is (``stateful``): what the next pass has to go
+        # on from, and its states after the last few batches read, by their numbers.
+        self.reader: Mapping[str, Any] | None = None
+        self.reader_states: dict[int, Mapping[str, Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The pass that is under way stays with its loop: a pickled loader begins the epoch anew.
-        return _Progress, (), {"iteration": self.iteration, "restored": self.restored}
+        kept = {"iteration": self.iteration, "restored": self.restored, "reader": self.reader}
+        return _Progress, (), kept
 
 
 class _IndexSource:

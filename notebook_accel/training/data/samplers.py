@@ -26,8 +26,9 @@ filled up with whole batches.
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ __all__ = [
     "LastRound",
     "SeedableRandomSampler",
     "SkipBatchSampler",
+    "StatefulDatasetShard",
     "LastRoundBatch",
     "LastRoundCollate",
     "has_own_batches",
@@ -452,7 +454,8 @@ class IterableDatasetShard(IterableDataset[Any]):
             round_ = [*itertools.islice(samples, size)]
         if not round_ or self.drop_last:
             return
-        batch = (_fill(round_, first_round, size) if fills else round_)[own]
+        filled = _fill(round_, self._first_round(first_round), size) if fills else round_
+        batch = filled[own]
         if not self.marks_last_round:
             yield from batch
             return
@@ -460,3 +463,37 @@ class IterableDatasetShard(IterableDataset[Any]):
         last_round = LastRound(len(round_), batch_size, len(round_[own]))
         for sample in batch:
             yield _LastRoundSample(sample, last_round)
+
+    def _first_round(self, first_read: list[Any]) -> list[Any]:
+        """The first round of the data, of which that was the first one read."""
+        return first_read
+
+
+class StatefulDatasetShard(IterableDatasetShard):
+    """The same, out of a dataset that says itself how far it is and goes on from there.
+
+    While a rank has a batch, the dataset has given all samples of its round and none of the next:
+    so its own state is all that there is to keep.
+    """
+
+    _at_start: Any = None  # the dataset as it was before it was told to go on
+
+    def state_dict(self) -> dict[str, Any]:
+        """The dataset's."""
+        dataset: Any = self.dataset
+        return dict(dataset.state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there: the next pass gives what comes after."""
+        dataset: Any = self.dataset
+        self._at_start = copy.deepcopy(dataset)
+        dataset.load_state_dict(state_dict)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        self._at_start = None  # the next pass begins at the start itself
+
+    def _first_round(self, first_read: list[Any]) -> list[Any]:
+        if self._at_start is None:
+            return first_read
+        return [*itertools.islice(self._at_start, self._samples_a_round)]

@@ -1,0 +1,114 @@
+"""Loaders whose dataset says itself how far it is, by torchdata's ``StatefulDataLoader``.
+
+A prepared loader that goes on in the middle of an epoch counts: it reads what was read before, and
+leaves it out. A dataset with ``state_dict`` and ``load_state_dict`` (a stream over many files, say)
+can do without. Torchdata collects its state, from worker processes too, with each batch::
+
+    batches read     1   2   3   4       the loader reads one batch ahead of the loop, and a
+    kept states          2   3   4       dispatched round needs several: of the last few batches,
+    the loop has         ^               the state after the one that the loop has is the right one
+
+The state belongs to a rank: ranks may read different files.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.data.dispatch import DataLoaderDispatcher
+from notebook_accel.training.data.joined import copy_as
+from notebook_accel.training.data.loaders import DataLoaderShard, PreparedLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["StatefulDispatcher", "StatefulShard", "as_stateful", "is_stateful"]
+
+
+def is_stateful(loader: DataLoader[Any]) -> bool:
+    """Whether a loader is torchdata's, asked without importing it."""
+    return any(kind.__name__ == "StatefulDataLoader" for kind in type(loader).__mro__)
+
+
+def as_stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A copy of ``loader`` that is torchdata's ``StatefulDataLoader`` too.
+
+    Raises:
+        ConfigError: torchdata is not installed.
+    """
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError as error:
+        raise ConfigError(
+            "use_stateful_dataloader=True needs torchdata's StatefulDataLoader, which could not be "
+            f"imported ({error}): pip install torchdata, or leave it out"
+        ) from error
+    kind: type[DataLoader[Any]] = StatefulDataLoader
+    new = copy_as(kind, loader)
+    # What its __init__ sets beside what DataLoader's does.
+    vars(new).update(
+        snapshot_every_n_steps=1, next_iter_state=None, _initial_iter_for_state_dict=False
+    )
+    return new
+
+
+class _KeepsReaderState(PreparedLoader):
+    """Part of a prepared loader that is torchdata's too: keeps the state of what is read."""
+
+    _batches_a_step = 1
+    """Batches that are read for one that the loop gets."""
+
+    def _read_from(self, start: int) -> Iterator[Any]:
+        if not hasattr(self.dataset, "state_dict"):
+            yield from super()._read_from(start)
+            return
+        progress, is_iterable = self._progress, isinstance(self.dataset, IterableDataset)
+        restored, progress.reader = progress.reader, None
+        if restored is not None and restored["num_read"] != start:
+            restored = None  # skip_first_batches begins elsewhere
+        progress.reader_states = states = {}
+        begin = int(restored["begin"]) if restored else start
+        torchdata: Any = super(PreparedLoader, self)
+        torchdata.load_state_dict(restored["state"] if restored else {})
+        self._index.start = 0 if is_iterable else begin
+        reader = torchdata.__iter__()
+        skipped = start if is_iterable and not restored else 0
+        batches = itertools.islice(reader, skipped, None)
+        for number, batch in enumerate(batches, start + 1):
+            states[number] = {
+                "num_read": number,
+                "begin": begin,
+                "state": reader.state_dict(),
+            }
+            states.pop(number - 2 * self._batches_a_step - 1, None)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        position = self._progress.position
+        if position is not None and state["given"] == position.num_given > 0:
+            num_read = position.num_given * self._batches_a_step
+            state["reader"] = self._progress.reader_states.get(num_read)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        before, now = state_dict.get("total_batch_size"), self.total_batch_size
+        # With another number of samples a step, what a rank reads is not what it read.
+        self._progress.reader = state_dict.get("reader") if before == now else None
+
+
+class StatefulShard(_KeepsReaderState, DataLoaderShard):
+    """A loader that gives each rank its own batches, from a dataset that says how far it is."""
+
+
+class StatefulDispatcher(_KeepsReaderState, DataLoaderDispatcher):
+    """A loader that rank 0 reads, from a dataset that says how far it is."""
+
+    @property
+    def _batches_a_step(self) -> int:  # type: ignore[override]
+        return self._batches_a_round

@@ -1,0 +1,146 @@
+"""Loaders of datasets that say themselves how far they are, by torchdata."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from notebook_accel import Accelerator, ConfigError, DataLoaderConfiguration, skip_first_batches
+from tests.training.harness import run_ranks
+from tests.training.loading import lists, numbers, prepare
+from tests.training.single import fresh_rank  # noqa: F401
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Resumable(IterableDataset):
+    """Counts up to ``count``, from where it is told to; notes what it reads."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.next = 0
+        self.read: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        start, self.next = self.next, 0
+        for number in range(start, self.count):
+            self.next = number + 1
+            self.read.append(number)
+            yield number
+        self.next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+STATEFUL = {"use_stateful_dataloader": True}
+# P shares, what of DataLoaderConfiguration; each share reads alone here, without a group.
+KINDS: dict[str, dict[str, Any]] = {
+    "each rank reads": {"dispatch_batches": False},
+    "split": {"dispatch_batches": False, "split_batches": True},
+    "not filled up": {"dispatch_batches": False, "even_batches": False},
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_stream_goes_on_without_reading_what_came_before(
+    size: int, kind: str, workers: int
+) -> None:
+    if workers and kind != "each rank reads":
+        pytest.skip("one kind with processes is enough")
+
+    def make(rank: int) -> Any:
+        loader = DataLoader(Resumable(27), batch_size=4, num_workers=workers)
+        return prepare(loader, rank, size, **STATEFUL, **KINDS[kind])
+
+    for rank in range(size):
+        plain = DataLoader(Resumable(27), batch_size=4)
+        whole = lists(prepare(plain, rank, size, **KINDS[kind]))
+        loader, seen = make(rank), []
+        for number, batch in enumerate(loader):
+            seen.append(batch.tolist())
+            if number == 1:
+                state = loader.state_dict()
+        assert seen == whole
+        resumed = make(rank)
+        assert isinstance(resumed, StatefulDataLoader)
+        resumed.load_state_dict(state)
+        assert lists(resumed) == whole[2:]
+        if not workers:
+            stream = getattr(resumed.dataset, "dataset", resumed.dataset)
+            samples = 2 * 4 * (size if kind != "split" else 1)
+            assert stream.read[0] == samples, "what came before was not read again"
+        assert lists(resumed) == whole, "the next epoch is whole"
+
+
+def test_a_state_of_another_place_is_not_used() -> None:
+    loader = prepare(DataLoader(Resumable(20), batch_size=4), **STATEFUL)
+    running = iter(loader)
+    next(running), next(running)
+    state = loader.state_dict()
+    other = prepare(DataLoader(Resumable(20), batch_size=4), **STATEFUL)
+    other.load_state_dict(state)
+    assert lists(skip_first_batches(other, 3)) == [[12, 13, 14, 15], [16, 17, 18, 19]]
+    wider = prepare(DataLoader(Resumable(20), batch_size=8), **STATEFUL)
+    wider.load_state_dict(state)
+    assert lists(wider) == [[*range(8, 16)], [*range(16, 20)]]
+
+
+def test_without_a_state_of_their_own_loaders_count() -> None:
+    loader = prepare(numbers(10), **STATEFUL)
+    assert isinstance(loader, StatefulDataLoader)
+    running = iter(loader)
+    next(running)
+    resumed = prepare(numbers(10), **STATEFUL)
+    resumed.load_state_dict(loader.state_dict())
+    assert lists(resumed) == [[3, 4, 5], [6, 7, 8], [9]]
+
+
+def in_two_ranks(folder: str) -> dict[str, Any]:
+    """Dispatched, and torchdata's own loader given to ``prepare``; through checkpoints."""
+    found: dict[str, Any] = {}
+    # Dispatched, a resumed epoch fills its last round up from where it began: here it is whole.
+    for name, count, dispatched in (("dispatched", 28, None), ("alone", 27, False)):
+        config = DataLoaderConfiguration(dispatch_batches=dispatched)
+
+        def make(config: Any = config, count: int = count) -> tuple[Any, Any]:
+            accelerator = Accelerator(cpu=True, dataloader_config=config)
+            plain = StatefulDataLoader(Resumable(count), batch_size=3)
+            return accelerator, accelerator.prepare(plain)
+
+        accelerator, loader = make()
+        whole = []
+        for number, batch in enumerate(loader):
+            whole.append(batch.tolist())
+            if number == 2:
+                accelerator.save_state(f"{folder}/{name}")
+        accelerator, loader = make()
+        accelerator.load_state(f"{folder}/{name}")
+        rest = lists(loader)
+        stream = getattr(loader.dataset, "dataset", loader.dataset)
+        found[name] = rest == whole[3:], stream.read[:1]
+    return found
+
+
+def test_ranks_go_on_from_a_checkpoint(tmp_path: Any) -> None:
+    first, second = run_ranks(in_two_ranks, 2, str(tmp_path))
+    assert first == {"dispatched": (True, [18]), "alone": (True, [18])}
+    assert second == {"dispatched": (True, []), "alone": (True, [18])}
+
+
+def test_torchdata_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
+    with pytest.raises(ConfigError, match="pip install torchdata"):
+        prepare(numbers(4), **STATEFUL)
+    assert torch.is_tensor(next(iter(prepare(numbers(4)))))
