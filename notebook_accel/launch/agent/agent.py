@@ -239,7 +239,7 @@ class Agent:
             settled=self._have_settled(),
         )
         if stage is not None:
-            self._go(stage)
+            self._enter_stage(stage)
         if now >= self._next_alive and not self._channel.num_pending:
             self._next_alive = now + _ALIVE_SECONDS
             self._post(wire.Alive)
@@ -269,7 +269,7 @@ class Agent:
             self._progress, self._progressed = progress, now
 
     def _idle(self, now: float) -> float:
-        """Seconds without progress; none where all ranks ask for themselves whether to stop."""
+        """Seconds without progress; 0 where all ranks ask for themselves whether to stop."""
         asks = all(rank.row.reads or rank.leaving for rank in self._in_call())
         return 0.0 if asks else now - self._progressed
 
@@ -316,7 +316,7 @@ class Agent:
             # About all processes, or a call whose payload is still on its way.
             self._is_shutting_down = True
             self._ending = Ending()
-            self._go(Stage.KILL)
+            self._enter_stage(Stage.KILL)
         elif message.call == self._call:
             self._obey_in_call(message)
 
@@ -332,7 +332,7 @@ class Agent:
             if isinstance(message, wire.Stop):
                 # Answered in any case: by that the kernel knows that this agent lives.
                 self._stop_asked = time.monotonic()
-            self._go(_STAGES[type(message)], grace=getattr(message, "grace", None))
+            self._enter_stage(_STAGES[type(message)], grace=getattr(message, "grace", None))
 
     def _begin_call(self, message: wire.Call, fds: Sequence[int]) -> None:
         """Hand a call on to the ranks, which have all ended the one before."""
@@ -515,7 +515,7 @@ class Agent:
 
     # ---- what goes out ---------------------------------------------------------------------
 
-    def _go(self, stage: Stage, *, grace: float | None = None) -> None:
+    def _enter_stage(self, stage: Stage, *, grace: float | None = None) -> None:
         """Do what the stage asks for, unless that was done before."""
         before = self._ending
         self._ending = before.ask(stage, now=time.monotonic(), grace=grace)

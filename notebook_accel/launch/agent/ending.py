@@ -1,4 +1,4 @@
-"""How a call is brought to its end: politely, then firmly, then at once.
+"""How a call is brought to its end, by a person or since a rank failed or died: the stages.
 
 Pure: an :class:`Ending` says what is due at a time; the agent does it.
 

@@ -91,7 +91,11 @@ class _Script:
             own = value.__qualname__
             alias = own if own == name else f"{own} as {name}"
             self.imports[f"from {_public_module(value)} import {alias}"] = None
-        elif source := self._source_of(name, value):
+        elif (
+            _is_definition(value)
+            and value.__name__ == name
+            and (source := _source(value, self.cells))
+        ):
             self._copy_source(value, source)
         else:
             expression = repr(value) if _is_plain(value) else self._pickled(value)
@@ -106,11 +110,6 @@ class _Script:
             self.define(name, value)
             return str(name)
         return self._pickled(value)
-
-    def _source_of(self, name: str, value: Any) -> str | None:
-        if not _is_definition(value) or value.__name__ != name:
-            return None
-        return _source(value, self.cells)
 
     def _pickled(self, value: Any) -> str:
         self.needs_load = True
@@ -163,12 +162,13 @@ def _public_module(value: Any) -> str:
     """The outermost package that has the value by its name: ``torch.nn`` for ``Linear``."""
     parts = value.__module__.split(".")
     outer = (".".join(parts[:count]) for count in range(1, len(parts)))
-    return next((name for name in outer if _offers(name, value)), value.__module__)
-
-
-def _offers(module_name: str, value: Any) -> bool:
-    module, name = sys.modules.get(module_name), value.__qualname__
-    return name in dir(module) and getattr(module, name, None) is value
+    name = value.__qualname__
+    for module_name in outer:
+        module = sys.modules.get(module_name)
+        # By dir() first: asking some packages for a name imports a module of theirs.
+        if name in dir(module) and getattr(module, name, None) is value:
+            return module_name
+    return str(value.__module__)
 
 
 def _source(value: Any, cells: Sequence[str]) -> str | None:

@@ -341,8 +341,8 @@ class RankPool:
         try:
             self._take_all(link)
             if link.channel.has_ended:
-                # It came with good messages. Unlike the end of a file, nonsense does not wake the
-                # selector again: a run whose agent then fell silent would never have ended.
+                # What ended the channel came together with good messages. Where that was nonsense,
+                # and not the end of the file, nothing would wake the selector for it once more.
                 self._take_all(link)
         except (EOFError, OSError) as error:
             selector.unregister(link.channel.fileno())

@@ -119,7 +119,7 @@ class RankState:
         ended: when its part of the call ended: it returned, raised or died (wall time of its
             machine, seconds).
         agent: number of the agent that started it, among those of the run.
-        heard: how many parts of the call had ended when the kernel heard that this one had.
+        end_order: how many ranks the kernel knew to have ended before it heard of this one's end.
         after_interrupt: whether its agent had interrupted the ranks before it raised or died.
     """
 
@@ -155,7 +155,7 @@ class RankState:
     ended_by_agent: bool = False
     ended: float | None = None
     agent: int = 0
-    heard: int = 0
+    end_order: int = 0
     after_interrupt: bool = False
 
     @property
@@ -405,7 +405,7 @@ def _(message: wire.Raised, state: RunState) -> RunState:
             made_group=message.made_group,
             ended_by_agent=message.ended_by_agent,
             ended=message.wall,
-            heard=_num_ended(state),
+            end_order=_num_ended(state),
             after_interrupt=message.after_interrupt,
         ),
     )
@@ -423,7 +423,7 @@ def _(message: wire.RankEnded, state: RunState) -> RunState:
             status=status,
             ended_by_agent=message.ended_by_agent,
             ended=message.wall,
-            heard=_num_ended(state),
+            end_order=_num_ended(state),
             after_interrupt=message.after_interrupt,
         )
 

@@ -1,5 +1,9 @@
 """What came of a run: its status and its error, from its final state.
 
+    a rank raises or dies -> its agent ends the others (agent/ending.py) and sends Raised, RankEnded
+                          -> RankState of each rank (state.py) -> judge -> Failure
+                          -> WorkerError (run.py)
+
 Arrival order is not cause. One rank fails, and the others fail a moment later because they lost
 it; whose message comes first is chance. So failures are ordered by kind, then by time:
 
@@ -122,14 +126,15 @@ def _kind(rank: RankState) -> int:
 
 def _in_order(failed: list[RankState]) -> list[RankState]:
     """Failures with the likeliest cause first."""
-    heard: dict[tuple[int, int], int] = {}
+    # Of each kind of failure behind each agent, when the kernel heard of the first.
+    first: dict[tuple[int, int], int] = {}
     for rank in failed:
         key = _kind(rank), rank.agent
-        heard[key] = min(rank.heard, heard.get(key, rank.heard))
+        first[key] = min(rank.end_order, first.get(key, rank.end_order))
 
     def order(rank: RankState) -> tuple[int, int, float, int]:
         when = rank.failure.wall if rank.failure is not None else rank.ended or 0.0
-        return _kind(rank), heard[_kind(rank), rank.agent], when, rank.rank
+        return _kind(rank), first[_kind(rank), rank.agent], when, rank.rank
 
     return sorted(failed, key=order)
 

@@ -28,7 +28,7 @@ from notebook_accel.launch.payload.culprits import (
     variables,
 )
 from notebook_accel.launch.payload.pickling import CallPickler, Discard, ResultPickler, load
-from notebook_accel.launch.payload.views import Notice, SmallView, Survey, Watch
+from notebook_accel.launch.payload.small_views import SmallView, StoragePolicy, Survey, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -146,8 +146,10 @@ def pack_call(
     except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
         raise cannot_travel(function, args, kwargs, error) from cause(error)
     labelled = tuple(_labelled(function, args, kwargs, pickler))
+    files = {used.__code__.co_filename for used, _ in pickler.used}
+    used_sources = tuple(source for source in sources if source.filename in files)
     return PackedCall(
-        packed=_seal_pickle(file, buffers, _sources_of(pickler, sources)),
+        packed=_seal_pickle(file, buffers, used_sources),
         registry=Registry(tuple(pickler.sent)),
         notices=_moved_notice(pickler.moved, labelled),
         models=_unique(name for name, value in labelled if _is_model(value)),
@@ -186,20 +188,20 @@ def _dump(
     make: Callable[..., P], value: Callable[[P], object]
 ) -> tuple[io.BytesIO, list[pickle.PickleBuffer], P]:
     """Pickle what ``value`` gives for the pickler; of large storages only what tensors show."""
-    notice: Notice = Watch()
+    policy: StoragePolicy = Watch()
     while True:
         file = io.BytesIO()
         buffers: list[pickle.PickleBuffer] = []
         with make(file, buffers.append) as pickler:
-            pickler.notice = notice
+            pickler.storage_policy = policy
             try:
                 pickler.dump(value(pickler))
             except SmallView:
                 survey = Survey()
                 with make(Discard(), lambda _: None) as seen:
-                    seen.notice = survey
+                    seen.storage_policy = survey
                     seen.dump(value(seen))
-                notice = survey.parts()
+                policy = survey.parts()
                 continue
             return file, buffers, pickler
 
@@ -225,12 +227,7 @@ def _open_pickle(
     return sources, body, packed.buffers
 
 
-def _sources_of(pickler: CallPickler, sources: Sequence[CellSource]) -> tuple[CellSource, ...]:
-    files = {function.__code__.co_filename for function, _ in pickler.used}
-    return tuple(source for source in sources if source.filename in files)
-
-
-# ---- what the person is told ---------------------------------------------------------------
+# ---- notices for the person ---------------------------------------------------------------
 
 
 def _labelled(

@@ -115,17 +115,13 @@ def _parts(part: Part) -> Iterator[Part]:
             yield Part(name, used, value.__name__)
     elif isinstance(value, type):
         for name, member in vars(value).items():
-            yield Part(f"{value.__name__}.{name}", _plain(member), value.__name__)
+            # Of a property, class method or static method, the function inside.
+            inner = getattr(member, "__func__", member)
+            inner = member.fget if isinstance(member, property) else inner
+            yield Part(f"{value.__name__}.{name}", inner, value.__name__)
     else:
         for suffix, member in _members(value):
             yield Part(part.path + suffix, member, part.user)
-
-
-def _plain(member: Any) -> Any:
-    """The function inside of a class's descriptor."""
-    if isinstance(member, property):
-        return member.fget
-    return getattr(member, "__func__", member)
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:

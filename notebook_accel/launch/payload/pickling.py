@@ -14,7 +14,6 @@ import pickle
 import sys
 import types
 from collections import ChainMap
-from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -24,11 +23,10 @@ import cloudpickle
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.refusals import Refused, remedy_of
 from notebook_accel.launch.payload.remade import BY_TYPE, NAMED_TYPES, remake
-from notebook_accel.launch.payload.views import Notice
+from notebook_accel.launch.payload.small_views import StoragePolicy
 
 if TYPE_CHECKING:
-    import importlib.machinery
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["CallPickler", "Discard", "ResultPickler", "load", "used_globals"]
 
@@ -121,7 +119,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     Attributes:
         moved: device and number of bytes of each storage that was copied to the CPU.
-        notice: decides what of a storage is sent (views.py).
+        storage_policy: decides what of a storage is sent (small_views.py).
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(BY_TYPE, cloudpickle.Pickler.dispatch_table)
@@ -129,7 +127,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.moved: list[tuple[str, int]] = []
-        self.notice = Notice()
+        self.storage_policy = StoragePolicy()
         self._routes: dict[type, Callable[[Any], Any]] = {}
         self._storages: dict[tuple[Any, ...], Any] = {}
         self._roots: set[str] = set()
@@ -178,7 +176,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return _reduce_parametrized if _is_parametrized(kind) else _as_usual
 
     def _reduce_tensor(self, tensor: Any) -> Any:
-        reduced = self.notice.tensor(tensor, tensor.__reduce_ex__(5))
+        reduced = self.storage_policy.tensor(tensor, tensor.__reduce_ex__(5))
         if getattr(reduced[0], "__name__", "") == "_rebuild_tensor_v3":
             return rebuild_tensor, reduced[1]
         return reduced
@@ -186,7 +184,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     # ---- storages ----
 
     def _reduce_storage(self, storage: Any) -> Any:
-        self.notice.storage(storage)
+        self.storage_policy.storage(storage)
         # Two Python objects, and two storages made from the same memory, may be one in truth.
         size = storage.nbytes()
         key = (storage.device, storage.data_ptr(), size) if size else (id(storage),)
@@ -293,21 +291,16 @@ def _is_importable(module: types.ModuleType, name: str) -> bool:
     if not isinstance(file, str) or not os.path.isabs(file) or _is_on_path(file, name):
         return True
     # Loaded by hand from a file, or by the hook of an editable install.
-    return any(_finds(finder, name) for finder in sys.meta_path)
+    finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+    return any(find(name, None) is not None for find in finders if find is not None)
 
 
 def _is_on_path(file: str, name: str) -> bool:
-    place, stem = os.path.split(file)
+    folder, stem = os.path.split(file)
     stem = stem.partition(".")[0]
     if stem == "__init__":
-        place, stem = os.path.split(place)
-    return stem == name and place in map(os.path.abspath, sys.path)
-
-
-def _finds(finder: Any, name: str) -> bool:
-    find = getattr(finder, "find_spec", None)
-    found: importlib.machinery.ModuleSpec | None = find(name, None) if find else None
-    return found is not None
+        folder, stem = os.path.split(folder)
+    return stem == name and folder in map(os.path.abspath, sys.path)
 
 
 class CallPickler(_Pickler):
@@ -373,7 +366,7 @@ class ResultPickler(_Pickler):
         for base in kind.__mro__:
             inner = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
             if inner:
-                return _take(inner)
+                return lambda value: (itself, (getattr(value, inner),))
         return super()._route(kind)
 
     def _reduce_tensor(self, tensor: Any) -> Any:
@@ -393,10 +386,6 @@ def _unwrap(value: Any) -> Any:
     return itself, (getattr(value, _UNWRAP)(),)
 
 
-def _take(attribute: str) -> Callable[[Any], Any]:
-    return lambda value: (itself, (getattr(value, attribute),))
-
-
 # ---- unpickling ----------------------------------------------------------------------------
 
 
@@ -412,19 +401,13 @@ def load(data: Any, *, buffers: Sequence[Any] = (), objects: Sequence[Any] = ())
         RuntimeError: a class in it raised SystemExit, which must end nobody who only reads.
         Exception: whatever else its classes raise.
     """
-    with _resolving(objects):
-        try:
-            return pickle.loads(data, buffers=buffers)
-        except SystemExit as error:
-            raise RuntimeError(
-                f"a value cannot be made again in this process: its class raised {error!r}"
-            ) from error
-
-
-@contextmanager
-def _resolving(objects: Sequence[Any]) -> Iterator[None]:
+    # Read by notebook_object, which pickle calls without arguments of ours.
     token = _objects.set(objects)
     try:
-        yield
+        return pickle.loads(data, buffers=buffers)
+    except SystemExit as error:
+        raise RuntimeError(
+            f"a value cannot be made again in this process: its class raised {error!r}"
+        ) from error
     finally:
         _objects.reset(token)

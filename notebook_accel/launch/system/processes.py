@@ -168,7 +168,7 @@ def kill_descendants(*, keep: Collection[int] = ()) -> list[int]:
     me = os.getpid()
     reaped: list[int] = []
     spared = set(keep)
-    # Once more after each round: what a child leaves becomes ours only when it has died.
+    # Once more after each round: what a child leaves becomes a child of this process when it dies.
     while doomed := _descendants(outside=spared):
         spared.update(_kill_all(process for process, _ in doomed))
         for child in (process.pid for process, parent in doomed if parent == me):

@@ -81,7 +81,8 @@ _LOOK_SECONDS = 0.25
 _NUM_LOOKS = 4
 _KILLED_SECONDS = 5.0
 _POLL_SECONDS = 0.01
-# From a launch's wait for the imports to its agent: then it is one that failed in between.
+# A launch that has waited for the imports asks for its agent within this time, and its template is
+# kept so long; later, the launch must have failed on the way.
 _LAUNCH_SECONDS = 30.0
 
 _BOOT = (

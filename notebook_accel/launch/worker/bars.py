@@ -33,17 +33,17 @@ def install() -> None:
     plain_display, plain_close, plain_clear = tqdm.display, tqdm.close, tqdm.clear
 
     def display(bar: Any, msg: str | None = None, pos: int | None = None) -> Any:
-        if not _is_ours(bar):
+        if not _draws_on_terminal(bar):
             return plain_display(bar, msg, pos)
         _report(bar, closed=False)
         return True
 
     def clear(bar: Any, nolock: bool = False) -> None:
-        if not _is_ours(bar):
+        if not _draws_on_terminal(bar):
             plain_clear(bar, nolock)
 
     def close(bar: Any) -> None:
-        if bar.disable or not _is_ours(bar):
+        if bar.disable or not _draws_on_terminal(bar):
             plain_close(bar)
             return
         _report(bar, closed=True)
@@ -56,7 +56,7 @@ def install() -> None:
     _replace_notebook_bars()
 
 
-def _is_ours(bar: Any) -> bool:
+def _draws_on_terminal(bar: Any) -> bool:
     """Whether the bar draws on a terminal; one with a file of its own keeps it."""
     return getattr(bar, "fp", None) is None or _underlying(bar.fp) in (
         sys.stdout,

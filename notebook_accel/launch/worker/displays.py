@@ -124,7 +124,7 @@ def mime_bundle(value: Any) -> dict[str, str]:
     # A class has the methods too, but they are for its instances.
     if not isinstance(value, type):
         for method, mime in _METHODS:
-            # What a person's object does there is his own: it is shown by another method then.
+            # The object's own method may raise anything: then one of the others shows it.
             with contextlib.suppress(Exception):
                 found[mime] = getattr(value, method)()
         with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""What is left to do in a rank once its last call has been told: bounded, whatever it is.
+"""How a rank process ends once the result of its last call was sent: within bounds, in any case.
 
     threads of the user's end -> functions registered with atexit -> children are ended -> exit
 

@@ -32,8 +32,8 @@ def close_group() -> None:
             sys.modules["torch.distributed"].destroy_process_group()
 
 
-# Sockets that were opened while a process group was made, by inode: those there were before it
-# began, and those it had opened once it was made (None: it is being made).
+# One entry for each process group that this process has made, or is making: the names of the
+# sockets that there were before, and of those that it opened (None while it is being made).
 _made: list[tuple[set[str], set[str] | None]] = []
 
 

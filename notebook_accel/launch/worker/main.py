@@ -195,7 +195,7 @@ class _Worker:
             elif isinstance(message, wire.Call):
                 code = self._answer(message, fds)
             if isinstance(message, wire.Shutdown):
-                # How the calls ended was told with each.
+                # Each call has said itself how it ended: the exit code says nothing of them.
                 return 0
             if getattr(message, "last", False):
                 return code

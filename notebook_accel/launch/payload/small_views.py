@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-__all__ = ["Notice", "Parts", "SmallView", "Survey", "Watch"]
+__all__ = ["StoragePolicy", "Parts", "SmallView", "Survey", "Watch"]
 
 # Below this, and where half of a storage is shown, the whole storage is sent.
 _LARGE_BYTES = 1 << 20
@@ -29,8 +29,10 @@ class SmallView(Exception):  # noqa: N818
     """A tensor shows little of a large storage."""
 
 
-class Notice:
-    """What a pickler tells of each tensor, and of each storage that is pickled by itself."""
+class StoragePolicy:
+    """Decides what of a storage is pickled. The pickler asks it about each tensor, and tells it of
+    each storage that is pickled by itself. This one has everything pickled whole.
+    """
 
     def tensor(self, tensor: Any, reduced: Any) -> Any:
         """How the tensor is pickled, which would be pickled as ``reduced``."""
@@ -40,7 +42,7 @@ class Notice:
         """A storage is pickled whole."""
 
 
-class Watch(Notice):
+class Watch(StoragePolicy):
     """The first time: everything is pickled as usual.
 
     Raises:
@@ -56,7 +58,7 @@ class Watch(Notice):
         return reduced
 
 
-class Survey(Notice):
+class Survey(StoragePolicy):
     """The second time: notes what is shown of each storage."""
 
     def __init__(self) -> None:
@@ -77,7 +79,7 @@ class Survey(Notice):
         return Parts({key: _joined(ranges, key[-1]) for key, ranges in self._shown.items()})
 
 
-class Parts(Notice):
+class Parts(StoragePolicy):
     """The third time: tensors lie in parts of their storages.
 
     Args:
