@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -19,7 +18,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training import collectives, devices
 from notebook_accel.training.accumulation import Window
 from notebook_accel.training.checkpoint import Checkpoints
-from notebook_accel.training.checkpoint.weights import save_object
+from notebook_accel.training.checkpoint.view import CheckpointView
 from notebook_accel.training.data import skip_first_batches
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.pickled import Pickled
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.profiler import profile as Profiler  # noqa: N812
     from torch.utils.data import DataLoader
-    from torch.utils.hooks import RemovableHandle
 
     from notebook_accel.training.compiling import DynamoBackend, TorchDynamoPlugin
     from notebook_accel.training.data.config import DataLoaderConfiguration
@@ -68,7 +66,7 @@ _Item = TypeVar("_Item")
 _STRATEGY = "strategy"
 
 
-class Accelerator(WindowView, TrackerView):
+class Accelerator(WindowView, CheckpointView, TrackerView):
     """Makes the objects of a training loop ready for where it runs, and runs its steps."""
 
     _notebook_accel_stays_home: ClassVar[str] = "make it inside the function"
@@ -126,8 +124,8 @@ class Accelerator(WindowView, TrackerView):
         Raises:
             ConfigError: a setting makes no sense, or is not built.
         """
-        # What a pickled one is made with again.
-        self._asked = {**locals(), **others}
+        # What a pickled one is made with again; without itself, or it would live on in a cycle.
+        self._asked = {**{name: one for name, one in locals().items() if name != "self"}, **others}
         refuse_unbuilt(others)
         loaders = resolve_loaders(
             dataloader_config,
@@ -395,119 +393,6 @@ class Accelerator(WindowView, TrackerView):
         flag = torch.tensor(float(self._triggered), device=self.device)
         self._triggered = False
         return bool(collectives.reduce(flag, "max") > 0)
-
-    # Saving and loading.
-
-    def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole weights of a model; all ranks call it.
-
-        Args:
-            model: as ``prepare`` gave it.
-            unwrap: False keeps the names that the wrapper gives.
-        """
-        if not unwrap:
-            return model.state_dict()
-        return self._strategy.state_dict(self.unwrap_model(model, True, False), full=True)
-
-    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write an object once, by rank 0; the file is whole or not there.
-
-        Args:
-            obj: the object, such as a state dict.
-            f: path or open file.
-            safe_serialization: write a dictionary of tensors as safetensors.
-        """
-        obj = self._strategy.make_whole(obj)
-        if self._writes:
-            save_object(obj, f, safe=safe_serialization)
-
-    def save_model(
-        self,
-        model: Module,
-        save_directory: Path_,
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write a model's weights, in several files where they are large.
-
-        All ranks call it; rank 0 alone may where each rank has the whole model.
-        """
-        self._checkpoints.save_model(
-            lambda: self.get_state_dict(model),
-            Path(save_directory),
-            max_shard_size,
-            safe=safe_serialization,
-            writes=self._writes,
-        )
-
-    @property
-    def _writes(self) -> bool:
-        each_machine = self.project_configuration.save_on_each_node
-        return self.is_local_main_process if each_machine else self.is_main_process
-
-    def save_state(
-        self,
-        output_dir: Path_ | None = None,
-        safe_serialization: bool = True,
-        **save_model_func_kwargs: Any,
-    ) -> str:
-        """Write a checkpoint of everything prepared and registered.
-
-        All ranks call it. Rank 0 alone may where each rank has the whole model; the checkpoint
-        then has no random state of the others.
-
-        Args:
-            output_dir: the folder, replaced in one step if it exists; None takes the next
-                number in ``project_dir/checkpoints``.
-            safe_serialization: weights as safetensors.
-            **save_model_func_kwargs: accepted, for engines that save models themselves.
-
-        Returns:
-            the folder.
-
-        Raises:
-            ConfigError: no folder was given and checkpoints are not numbered, or a state holds
-                what could not be read again without trusting the file.
-        """
-        return self._checkpoints.save(output_dir, safe=safe_serialization)
-
-    def load_state(
-        self,
-        input_dir: Path_ | None = None,
-        load_kwargs: dict[str, Any] | None = None,
-        *,
-        strict: bool = True,
-        **load_model_func_kwargs: Any,
-    ) -> None:
-        """Read a checkpoint into everything prepared and registered; all ranks call it.
-
-        Args:
-            input_dir: the folder; None takes the newest number in ``project_dir/checkpoints``.
-            load_kwargs: arguments of ``torch.load`` for all but weights;
-                ``{"weights_only": False}`` trusts the files.
-            strict: whether names of weights must match.
-            **load_model_func_kwargs: accepted, for engines that load models themselves.
-
-        Raises:
-            FileNotFoundError: there is no such checkpoint, or it lacks something.
-        """
-        self._checkpoints.load(input_dir, load_kwargs=load_kwargs, strict=strict)
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Keep the state of more objects in checkpoints.
-
-        Raises:
-            ConfigError: one has no ``state_dict`` or no ``load_state_dict``.
-        """
-        self._checkpoints.register(objects)
-
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, weights, folder)`` on every rank before weights are written."""
-        return self._checkpoints.add_save_hook(hook)
-
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, folder)`` on every rank before weights are read."""
-        return self._checkpoints.add_load_hook(hook)
 
     # What a person sees.
 

@@ -51,6 +51,7 @@ class Accumulation:
         inside: whether a block of ``accumulate`` is running.
         optimizers: those prepared for these windows, which hear when a last batch begins and
             ends.
+        trained_on: the loader whose batches the last real step used; None before the first.
     """
 
     def __init__(self, plugin: GradientAccumulationPlugin) -> None:
@@ -61,6 +62,13 @@ class Accumulation:
         self.inside = False
         self.optimizers: weakref.WeakSet[_HearsLastBatch] = weakref.WeakSet()
         self.loaders = active_loaders()
+        self.trained_on: Any = None
+
+    def note_step(self) -> None:
+        """Note that an optimizer made a real step, on batches of the loader that is read now."""
+        stack = self.loaders.stack
+        if stack:
+            self.trained_on = stack[-1].loader
 
     def show(self) -> None:
         """Let ``GradientState`` show this one."""

@@ -42,6 +42,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         optimizer: the optimizer that it wraps.
+        num_steps: steps so far, those of the checkpoint that was loaded included; overflows of
+            fp16 do not count.
     """
 
     _notebook_accel_stays_home = "make it inside the function"
@@ -56,6 +58,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         device_memory: Callable[[], int | None] | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.num_steps = 0
         self._used = False
         self._skipped = False
         # Of the last batch of a window: the gradients as it began (None: it is not running), and
@@ -108,6 +111,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Whether the last real step was left out because a gradient overflowed."""
         return self._skipped
 
+    @property
+    def has_used_gradients(self) -> bool:
+        """Whether a step has used the gradients that there are."""
+        return self._used
+
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Step at the end of a window; nothing before it."""
         if not self._accumulation.sync_gradients:
@@ -119,7 +127,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         else:
             result = self.optimizer.step()
         self._used = True
+        self._accumulation.note_step()
         if not self._skipped:
+            self.num_steps += 1
             current().count_step(self._device_memory)
         return result
 

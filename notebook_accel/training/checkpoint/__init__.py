@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,34 @@ from notebook_accel.training.checkpoint.atomic import (
     staging_folder,
     sweep,
 )
+from notebook_accel.training.checkpoint.folders import (
+    NUMBERED,
+    Numbering,
+    describe_folder,
+    entries,
+    is_ours,
+    resolved,
+)
+from notebook_accel.training.checkpoint.gradients import (
+    collect_gradients,
+    gradients_file,
+    restore_gradients,
+)
 from notebook_accel.training.checkpoint.meeting import Meetings, Plan, describe, meetings
 from notebook_accel.training.checkpoint.parts import Parts
 from notebook_accel.training.checkpoint.random_states import get_random_states, set_random_states
+from notebook_accel.training.checkpoint.start import (
+    Start,
+    as_plain,
+    candidates,
+    find_damage,
+    read_start,
+)
 from notebook_accel.training.checkpoint.state_files import explain, read_state, write_state
 from notebook_accel.training.checkpoint.weights import numbered, save_model
+from notebook_accel.training.collectives import broadcast_object_list, gather_object
 from notebook_accel.training.data.loaders import PreparedLoader
-from notebook_accel.training.notices import notice_once
+from notebook_accel.training.notices import notice, notice_once
 
 if TYPE_CHECKING:
     import os
@@ -37,13 +58,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoints"]
 
-# The entries of a checkpoint. Its model files are one a model; the pieces and the index that
-# save_model writes are an export of the user's, which a checkpoint beside them leaves alone.
-_OURS = re.compile(
-    r"(model|pytorch_model|optimizer|scheduler|loader)(_\d+)?\.(safetensors|bin)|scaler\.pt"
-    r"|(random_states|custom_checkpoint)_\d+\.pkl|pytorch_model_fsdp_\d+|optimizer_\d+"
-)
-_NUMBERED = re.compile(r"checkpoint_(\d+)")
 # What of a loader's state is each rank's own.
 _OF_RANK = ("generators", "reader")
 # How long a rank of another machine waits for its folder to appear: a shared disk may be slow.
@@ -56,6 +70,7 @@ class Checkpoints:
     Attributes:
         custom: objects that ``register_for_checkpointing`` added.
         save_hooks, load_hooks: called before weights are written or read.
+        numbering: where numbered checkpoints are.
     """
 
     def __init__(self, preparation: Preparation, project: ProjectConfiguration) -> None:
@@ -65,6 +80,7 @@ class Checkpoints:
         self._prepared = preparation
         self._plan = preparation.plan
         self._project = project
+        self.numbering = Numbering(project)
 
     def register(self, objects: Sequence[Any]) -> None:
         """Keep these objects' states in checkpoints too.
@@ -99,13 +115,13 @@ class Checkpoints:
         not call it has no random state in the checkpoint.
         """
         if output_dir is None:
-            self._numbered_folder()  # raises on every rank alike where there is none
-        asked = "" if output_dir is None else str(_resolved(output_dir))
+            self.numbering.folder()  # raises on every rank alike where there is none
+        asked = "" if output_dir is None else str(resolved(output_dir))
         if self._meetings.is_lead:
             return str(self._lead_save(asked, safe=safe))
         final = self._follow_save(asked, safe=safe)
         if output_dir is None:
-            self._number_next(final)
+            self.numbering.follow(final)
         return str(final)
 
     @property
@@ -124,9 +140,10 @@ class Checkpoints:
         try:
             self._write(staged, safe=safe)
             self._meetings.wait_for_members(plan)
-            publish_folder(staged, final, is_ours=_is_ours)
+            publish_folder(staged, final, is_ours=is_ours)
             if not asked:
-                self._number_next(final)
+                self.numbering.follow(final)
+                self.numbering.remove_oldest()
         except BaseException as error:
             # In this order: a rank that finds the folder gone finds the reason too.
             self._meetings.finish(plan, describe(error))
@@ -160,7 +177,7 @@ class Checkpoints:
         self._meetings.report_written(plan)
         if makes_own:
             self._meetings.wait_for_members(plan)
-            publish_folder(staged, final, is_ours=_is_ours)
+            publish_folder(staged, final, is_ours=is_ours)
         self._meetings.wait_until_done(plan)
         return final
 
@@ -182,7 +199,7 @@ class Checkpoints:
             safe: as safetensors.
             writes: whether this rank does.
         """
-        asked, call = str(_resolved(folder)), "save_model()"
+        asked, call = str(resolved(folder)), "save_model()"
         needs_all = self._plan.strategy.saves_together
         if not self._meetings.is_lead:
             plan = self._meetings.follow(asked, call=call)
@@ -215,10 +232,10 @@ class Checkpoints:
         Raises:
             FileNotFoundError: there is no such checkpoint, or something prepared is not in it.
         """
-        asked = self._newest() if input_dir is None else Path(input_dir)
+        asked = self.numbering.newest() if input_dir is None else Path(input_dir)
         folder = complete_version(asked)
-        if not any(_is_ours(name) for name in _entries(folder)) and not self.load_hooks:
-            raise FileNotFoundError(f"there is no checkpoint in {_describe(folder)}")
+        if not any(is_ours(name) for name in entries(folder)) and not self.load_hooks:
+            raise FileNotFoundError(f"there is no checkpoint in {describe_folder(folder)}")
         models = [known.inner for known in self._prepared.models]
         for hook in tuple(self.load_hooks.values()):
             hook(models, str(folder))
@@ -226,57 +243,102 @@ class Checkpoints:
         try:
             self._parts.read(models, folder, options, strict=strict)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{error} is not in {_describe(folder)}") from None
+            raise FileNotFoundError(f"{error} is not in {describe_folder(folder)}") from None
         for name, item in self._stateful():
             item.load_state_dict(_read(folder / name, options))
         self._load_scaler(folder, options)
         self._load_random_states(folder)
-        found = _NUMBERED.fullmatch(asked.name)
-        if found and input_dir is None:
-            self._project.iteration = int(found[1]) + 1
+        if restore_gradients(self._plan.strategy, self._parts.models, folder):
+            self._plan.accumulation.sync_gradients = False
+        start, _ = read_start(folder, self._plan.topology.process_index)
+        for known in self._prepared.optimizers:
+            known.num_steps = start.step
+        if input_dir is None:
+            self.numbering.follow(asked)
 
-    def _target(self, output_dir: str | os.PathLike[str] | None) -> Path:
-        if output_dir is not None:
-            return _resolved(output_dir)
-        numbers = [number for number, _ in self._numbered()]
-        number = max([self._project.iteration, *(taken + 1 for taken in numbers)])
-        return self._numbered_folder().resolve() / f"checkpoint_{number}"
+    def resume(self, folder: str | os.PathLike[str]) -> Start:
+        """Load the newest checkpoint under ``folder`` that can be loaded, and number on there.
 
-    def _numbered_folder(self) -> Path:
+        All ranks call it, and all take the same: one that a rank cannot read is passed over by
+        all.
+
+        Raises:
+            NotebookAccelError: the files of each looked whole, and none could be loaded.
+            RuntimeError, ValueError: it holds another model or optimizer.
+        """
+        root = resolved(folder)
+        failed: list[str] = []
+        found: list[Path]
+        (found,) = broadcast_object_list([candidates(root)])
+        self.numbering.parent = self._numbered_parent(root, found)
+        for one in found:
+            damage = self._agree(find_damage(one) or self._find_missing(one))
+            if not damage:
+                damage = self._agree(self._try_to_load(one))
+                if not damage:
+                    return self._go_on_from(one)
+                failed.append(damage)
+            notice(f"resume_or_start() passes over {one}: {damage}")
+        if failed:
+            raise NotebookAccelError(
+                f"none of the checkpoints in {root} could be loaded, and the last attempt may have "
+                f"changed weights: {failed[-1]}. Move them away to begin anew"
+            )
+        return Start()
+
+    def _numbered_parent(self, root: Path, found: Sequence[Path]) -> Path:
+        """Where numbers go on: beside what is numbered there, else where the project says."""
+        inner = root / "checkpoints"
         project = self._project
-        if not project.automatic_checkpoint_naming or project.project_dir is None:
-            raise ConfigError(
-                "no folder was given: pass one, or make the Accelerator with "
-                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
-            )
-        return Path(project.project_dir) / "checkpoints"
+        is_projects = project.automatic_checkpoint_naming and resolved(project.project_dir or "")
+        numbered_parents = {one.parent for one in found if NUMBERED.fullmatch(one.name)}
+        is_inner = inner in numbered_parents if numbered_parents else is_projects == root
+        return inner if is_inner else root
 
-    def _numbered(self) -> list[tuple[int, Path]]:
-        """The numbered checkpoints that there are, oldest first."""
-        folder = self._numbered_folder()
-        found = ((_NUMBERED.fullmatch(name), folder / name) for name in _entries(folder))
-        return sorted((int(match[1]), path) for match, path in found if match)
+    @staticmethod
+    def _agree(damage: str | None) -> str:
+        """What a rank found wrong, the lowest one first; nothing where no rank found anything."""
+        return next((text for text in gather_object([damage or ""]) if text), "")
 
-    def _newest(self) -> Path:
-        found = self._numbered()
-        if not found:
-            raise FileNotFoundError(
-                f"there is no checkpoint in {_describe(self._numbered_folder())}"
-            )
-        return found[-1][1]
+    def _find_missing(self, folder: Path) -> str | None:
+        there = set(entries(complete_version(folder)))
+        expected = [*self._parts.file_names(), *([name] for name, _ in self._stateful())]
+        if self.load_hooks:
+            expected = expected[len(self._prepared.models) :]  # hooks may read weights of their own
+        missing = next((names[0] for names in expected if there.isdisjoint(names)), None)
+        return missing and f"{missing} is not in it"
 
-    def _number_next(self, written: Path) -> None:
-        match = _NUMBERED.fullmatch(written.name)
-        assert match, "without a folder from the user the name is a numbered one"
-        self._project.iteration = int(match[1]) + 1
-        limit = self._project.total_limit
-        if limit is not None and self._plan.topology.process_index == 0:
-            for _, folder in self._numbered()[:-limit]:
-                shutil.rmtree(folder, ignore_errors=True)
+    def _try_to_load(self, folder: Path) -> str | None:
+        """Load a checkpoint; gives what was wrong with its files."""
+        try:
+            self.load(folder)
+        except (NotebookAccelError, OSError) as error:
+            return describe(error)
+        return None
+
+    def _go_on_from(self, folder: Path) -> Start:
+        start, index = read_start(folder, self._plan.topology.process_index)
+        loaders = dict(enumerate(self._prepared_loaders()))
+        if index not in loaders:
+            return start
+        # Asked of the loader, since it counts in batches of the ranks that there are now.
+        epoch, batch, samples = loaders[index].progress()
+        return replace(start, epoch=epoch, batch=batch, samples=samples)
+
+    def _stands(self) -> dict[str, Any]:
+        """Where training stands, by the loader from whose batches steps were made."""
+        loaders = self._prepared_loaders()
+        step = max((known.num_steps for known in self._prepared.optimizers), default=0)
+        if not loaders:
+            return as_plain(Start(step=step), None)
+        trained = self._plan.accumulation.trained_on
+        index = next((i for i, one in enumerate(loaders) if trained and one.is_part_of(trained)), 0)
+        epoch, batch, samples = loaders[index].progress()
+        return as_plain(Start(epoch=epoch, batch=batch, step=step, samples=samples), index)
 
     def _make_folder(self, asked: str) -> tuple[str, str]:
         """Make the folder in which rank 0 writes; gives where the checkpoint will be, and this."""
-        final = self._target(asked or None)
+        final = Path(asked) if asked else self.numbering.next()
         sweep(final)
         staged = staging_folder(final)
         staged.mkdir(parents=True)
@@ -324,12 +386,16 @@ class Checkpoints:
                 torch.save(shared, folder / name)
             if strategy.scaling is not None:
                 torch.save(strategy.scaling.scaler.state_dict(), folder / "scaler.pt")
+        gradients = collect_gradients(strategy, parts.models, self._prepared.optimizers)
+        if gradients is not None:
+            torch.save(gradients, folder / gradients_file(here.process_index))
         self._write_random_states(folder)
 
     def _write_random_states(self, folder: Path) -> None:
         here = self._plan.topology
         states = get_random_states(here.device)
         states["step"] = self._plan.accumulation.step
+        states |= self._stands()
         states["loaders"] = [
             {k: v for k, v in loader.state_dict().items() if k in _OF_RANK}
             for _, loader in self._stateful_loaders()
@@ -344,11 +410,13 @@ class Checkpoints:
         for index, item in enumerate(self.custom):
             yield f"custom_checkpoint_{index}.pkl", item
 
+    def _prepared_loaders(self) -> list[PreparedLoader]:
+        return [one for one in self._prepared.loaders if isinstance(one, PreparedLoader)]
+
     def _stateful_loaders(self) -> Iterator[tuple[str, PreparedLoader]]:
         """The files of the prepared loaders, which say how far each one is."""
-        for index, loader in enumerate(self._prepared.loaders):
-            if isinstance(loader, PreparedLoader):
-                yield numbered("loader", index, ".bin"), loader
+        for index, loader in enumerate(self._prepared_loaders()):
+            yield numbered("loader", index, ".bin"), loader
 
     def _load_scaler(self, folder: Path, options: dict[str, Any]) -> None:
         scaling = self._plan.strategy.scaling
@@ -400,25 +468,7 @@ def _add_hook(
     return handle
 
 
-def _is_ours(name: str) -> bool:
-    return _OURS.fullmatch(name) is not None
-
-
-def _entries(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-
-
-def _describe(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"{folder}, which is {'a file' if folder.exists() else 'not there'}"
-    return f"{folder}; it holds: {', '.join(_entries(folder)) or 'nothing'}"
-
-
 def _read(path: Path, options: dict[str, Any]) -> Any:
     if not path.exists():
-        raise FileNotFoundError(f"{path.name} is not in {_describe(path.parent)}")
+        raise FileNotFoundError(f"{path.name} is not in {describe_folder(path.parent)}")
     return read_state(path, options)
-
-
-def _resolved(folder: str | os.PathLike[str]) -> Path:
-    return Path(folder).expanduser().resolve()

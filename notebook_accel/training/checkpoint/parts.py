@@ -45,6 +45,23 @@ class Parts:
         self.models = [uncompiled(model) for model in models]
         self.optimizers = list(optimizers)
 
+    def file_names(self) -> list[list[str]]:
+        """For each model, then each optimizer, the names that it may have in a checkpoint."""
+        return [
+            *(
+                [
+                    numbered("model", index, ".safetensors"),
+                    numbered("pytorch_model", index, ".bin"),
+                    f"pytorch_model_fsdp_{index}",
+                ]
+                for index in range(len(self.models))
+            ),
+            *(
+                [numbered("optimizer", index, ".bin"), f"optimizer_{index}"]
+                for index in range(len(self.optimizers))
+            ),
+        ]
+
     def collect_weights(self) -> list[dict[str, Any]]:
         """The weights of each model as they are written: whole, or this rank's parts."""
         full = not self.strategy.saves_shards

@@ -37,6 +37,7 @@ __all__ = [
     "names_of",
     "read_model",
     "read_optimizer",
+    "sizes_of_files",
     "write_model",
     "write_optimizer",
 ]
@@ -153,6 +154,15 @@ def _room_for(stored: TensorStorageMetadata, weight: torch.Tensor) -> torch.Tens
         return torch.zeros_like(weight.detach(), dtype=dtype)
     # Counts of steps stay on the host, where optimizers make them.
     return torch.zeros(stored.size, dtype=dtype)
+
+
+def sizes_of_files(path: Path) -> dict[str, int]:
+    """How many bytes each file in a folder must have, at least, to hold its tensors."""
+    sizes: dict[str, int] = {}
+    for part in (FileSystemReader(path).read_metadata().storage_data or {}).values():
+        end = part.offset + part.length
+        sizes[part.relative_path] = max(end, sizes.get(part.relative_path, 0))
+    return sizes
 
 
 def _tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:

@@ -29,7 +29,6 @@ from notebook_accel.training.data.loaders import (
     DataLoaderShard,
     LoaderOptions,
     PreparedLoader,
-    SkipDataLoader,
     samplers_of,
 )
 from notebook_accel.training.data.samplers import (
@@ -41,6 +40,7 @@ from notebook_accel.training.data.samplers import (
     StatefulDatasetShard,
     share_of,
 )
+from notebook_accel.training.data.skip_loader import SkipDataLoader
 from notebook_accel.training.data.stateful import (
     StatefulDispatcher,
     StatefulShard,

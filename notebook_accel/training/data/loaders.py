@@ -45,7 +45,7 @@ from notebook_accel.training.seeding import synchronize_rng_state
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["DataLoaderShard", "LoaderOptions", "PreparedLoader", "SkipDataLoader"]
+__all__ = ["DataLoaderShard", "LoaderOptions", "PreparedLoader"]
 
 _NO_BATCH = object()
 # Seeds of neighbouring ranks land far apart by multiples of 2**64 divided by the golden ratio
@@ -97,6 +97,7 @@ class _Progress:
 
     def __init__(self) -> None:
         self.iteration = 0  # number of the epoch
+        self.samples = 0  # of all ranks, in the epochs that are complete
         self.position: Position | None = None  # of the newest pass
         self.generators: dict[str, torch.Tensor] = {}  # states of the generators as it began
         self.restored: Mapping[str, Any] | None = None  # what the next pass has to go on from
@@ -285,18 +286,22 @@ class PreparedLoader(DataLoader[Any]):
         was left in the middle it is the start of this one, unless a stop of the run ended it.
         """
         progress, position = self._progress, self._progress.position
-        if (
+        epoch, given = progress.iteration, 0
+        if progress.restored is not None:
+            given, states = int(progress.restored["given"]), progress.restored["generators"]
+        elif (
             position is None
             or position.end_of_dataloader
             or (position.is_over and not position.is_stopped)
         ):
-            epoch, given, states = progress.iteration, 0, self._generator_states()
+            states = self._generator_states()
         else:
             epoch, given, states = position.epoch, position.num_given, progress.generators
         return {
             "iteration": epoch,
             "given": given,
             "generators": states,
+            "samples": progress.samples,
             "seeds": [sampler.initial_seed for sampler in self._seedable_samplers()],
             "total_batch_size": self.total_batch_size,
         }
@@ -315,7 +320,18 @@ class PreparedLoader(DataLoader[Any]):
         for sampler, seed in zip(samplers, state_dict.get("seeds", []), strict=False):
             sampler.restore_seed(int(seed))
         self.set_epoch(int(state_dict["iteration"]))
+        self._progress.samples = int(state_dict.get("samples", 0))
         self._progress.restored = {**state_dict, "given": given}
+
+    def progress(self) -> tuple[int, int, int | None]:
+        """The epoch, the batches given in it, and the samples of all ranks over all epochs."""
+        state, size = self.state_dict(), self.total_batch_size
+        given = state["given"]
+        return state["iteration"], given, None if size is None else state["samples"] + given * size
+
+    def is_part_of(self, other: PreparedLoader) -> bool:
+        """Whether the two are one loader, one of them perhaps without its first batches."""
+        return self._progress is other._progress
 
     def _seedable_samplers(self) -> list[SeedableRandomSampler]:
         return [one for one in samplers_of(self) if isinstance(one, SeedableRandomSampler)]
@@ -426,7 +442,7 @@ class PreparedLoader(DataLoader[Any]):
             if batch is not _NO_BATCH:
                 # Before the end is noted: a loop that is stopped here has not had the last batch.
                 count(total)
-            self._reach_end(position)
+            self._reach_end(position, position.num_given + (batch is not _NO_BATCH))
             if batch is not _NO_BATCH:
                 active.put_on_top(position)
                 position.num_given += 1
@@ -439,7 +455,7 @@ class PreparedLoader(DataLoader[Any]):
             position.is_over = True
             position.loader = None
 
-    def _reach_end(self, position: Position) -> None:
+    def _reach_end(self, position: Position, num_batches: int) -> None:
         position.end_of_dataloader = True
         if hasattr(self._shard, "last_round"):
             position.last_round = self._shard.last_round
@@ -447,6 +463,9 @@ class PreparedLoader(DataLoader[Any]):
             position.remainder = position.last_round.num_samples
         elif self._knows_repeats:
             position.remainder = 0
+        self._progress.samples += (self.total_batch_size or 0) * num_batches
+        if position.remainder > 0:
+            self._progress.samples += position.remainder - (self.total_batch_size or 0)
         # Now rather than as the next pass begins: code that calls set_epoch of a sampler or a
         # dataset itself, before each pass, has the last word.
         self.set_epoch(position.epoch + 1)
@@ -507,30 +526,3 @@ def mover(device: torch.device | None, non_blocking: bool) -> Callable[[Any], An
 
 class DataLoaderShard(PreparedLoader):
     """A loader that gives each rank its own batches, which the rank itself reads."""
-
-
-class SkipDataLoader(DataLoader[Any]):
-    """A loader, not prepared, without the first batches of an iterable dataset.
-
-    Args:
-        dataset: as torch's DataLoader, like all other arguments.
-        skip_batches: batches at the start of each epoch that are left out.
-        **kwargs: further arguments of torch's DataLoader.
-    """
-
-    def __init__(self, dataset: Any, skip_batches: int = 0, **kwargs: Any) -> None:
-        super().__init__(dataset, **kwargs)
-        self.skip_batches = skip_batches
-
-    @classmethod
-    def around(cls, loader: DataLoader[Any], skip_batches: int) -> SkipDataLoader:
-        """``loader`` without its first batches."""
-        new = copy_as(cls, loader)
-        new.skip_batches = skip_batches
-        return new
-
-    def __iter__(self) -> Any:
-        return itertools.islice(super().__iter__(), self.skip_batches, None)
-
-    def __len__(self) -> int:
-        return max(0, super().__len__() - self.skip_batches)

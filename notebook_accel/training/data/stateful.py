@@ -90,7 +90,9 @@ class _KeepsReaderState(PreparedLoader):
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         position = self._progress.position
-        if position is not None and state["given"] == position.num_given > 0:
+        if self._progress.restored is not None:
+            state["reader"] = self._progress.reader  # loaded, and not yet used
+        elif position is not None and state["given"] == position.num_given > 0:
             num_read = position.num_given * self._batches_a_step
             state["reader"] = self._progress.reader_states.get(num_read)
         return state

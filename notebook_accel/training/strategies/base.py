@@ -22,7 +22,7 @@ from notebook_accel.training.data_group import DataGroup
 from notebook_accel.training.strategies.request import call_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
@@ -134,6 +134,35 @@ class Strategy:
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Put a whole state into an optimizer."""
         optimizer.load_state_dict(state)
+
+    def pending_gradients(
+        self, model: Module, waiting: Container[int]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """This rank's gradients of a model that no step has used.
+
+        Args:
+            model: without wrapper.
+            waiting: the ids of the weights that are meant.
+
+        Returns:
+            by names of weights: gradients of whole weights, not yet exchanged between the ranks,
+            and what is in parts.
+        """
+        whole = {
+            name: weight.grad
+            for name, weight in model.named_parameters()
+            if weight.grad is not None and id(weight) in waiting
+        }
+        return (whole, {}) if self.mesh is None else ({}, whole)
+
+    def restore_gradients(
+        self, model: Module, whole: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]
+    ) -> None:
+        """Put back what :meth:`pending_gradients` gave."""
+        given = {**whole, **parts}
+        for name, weight in model.named_parameters():
+            if name in given:
+                weight.grad = given[name].to(weight.device)
 
     def make_whole(self, values: Any) -> Any:
         """``values`` with whole tensors in place of parts; all ranks call it."""

@@ -21,7 +21,7 @@ from notebook_accel.training.models import uncompiled
 from notebook_accel.training.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Container, Iterable, Iterator
 
     import torch
     from torch.nn import Module
@@ -44,6 +44,8 @@ class TakesSpreadModels(Strategy):
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self._was_given_parts = False
+        # Gradients of a checkpoint, until a forward has made what they belong to.
+        self._unreduced: list[tuple[Module, dict[str, torch.Tensor]]] = []
 
     @property
     def saves_together(self) -> bool:
@@ -65,6 +67,37 @@ class TakesSpreadModels(Strategy):
         if not enabled and hasattr(inner, "set_requires_gradient_sync"):  # after fully_shard
             return _without_reduction(inner)
         return super().gradient_sync(model, enabled)
+
+    def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
+        if self._unreduced:
+            from notebook_accel.training.strategies import pending
+
+            while self._unreduced:
+                pending.put_unreduced(*self._unreduced.pop())
+        super().backward(loss, num_steps, **kwargs)
+
+    def pending_gradients(
+        self, model: Module, waiting: Container[int]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        whole, parts = super().pending_gradients(model, waiting)
+        if not has_parts(model.parameters()):
+            return whole, parts
+        from notebook_accel.training.strategies import pending
+
+        local = {name: pending.local_part(grad) for name, grad in {**whole, **parts}.items()}
+        return pending.unreduced(model), local
+
+    def restore_gradients(
+        self, model: Module, whole: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]
+    ) -> None:
+        if not has_parts(model.parameters()):
+            return super().restore_gradients(model, whole, parts)
+        from notebook_accel.training.strategies import pending
+
+        self._unreduced.append((model, whole))
+        weights = dict(model.named_parameters())
+        own = {name: pending.with_part(part, weights[name]) for name, part in parts.items()}
+        return super().restore_gradients(model, {}, own)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float

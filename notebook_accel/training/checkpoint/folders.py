@@ -1,0 +1,122 @@
+"""The folders of checkpoints: their names, which there are, and which entries in them are ours.
+
+Numbered ones lie side by side::
+
+    project_dir/checkpoints/     or the folder that ``resume_or_start`` was given
+        checkpoint_0/  checkpoint_1/  ...
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from notebook_accel.errors import ConfigError
+
+if TYPE_CHECKING:
+    import os
+
+    from notebook_accel.training.settings import ProjectConfiguration
+
+__all__ = ["NUMBERED", "Numbering", "describe_folder", "entries", "is_ours", "resolved"]
+
+NUMBERED = re.compile(r"checkpoint_(\d+)")
+# The entries of a checkpoint. Its model files are one a model; the pieces and the index that
+# save_model writes are an export of the user's, which a checkpoint beside them leaves alone.
+_OURS = re.compile(
+    r"(model|pytorch_model|optimizer|scheduler|loader)(_\d+)?\.(safetensors|bin)|scaler\.pt"
+    r"|(random_states|custom_checkpoint)_\d+\.pkl|pytorch_model_fsdp_\d+|optimizer_\d+"
+    r"|gradients_\d+\.bin"
+)
+
+
+def is_ours(name: str) -> bool:
+    """Whether an entry of a checkpoint's folder belongs to the checkpoint."""
+    return _OURS.fullmatch(name) is not None
+
+
+def entries(folder: Path) -> list[str]:
+    """The names in a folder; none where there is no folder."""
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+
+def describe_folder(folder: Path) -> str:
+    """A folder and what is in it, for messages."""
+    if not folder.is_dir():
+        return f"{folder}, which is {'a file' if folder.exists() else 'not there'}"
+    return f"{folder}; it holds: {', '.join(entries(folder)) or 'nothing'}"
+
+
+def resolved(folder: str | os.PathLike[str]) -> Path:
+    """The absolute path that a user means."""
+    return Path(folder).expanduser().resolve()
+
+
+class Numbering:
+    """Names checkpoints by numbers.
+
+    Attributes:
+        project: of the user; its ``iteration`` is the least number that comes next.
+        parent: where numbered checkpoints are; None leaves it to the project's settings.
+    """
+
+    def __init__(self, project: ProjectConfiguration) -> None:
+        self.project = project
+        self.parent: Path | None = None
+
+    def folder(self) -> Path:
+        """Where numbered checkpoints are.
+
+        Raises:
+            ConfigError: the user asked for none.
+        """
+        project = self.project
+        if self.parent is not None:
+            return self.parent
+        if not project.automatic_checkpoint_naming or project.project_dir is None:
+            raise ConfigError(
+                "no folder was given: pass one, or make the Accelerator with "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+            )
+        return Path(project.project_dir) / "checkpoints"
+
+    def existing(self) -> list[tuple[int, Path]]:
+        """The numbered checkpoints that there are, oldest first."""
+        return numbered_in(self.folder())
+
+    def newest(self) -> Path:
+        """The one with the highest number.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        found = self.existing()
+        if not found:
+            raise FileNotFoundError(f"there is no checkpoint in {describe_folder(self.folder())}")
+        return found[-1][1]
+
+    def next(self) -> Path:
+        """A path for the next one."""
+        numbers = [number for number, _ in self.existing()]
+        number = max([self.project.iteration, *(taken + 1 for taken in numbers)])
+        return self.folder().resolve() / f"checkpoint_{number}"
+
+    def follow(self, written: Path) -> None:
+        """Let the next number be the one after this checkpoint's."""
+        match = NUMBERED.fullmatch(written.name)
+        assert match, "without a folder from the user the name is a numbered one"
+        self.project.iteration = int(match[1]) + 1
+
+    def remove_oldest(self) -> None:
+        """Remove those beyond the limit that the user set."""
+        limit = self.project.total_limit
+        for _, folder in self.existing()[:-limit] if limit is not None else ():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def numbered_in(folder: Path) -> list[tuple[int, Path]]:
+    """The checkpoints in a folder whose names have a number, oldest first."""
+    found = ((NUMBERED.fullmatch(name), folder / name) for name in entries(folder))
+    return sorted((int(match[1]), path) for match, path in found if match)

@@ -1,0 +1,165 @@
+"""Where training stands: in a checkpoint's random states, and as ``resume_or_start`` gives it.
+
+The newest checkpoint that can be read is found in two steps, so that nothing is half loaded for
+no reason: every rank looks whether the files are whole (:func:`find_damage`, which reads their
+heads), then all load the first one that is whole everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+import zipfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.training.checkpoint.atomic import complete_version
+from notebook_accel.training.checkpoint.folders import NUMBERED, entries, is_ours
+from notebook_accel.training.checkpoint.state_files import explain, read_state
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["Start", "as_plain", "candidates", "find_damage", "read_start"]
+
+# In the file of a rank's random states, which every checkpoint has, so that a checkpoint has no
+# other files than those that Accelerate writes: the fields of Start, and beside them the seconds
+# since 1970, and which prepared loader they speak of.
+_KEY, _WRITTEN, _LOADER = "training", "written", "loader"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where training begins, or goes on."""
+
+    epoch: int = 0
+    """The epoch that comes first: ``for epoch in range(start.epoch, num_epochs)``."""
+    batch: int = 0
+    """Batches of that epoch that this rank has had already; the prepared loader leaves them out."""
+    step: int = 0
+    """Steps of the optimizer so far."""
+    samples: int | None = 0
+    """Samples of all ranks so far, over all epochs; None where the loader does not know how many
+    a batch has."""
+    folder: str | None = None
+    """The checkpoint that was loaded; None where training begins anew."""
+
+
+def as_plain(start: Start, loader: int | None) -> dict[str, Any]:
+    """What a rank's random states say of where training stands.
+
+    Args:
+        start: epoch, batch, step and samples.
+        loader: the index of the prepared loader that they speak of.
+    """
+    stands = {name: value for name, value in asdict(start).items() if name != "folder"}
+    return {_KEY: {**stands, _LOADER: loader, _WRITTEN: time.time()}}
+
+
+def read_start(folder: Path, rank: int = 0) -> tuple[Start, int | None]:
+    """Give what :func:`as_plain` was given; the beginning where another library wrote.
+
+    Rank 0's word counts on every rank that sees its file.
+    """
+    stands = _read(folder) or _read(folder, rank)
+    loader = stands.pop(_LOADER, None)
+    stands.pop(_WRITTEN, None)
+    return Start(**{**stands, "folder": str(folder)}), loader
+
+
+def _read(folder: Path, rank: int = 0) -> dict[str, Any]:
+    path = complete_version(folder) / f"random_states_{rank}.pkl"
+    found: dict[str, Any] = read_state(path).get(_KEY, {}) if path.exists() else {}
+    return found
+
+
+def candidates(folder: Path) -> list[Path]:
+    """The checkpoints under a folder, newest first: itself, those in it, those in ``checkpoints``.
+
+    Newest by when they were written. Of those that are numbered side by side the higher number is
+    newer, whatever the clocks of their writers said.
+    """
+    found: list[tuple[float, int, Path]] = []
+    for parent in (folder, folder / "checkpoints"):
+        newest = 0.0
+        names = {name: NUMBERED.fullmatch(name) for name in entries(parent)}
+        numbers = {name: int(match[1]) if match else -1 for name, match in names.items()}
+        for name, number in sorted(numbers.items(), key=lambda item: item[1]):
+            path = parent / name
+            if _is_checkpoint(path):
+                written = _time_of(path)
+                if number >= 0:
+                    newest = written = max(newest, written)
+                found.append((written, number, path))
+    if _is_checkpoint(folder):
+        found.append((_time_of(folder), -1, folder))
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    # One that is being written, or was when its writer died, begins with a dot.
+    return not path.name.startswith(".") and any(map(is_ours, entries(complete_version(path))))
+
+
+def _time_of(path: Path) -> float:
+    with suppress(NotebookAccelError):  # broken: that is told once it comes to loading it
+        found = _read(path).get(_WRITTEN)
+        if found is not None:
+            return float(found)
+    return path.stat().st_mtime
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, as far as sizes and heads of its files tell; None if whole.
+
+    Files that are cut off or empty are found, and missing parts of sharded weights; a few wrong
+    bytes in the middle of a weight are not.
+    """
+    path = whole = complete_version(folder)
+    try:
+        for path in sorted(whole.rglob("*")):
+            if not path.is_dir() and is_ours(path.relative_to(whole).parts[0]):
+                _look_at(path)
+        for path in sorted(whole.glob("*/.metadata")):
+            missing = _find_missing_parts(path.parent)
+            if missing:
+                return missing
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    except Exception as error:  # whatever the readers of three formats raise
+        return explain(path, error)
+    return None
+
+
+def _look_at(path: Path) -> None:
+    """Read the head of one file, and what says that its end is there.
+
+    Raises:
+        OSError, SafetensorError, ValueError, zipfile.BadZipFile: it is broken.
+    """
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt"):
+            pass
+    elif path.suffix in (".bin", ".pkl", ".pt"):
+        with path.open("rb") as file:
+            begins = file.read(1)
+        if begins != _OLD_PICKLE:  # torch's format before it wrote archives has no end to look for
+            zipfile.ZipFile(path).close()
+
+
+_OLD_PICKLE = b"\x80"
+
+
+def _find_missing_parts(folder: Path) -> str | None:
+    # Imported here: torch's distributed checkpoints take 0.3 s, for sharded training alone.
+    from notebook_accel.training.checkpoint import sharded
+
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    for name, size in sharded.sizes_of_files(folder).items():
+        if sizes.get(name, 0) < size:
+            state = f"has {sizes[name]:,} of its {size:,} bytes" if name in sizes else "is missing"
+            return f"{folder / name} {state}"
+    return None

@@ -1,0 +1,184 @@
+"""What an ``Accelerator`` saves and loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.training.checkpoint.weights import save_object
+from notebook_accel.training.configured import ConfiguredView
+from notebook_accel.training.prepare import extract_model_from_parallel
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from torch.nn import Module
+    from torch.utils.hooks import RemovableHandle
+
+    from notebook_accel.training.checkpoint import Checkpoints
+    from notebook_accel.training.checkpoint.start import Start
+    from notebook_accel.training.strategies import Strategy
+
+    Path_ = str | os.PathLike[str]
+
+__all__ = ["CheckpointView"]
+
+
+class CheckpointView(ConfiguredView):
+    """Part of ``Accelerator``: checkpoints, and weights on their own."""
+
+    _checkpoints: Checkpoints
+    _strategy: Strategy
+
+    def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole weights of a model; all ranks call it.
+
+        Args:
+            model: as ``prepare`` gave it.
+            unwrap: False keeps the names that the wrapper gives.
+        """
+        if not unwrap:
+            return model.state_dict()
+        return self._strategy.state_dict(
+            extract_model_from_parallel(model, keep_torch_compile=False), full=True
+        )
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object once, by rank 0; the file is whole or not there.
+
+        Args:
+            obj: the object, such as a state dict.
+            f: path or open file.
+            safe_serialization: write a dictionary of tensors as safetensors.
+        """
+        obj = self._strategy.make_whole(obj)
+        if self._writes:
+            save_object(obj, f, safe=safe_serialization)
+
+    def save_model(
+        self,
+        model: Module,
+        save_directory: Path_,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights, in several files where they are large.
+
+        All ranks call it; rank 0 alone may where each rank has the whole model.
+        """
+        self._checkpoints.save_model(
+            lambda: self.get_state_dict(model),
+            Path(save_directory),
+            max_shard_size,
+            safe=safe_serialization,
+            writes=self._writes,
+        )
+
+    @property
+    def _writes(self) -> bool:
+        each_machine = self.project_configuration.save_on_each_node
+        return self.is_local_main_process if each_machine else self.is_main_process
+
+    def save_state(
+        self,
+        output_dir: Path_ | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Write a checkpoint of everything prepared and registered.
+
+        All ranks call it. Rank 0 alone may where each rank has the whole model; the checkpoint
+        then has no random state of the others.
+
+        Args:
+            output_dir: the folder, replaced in one step if it exists; None takes the next
+                number in ``project_dir/checkpoints``.
+            safe_serialization: weights as safetensors.
+            **save_model_func_kwargs: accepted, for engines that save models themselves.
+
+        Returns:
+            the folder.
+
+        Raises:
+            ConfigError: no folder was given and checkpoints are not numbered, or a state holds
+                what could not be read again without trusting the file.
+        """
+        return self._checkpoints.save(output_dir, safe=safe_serialization)
+
+    def load_state(
+        self,
+        input_dir: Path_ | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        strict: bool = True,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Read a checkpoint into everything prepared and registered; all ranks call it.
+
+        Args:
+            input_dir: the folder; None takes the newest number in ``project_dir/checkpoints``.
+            load_kwargs: arguments of ``torch.load`` for all but weights;
+                ``{"weights_only": False}`` trusts the files.
+            strict: whether names of weights must match.
+            **load_model_func_kwargs: accepted, for engines that load models themselves.
+
+        Raises:
+            FileNotFoundError: there is no such checkpoint, or it lacks something.
+        """
+        self._checkpoints.load(input_dir, load_kwargs=load_kwargs, strict=strict)
+
+    def resume_or_start(self, dir: Path_) -> Start:  # noqa: A002 (a name of the public contract)
+        """Go on from the newest checkpoint under a folder, or begin anew; all ranks call it.
+
+        Call it once everything is prepared and registered. The loop is the same the first time
+        and after a crash or a stop, at whatever batch that was::
+
+            start = accelerator.resume_or_start("runs/mine")
+            for epoch in range(start.epoch, num_epochs):
+                for inputs, targets in loader:          # goes on at the next batch by itself
+                    with accelerator.accumulate(model):
+                        accelerator.backward(loss_function(model(inputs), targets))
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    if ...:
+                        accelerator.save_state()        # runs/mine/checkpoint_0, then _1, ...
+
+        ``enumerate(loader, start.batch if epoch == start.epoch else 0)`` numbers the batches. A
+        checkpoint saved with the last batch of an epoch, or after it, goes on with the next epoch.
+
+        Looked at are ``dir`` itself, the folders in it and those in ``dir/checkpoints``, the
+        newest first. One that is not whole is passed over, and a line names it and says why.
+        Afterwards ``save_state()`` without a folder numbers on there (in ``dir/checkpoints``
+        where ``dir`` is the project's with automatic naming, or has numbered ones there already).
+        The number of ranks and the strategy may be others than when it was written: the data goes
+        on at the first sample not yet seen.
+
+        Args:
+            dir: where checkpoints are, or will be.
+
+        Returns:
+            where training stands: the epoch to go on with, the batches of it that are done, the
+            steps and samples so far, and the folder that was loaded (None: begun anew).
+
+        Raises:
+            RuntimeError, ValueError: the checkpoint is whole and holds another model or optimizer.
+            NotebookAccelError: checkpoints looked whole, and none could be loaded.
+        """
+        return self._checkpoints.resume(dir)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Keep the state of more objects in checkpoints.
+
+        Raises:
+            ConfigError: one has no ``state_dict`` or no ``load_state_dict``.
+        """
+        self._checkpoints.register(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, weights, folder)`` on every rank before weights are written."""
+        return self._checkpoints.add_save_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, folder)`` on every rank before weights are read."""
+        return self._checkpoints.add_load_hook(hook)

@@ -1,0 +1,39 @@
+"""A loader that is not prepared, without its first batches."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from notebook_accel.training.data.joined import copy_as
+
+__all__ = ["SkipDataLoader"]
+
+
+class SkipDataLoader(DataLoader[Any]):
+    """A loader, not prepared, without the first batches of an iterable dataset.
+
+    Args:
+        dataset: as torch's DataLoader, like all other arguments.
+        skip_batches: batches at the start of each epoch that are left out.
+        **kwargs: further arguments of torch's DataLoader.
+    """
+
+    def __init__(self, dataset: Any, skip_batches: int = 0, **kwargs: Any) -> None:
+        super().__init__(dataset, **kwargs)
+        self.skip_batches = skip_batches
+
+    @classmethod
+    def around(cls, loader: DataLoader[Any], skip_batches: int) -> SkipDataLoader:
+        """``loader`` without its first batches."""
+        new = copy_as(cls, loader)
+        new.skip_batches = skip_batches
+        return new
+
+    def __iter__(self) -> Any:
+        return itertools.islice(super().__iter__(), self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self.skip_batches)

@@ -1,0 +1,77 @@
+"""Gradients of models in parts that no step has used, out of a model and back into it.
+
+``fully_shard`` adds up the gradients of an open window whole, where no attribute of the weights
+shows them: in what it calls the unsharded parameter, or beside it in another type. That exists
+once the model has had a forward, so what a checkpoint holds waits for the first backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from torch.nn import Module
+
+__all__ = ["local_part", "put_unreduced", "unreduced", "with_part"]
+
+
+def unreduced(model: Module) -> dict[str, torch.Tensor]:
+    """Whole gradients that the batches of an open window have added up, by names of weights."""
+    found: dict[str, torch.Tensor] = {}
+    for name, held in _fsdp_params(model):
+        added: torch.Tensor | None = getattr(held, "unsharded_accumulated_grad", None)
+        gradient = held._unsharded_param.grad if hasattr(held, "_unsharded_param") else None
+        pending = gradient if added is None else added
+        if pending is not None:
+            found[name] = pending
+    return found
+
+
+def put_unreduced(model: Module, gradients: dict[str, torch.Tensor]) -> None:
+    """Put back what :func:`unreduced` gave; the model has had a forward before."""
+    for name, held in _fsdp_params(model):
+        if name in gradients:
+            whole = held._unsharded_param
+            gradient = gradients[name].to(whole.device)
+            if gradient.dtype == whole.dtype:
+                whole.grad = gradient
+            else:
+                held.unsharded_accumulated_grad = gradient
+
+
+def local_part(value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor in parts; a plain one as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def with_part(part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The tensor in parts like ``weight``, of which this rank's is ``part``."""
+    if not isinstance(weight, DTensor):
+        return part
+    return DTensor.from_local(
+        part.to(weight.device),
+        weight.device_mesh,
+        weight.placements,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+
+
+def _fsdp_params(model: Module) -> Iterator[tuple[str, Any]]:
+    """What ``fully_shard`` keeps for each weight, by the weight's name."""
+    names = {id(part): name for name, part in model.named_modules()}
+    for part in model.modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        state: Any = part._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in groups:
+            for held in group.fsdp_params if group is not None else ():
+                owner, own_name = held._module_info.module, held._module_info.param_name
+                yield f"{names[id(owner)]}.{own_name}".lstrip("."), held

@@ -1,0 +1,290 @@
+"""``resume_or_start``: one line that begins anew, or goes on from the newest checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from notebook_accel import Accelerator, NotebookAccelError, ProjectConfiguration
+from tests.training.harness import run_ranks
+from tests.training.meshes import accelerator_for, data, loss_of, make
+from tests.training.single import fresh_rank  # noqa: F401
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EPOCHS, SAMPLES = 3, 10
+
+
+class Killed(Exception):
+    """The training is over at this step."""
+
+
+def train(
+    folder: Path | str,
+    *,
+    stop: int | None = None,
+    every: int = 1,
+    mesh: str | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """The loop of the documentation; gives what it began with and the losses by step."""
+    accelerator = accelerator_for(mesh, gradient_accumulation_steps=2, **settings)
+    model, optimizer = make({})
+    loader = DataLoader(data(SAMPLES), batch_size=1, shuffle=True)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    start = accelerator.resume_or_start(folder)
+    numbers = [[start.epoch, start.batch, start.step, start.samples]]
+    losses: dict[str, float] = {}
+    folders = []
+    for epoch in range(start.epoch, EPOCHS):
+        begin = start.batch if epoch == start.epoch else 0
+        for batch, (inputs, targets) in enumerate(loader, begin):
+            with accelerator.accumulate(model):
+                loss = loss_of(model(inputs), targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses[f"{epoch} {batch}"] = float(accelerator.reduce(loss.detach(), "mean"))
+            if (batch + 1) % every == 0:
+                folders.append(Path(accelerator.save_state()).name)
+            if len(losses) == stop:
+                break
+        if len(losses) == stop:
+            break
+    return {"start": numbers[0], "folder": start.folder, "losses": losses, "saved": folders}
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, float]:
+    return {key: loss for part in parts for key, loss in part["losses"].items()}
+
+
+def test_the_same_line_begins_and_goes_on(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole")
+    assert whole["start"] == [0, 0, 0, 0]
+    assert whole["folder"] is None
+    assert whole["saved"][:2] == ["checkpoint_0", "checkpoint_1"]
+    parts = [train(tmp_path / "parts", stop=stop) for stop in (7, 3, 13, None)]
+    # In the middle of a window, at the end of an epoch, and in the middle of a window again.
+    assert [part["start"] for part in parts] == [
+        [0, 0, 0, 0],
+        [0, 7, 3, 7],
+        [1, 0, 5, 10],
+        [2, 3, 11, 23],
+    ]
+    assert [Path(part["folder"]).name for part in parts[1:]] == [
+        "checkpoint_6",
+        "checkpoint_9",
+        "checkpoint_22",
+    ]
+    assert joined(parts) == whole["losses"]
+    done = train(tmp_path / "parts")
+    assert (done["start"], done["losses"]) == ([3, 0, 15, 30], {})
+
+
+def told(call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = call()
+    return result, [str(one.message) for one in caught if "passes over" in str(one.message)]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "model.safetensors": cut,
+    "optimizer.bin": cut,
+    "scheduler.bin": lambda path: path.write_bytes(b""),
+    "random_states_0.pkl": lambda path: path.write_bytes(bytes(range(200))),
+    "loader.bin": cut,
+}
+
+
+@pytest.mark.parametrize("name", sorted(DAMAGE))
+def test_a_broken_one_is_named_and_passed_over(name: str, tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", stop=6)
+    folder = tmp_path / "run"
+    train(folder, stop=4)
+    DAMAGE[name](folder / "checkpoint_3" / name)
+    (folder / "checkpoint_2" / "optimizer.bin").unlink()
+    shutil.copytree(folder / "checkpoint_1", folder / ".checkpoint_4.01234567.partial")
+    (folder / "checkpoint_5").mkdir()
+    part, lines = told(lambda: train(folder, stop=4))
+    assert Path(part["folder"]).name == "checkpoint_1"
+    assert [line.partition(": ")[0][-12:] for line in lines] == ["checkpoint_3", "checkpoint_2"]
+    assert name in lines[0]
+    assert "optimizer.bin is not in it" in lines[1]
+    assert part["losses"].items() <= whole["losses"].items()
+    assert part["saved"][0] == "checkpoint_6", "no number is given twice"
+
+
+def test_it_begins_anew_where_every_one_is_broken(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", stop=4)
+    train(tmp_path / "run", stop=2)
+    for number in range(2):
+        cut(tmp_path / "run" / f"checkpoint_{number}" / "model.safetensors")
+    part, lines = told(lambda: train(tmp_path / "run", stop=4))
+    assert (part["folder"], part["losses"], len(lines)) == (None, whole["losses"], 2)
+    assert part["saved"][0] == "checkpoint_2"
+
+
+def test_what_is_found_broken_as_it_is_loaded_is_passed_over_too(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", stop=4)
+    train(tmp_path / "run", stop=3)
+
+    def spoil(number: int) -> None:
+        path = tmp_path / "run" / f"checkpoint_{number}" / "random_states_0.pkl"
+        states = torch.load(path)
+        torch.save({**states, "numpy_random_seed": None}, path)
+
+    spoil(2)
+    part, lines = told(lambda: train(tmp_path / "run", stop=1))
+    assert Path(part["folder"]).name == "checkpoint_1"
+    assert part["losses"].items() <= whole["losses"].items()
+    assert len(lines) == 1
+    assert "random_states_0.pkl is broken" in lines[0]
+    shutil.rmtree(tmp_path / "run" / "checkpoint_1")
+    for number in (0, 3):
+        spoil(number)
+    with (
+        pytest.warns(match="passes over"),
+        pytest.raises(NotebookAccelError, match="Move them away"),
+    ):
+        train(tmp_path / "run")
+
+
+def test_another_model_is_an_error_and_no_new_beginning(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.resume_or_start(tmp_path)
+    accelerator.save_state()
+    other = Accelerator(cpu=True)
+    other.prepare(nn.Linear(3, 3))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        other.resume_or_start(tmp_path)
+
+
+def saves(
+    folder: Path, where: list[Path | None], *, first: float = 0.0, **settings: Any
+) -> Accelerator:
+    """Save checkpoints whose one weight counts up."""
+    accelerator = Accelerator(cpu=True, **settings)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    for number, one in enumerate(where):
+        nn.init.constant_(model.weight, first + number)
+        accelerator.save_state(one)
+    return accelerator
+
+
+def loaded(folder: Path, **settings: Any) -> tuple[float, str | None, str]:
+    accelerator = Accelerator(cpu=True, **settings)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    start = accelerator.resume_or_start(folder)
+    next_one = Path(accelerator.save_state()).relative_to(folder)
+    return model.weight.item(), start.folder, str(next_one)
+
+
+def test_checkpoints_are_found_wherever_a_script_put_them(tmp_path: Path) -> None:
+    def project(name: str) -> dict[str, Any]:
+        configuration = ProjectConfiguration(
+            str(tmp_path / name), automatic_checkpoint_naming=True, total_limit=2
+        )
+        return {"project_config": configuration}
+
+    a = tmp_path / "a"
+    saves(a, [a / "z", a / "best", a / "m"])
+    assert loaded(a) == (2.0, str(a / "m"), "checkpoint_0")
+
+    b = tmp_path / "b"
+    saves(b, [None] * 3, **project("b"))
+    assert loaded(b, **project("b")) == (
+        2.0,
+        str(b / "checkpoints/checkpoint_2"),
+        "checkpoints/checkpoint_3",
+    )
+    assert sorted(os.listdir(b / "checkpoints")) == ["checkpoint_2", "checkpoint_3"]
+    # Without the settings, where they are nevertheless; by the folder that holds them, too.
+    assert loaded(b)[2] == "checkpoints/checkpoint_4"
+    assert loaded(b / "checkpoints")[2] == "checkpoint_5"
+    assert loaded(tmp_path / "new", **project("new"))[1:] == (None, "checkpoints/checkpoint_0")
+
+    c = tmp_path / "c"
+    saves(c, [c, c])
+    assert loaded(c)[:2] == (1.0, str(c))
+    # Numbers count, whatever the clock said.
+    d = tmp_path / "d"
+    saves(d, [d / "checkpoint_9", d / "checkpoint_10"])
+    path = d / "checkpoint_10" / "random_states_0.pkl"
+    states = torch.load(path)
+    states["training"]["written"] = 5.0
+    torch.save(states, path)
+    assert loaded(d) == (1.0, str(d / "checkpoint_10"), "checkpoint_11")
+
+
+def test_a_position_that_was_loaded_and_not_yet_used_is_saved_again(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", stop=9)
+    train(tmp_path / "run", stop=5)
+    accelerator = accelerator_for(None, gradient_accumulation_steps=2)
+    model, optimizer = make({})
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    loader = DataLoader(data(SAMPLES), batch_size=1, shuffle=True)
+    accelerator.prepare(model, optimizer, loader, schedule)
+    accelerator.resume_or_start(tmp_path / "run")
+    accelerator.save_state()
+    part = train(tmp_path / "run", stop=4)
+    assert part["start"] == [0, 5, 2, 5]
+    assert part["losses"].items() <= whole["losses"].items()
+
+
+def on_ranks(folder: str, mesh: str | None, stop: int | None, every: int) -> dict[str, Any]:
+    """Train on this rank; a rank of its own breaks its random state, where that is asked."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train(folder, stop=stop, mesh=mesh, every=every)
+    return {**found, "told": [str(one.message) for one in caught if "passes" in str(one.message)]}
+
+
+@pytest.mark.parametrize("mesh", [None, "fsdp, blocks"])
+def test_two_ranks_agree(mesh: str | None, tmp_path: Path) -> None:
+    whole = run_ranks(on_ranks, 2, str(tmp_path / "whole"), mesh, None, 100)
+    run_ranks(on_ranks, 2, str(tmp_path / "run"), mesh, 4, 1)
+    # What rank 1 alone reads is broken in the newest.
+    cut(tmp_path / "run" / "checkpoint_3" / "random_states_1.pkl")
+    if mesh:
+        parts = tmp_path / "run" / "checkpoint_2" / "pytorch_model_fsdp_0"
+        cut(parts / "__1_0.distcp")
+        (tmp_path / "run" / "checkpoint_1" / "optimizer_0" / "__0_0.distcp").unlink()
+    rest = run_ranks(on_ranks, 2, str(tmp_path / "run"), mesh, None, 100)
+    expected = "checkpoint_0" if mesh else "checkpoint_2"
+    for part, one in zip(rest, whole, strict=True):
+        assert Path(part["folder"]).name == expected
+        assert part["losses"].items() <= one["losses"].items()
+        assert len(part["losses"]) == 15 - (1 if mesh else 3)
+    assert len(rest[0]["told"]) == (3 if mesh else 1)
+    assert "random_states_1.pkl" in rest[0]["told"][0]
+    if mesh:
+        assert "__1_0.distcp has" in rest[0]["told"][1]
+        assert "__0_0.distcp is missing" in rest[0]["told"][2]
+    assert rest[1]["told"] == []
+
+
+def test_another_number_of_ranks_goes_on_at_the_first_sample_not_seen(tmp_path: Path) -> None:
+    run_ranks(on_ranks, 2, str(tmp_path), None, 7, 1)
+    part = train(tmp_path)
+    # 7 batches of 2 ranks: an epoch of 10 samples, and 4 samples.
+    assert part["start"] == [1, 4, 4, 14]
+    assert list(part["losses"])[:2] == ["1 4", "1 5"]
+    back = run_ranks(on_ranks, 2, str(tmp_path), None, 2, 1)
+    assert back[0]["start"] == back[1]["start"] == [3, 0, 12, 30]
