@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Session", "launch"]
 
+# SIGKILL takes milliseconds; a rank in the middle of a large write to a disk or device, longer.
 _KILL_SECONDS = 10.0
 _MAX_NAME = 60
 

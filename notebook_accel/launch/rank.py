@@ -35,6 +35,7 @@ __all__ = [
     "has_process_group",
 ]
 
+# Between two questions for the memory of a device: at each step it would slow the loop down.
 _MEMORY_SECONDS = 1.0
 
 

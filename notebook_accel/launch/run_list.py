@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add", "keep", "runs"]
 
+# Without its results a run is small: its last state, with the tails of its output.
 _MAX_RUNS = 50
 
 

@@ -66,6 +66,7 @@ __all__ = [
     "encode",
 ]
 
+# Both ends of a connection compare it before the first message (transport/handshake.py).
 VERSION = 1
 
 

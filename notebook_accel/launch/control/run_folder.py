@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RunFolder", "loss_line", "making_files", "run_folders", "runs_folder"]
 
+# Of runs that nobody holds any more, the newest stay: enough for some days of work, and no more of
+# the disk than anybody would miss.
 _KEPT_RUNS = 50
 _KEPT_BYTES = 2_000_000_000
 _LIVE = ".live"

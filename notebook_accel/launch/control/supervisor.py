@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervisor"]
 
+# Five times a second looks live; a page that redraws more often makes the notebook slow.
 _DRAW_SECONDS = 0.2
 
 

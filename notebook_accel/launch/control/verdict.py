@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Failure", "Verdict", "judge"]
 
+# Of a rank that died without an exception, so much of its output is in the error.
 _NUM_LAST_LINES = 10
 
 _LIKELY = {

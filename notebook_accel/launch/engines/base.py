@@ -67,6 +67,7 @@ __all__ = [
 ]
 
 
+# Arguments of Accelerate's notebook_launcher that only a launch over several machines reads.
 _OF_SEVERAL_MACHINES = (
     "master_addr",
     "rdzv_backend",

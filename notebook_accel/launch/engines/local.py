@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalEngine", "fork_agent"]
 
+# The template reaps an agent at once; a template that is gone or stopped never says how it ended.
 _EXIT_SECONDS = 0.3
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["arguments", "cannot_return", "cannot_travel", "cause", "variables"]
 
+# Deeper inside of a value nobody would know a part by its path.
 _MAX_DEPTH = 12
 # Attributes of torch modules whose entries a person knows as attributes of the module.
 _FLATTENED = ("_modules", "_parameters", "_buffers")

@@ -34,10 +34,13 @@ __all__ = [
     "watch_exit",
 ]
 
+# Of <sys/prctl.h> and <stdio.h>, which Python has no names for.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _IOLBF = 1
+# How late a process without a second thread notices that another one ended.
 _LOOK_SECONDS = 0.1
+# What forks as fast as it is killed is left alone after so many looks.
 _MAX_ROUNDS = 10
 
 

@@ -34,6 +34,8 @@ __all__ = ["Channel", "ProtocolError"]
 
 _HEADER = struct.Struct("!IB")
 _FD = struct.Struct("i")
+# What is larger is no message, but a length that was read from the middle of something else. No
+# message has more than one descriptor today.
 _MAX_FRAME = 1 << 30
 _MAX_FDS = 8
 _CHUNK = 1 << 18

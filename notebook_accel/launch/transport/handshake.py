@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = ["AuthenticationError", "accept", "connect", "new_secret"]
 
+# Bytes, as many as SHA-256 gives.
 _NONCE = 32
 _PROOF = 32
 _MAGIC = b"notebook-accel %03d" % wire.VERSION
+# Three short messages; a machine that swaps takes a second for them.
 _HANDSHAKE_SECONDS = 10.0
 
 # What a socket can do decides how large values travel: only a unix socket carries descriptors.

@@ -43,6 +43,7 @@ __all__ = ["FLAG_SECONDS", "LeavePoint", "Row", "Scoreboard", "StopPoint", "leav
 # this rank may have looked at the flag before it went up.
 FLAG_SECONDS = 0.001
 
+# A rank that waits for the point looks so often: the others wait for it in their next collective.
 _POLL_SECONDS = 0.0005
 _COUNTERS = ("batches", "reads")
 _FIELDS = (

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TerminalView"]
 
+# As often as a panel is drawn.
 _DRAW_SECONDS = 0.2
 # More bars than this would fill a small window.
 _MAX_BARS = 8
