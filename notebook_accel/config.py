@@ -53,7 +53,7 @@ _ACCELERATE_NAMES = {
     "gpu_ids": "devices",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
-# Values of that file for which something is needed that there is not.
+# Values in that file that ask for what this package does not have.
 _ACCELERATE_ABSENT = {
     "distributed_type": ("DEEPSPEED", "MEGATRON_LM", "XLA", "TPU"),
 }

@@ -151,7 +151,7 @@ class Displayed(Message, frozen=True, kw_only=True):
 
 
 class Notice(Message, frozen=True, kw_only=True):
-    """One line for the person, shown once, whatever rank said it first."""
+    """One line for the person, shown once however many ranks send it."""
 
     text: str
 

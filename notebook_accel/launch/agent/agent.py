@@ -52,12 +52,13 @@ _TICK_SECONDS = 0.05
 _ALIVE_SECONDS = 2.0
 # While the kernel and all ranks wait for the answer to a stop.
 _STOP_TICK_SECONDS = 0.002
-# A rank that has come to a point and not said by then whether it went on counts as if it had.
+# A rank that has come to a point (transport/scoreboard.py) and has not said by then whether it went
+# on counts as if it had.
 _STOP_SECONDS = 1.0
 # Messages that wait for a slow kernel, above which ranks have to wait as well.
 _BUSY_PENDING = 4096
 
-# Beside how a call ended.
+# What a rank may say of itself, beside how its call ended.
 _FROM_RANKS = (
     wire.RankReady,
     wire.CallStarted,
@@ -235,7 +236,7 @@ class Agent:
         stage = self._ending.next_stage(
             now=now,
             idle=self._idle(now),
-            leaving=self._all_leaving(),
+            leaving=all(rank.leaving for rank in self._in_call()),
             settled=self._have_settled(),
         )
         if stage is not None:
@@ -280,9 +281,6 @@ class Agent:
         # All are asked: their clocks are the more exact the more often they are read.
         settled = [rank.has_settled() for rank in self._ranks]
         return all(settled)
-
-    def _all_leaving(self) -> bool:
-        return all(rank.leaving for rank in self._in_call())
 
     def _in_call(self) -> list[RankProcess]:
         """The ranks whose part of the call goes on."""

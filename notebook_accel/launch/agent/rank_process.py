@@ -182,7 +182,8 @@ class RankProcess:
         if self._closed_at is not None and now >= self._closed_at + _CLOSED_SECONDS:
             self.broken = CLOSED
         if self.is_in_call and self.row.call_over and not self.broken:
-            # It has called its function, and a child of it may hold the connection open.
+            # Its function has ended, so that its result should come. Where its code closed the
+            # connection, a child of it may hold that open: there is no end of file then.
             self._returned_at = self._returned_at or now
             quiet = now - max(self._returned_at, self.channel.heard)
             if quiet >= _LOST_SECONDS and not self.channel.is_readable:

@@ -58,17 +58,10 @@ def install() -> None:
 
 def _draws_on_terminal(bar: Any) -> bool:
     """Whether the bar draws on a terminal; one with a file of its own keeps it."""
-    return getattr(bar, "fp", None) is None or _underlying(bar.fp) in (
-        sys.stdout,
-        sys.stderr,
-        sys.__stdout__,
-        sys.__stderr__,
-    )
-
-
-def _underlying(stream: Any) -> Any:
+    stream = getattr(bar, "fp", None)
     # tqdm wraps its file to tolerate encodings; the wrapper knows what it wraps.
-    return getattr(stream, "_wrapped", stream)
+    stream = getattr(stream, "_wrapped", stream)
+    return stream is None or stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
 
 
 class _Reports:

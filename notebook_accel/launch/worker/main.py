@@ -274,17 +274,13 @@ def _enter_environment(inherited: Inherited) -> None:
         os.chdir(launch.directory)
     sys.path[:] = launch.path
     sys.argv[:] = [""]
-    _give_notebook_names()
+    # What a notebook has beside Python's own names, ``display`` aside: there is no shell.
+    vars(builtins).update(get_ipython=lambda: None)
     torch.set_num_threads(launch.num_threads)
     if torch.distributed.is_available():
         torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
     if launch.notebook:
         notebook_state.apply(from_bytes(launch.notebook))
-
-
-def _give_notebook_names() -> None:
-    """What a notebook has beside Python's own names, ``display`` aside: there is no shell."""
-    vars(builtins).update(get_ipython=lambda: None)
 
 
 def _store_port(inherited: Inherited) -> rank.StorePort | None:

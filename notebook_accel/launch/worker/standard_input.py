@@ -1,4 +1,4 @@
-"""What a rank reads from its standard input: nothing, with a word on the way out.
+"""The standard input of a rank: there is none, and whoever reads it is told what to do instead.
 
 Nobody sits at a rank. ``input()`` and ``pdb`` would read the end of a file there and fail with an
 ``EOFError`` or ``BdbQuit`` that says nothing.
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 __all__ = ["install"]
 
-_WAY_OUT = (
+_REMEDY = (
     "nobody can answer in a rank: breakpoint(), pdb and input() work in the notebook's process "
     'alone. Launch with num_processes=1, engine="inline" (or run the cell without %%accelerate), '
     "and hand over as arguments what would be typed"
@@ -24,17 +24,17 @@ class _NoInput(io.TextIOBase):
     """A standard input that says so when somebody reads it."""
 
     def read(self, _size: int | None = -1) -> NoReturn:
-        raise RuntimeError(_WAY_OUT)
+        raise RuntimeError(_REMEDY)
 
     def readline(self, _size: int = -1) -> NoReturn:  # type: ignore[override]
-        raise RuntimeError(_WAY_OUT)
+        raise RuntimeError(_REMEDY)
 
     def readable(self) -> bool:
         return True
 
 
 def install() -> None:
-    """Have ``input``, ``pdb`` and ``breakpoint`` name the way out in this process."""
+    """Have ``input``, ``pdb`` and ``breakpoint`` say in this process what to do instead."""
     sys.stdin = sys.__stdin__ = _NoInput()  # type: ignore[misc, assignment]
     sys.breakpointhook = _breakpoint
 
@@ -43,4 +43,4 @@ def _breakpoint(*args: Any, **kwargs: Any) -> Any:
     if "PYTHONBREAKPOINT" in os.environ:
         # Switched off ("0"), or a debugger of the person's own, which listens somewhere.
         return sys.__breakpointhook__(*args, **kwargs)
-    raise RuntimeError(_WAY_OUT)
+    raise RuntimeError(_REMEDY)
