@@ -9,7 +9,10 @@ gives what differs from the defaults, since it cannot tell what was written.
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
+import itertools
 import math
 import operator
 import os
@@ -33,10 +36,13 @@ __all__ = [
     "LaunchConfig",
     "check_enough_devices",
     "check_seconds",
+    "choices_of",
     "default_config_path",
+    "descriptions",
     "parse_flag",
     "resolve",
     "shown",
+    "value_of_text",
     "write_basic_config",
 ]
 
@@ -132,9 +138,9 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_processes", _as_count("num_processes", self.num_processes))
-        _check_choice("mixed_precision", self.mixed_precision, (*_PRECISIONS, None))
-        _check_choice("engine", self.engine, tuple(_engines()))
-        _check_choice("backend", self.backend, (*_BACKENDS, None))
+        for name, optional in (("mixed_precision", True), ("engine", False), ("backend", True)):
+            choices = (*choices_of(name), None) if optional else choices_of(name)
+            _check_choice(name, getattr(self, name), choices)
         _check_port(self.use_port)
         _check_env(self.env)
         check_seconds("grace", self.grace)
@@ -189,6 +195,28 @@ class LaunchConfig:
             name: list(value) if isinstance(value, tuple) else value
             for name, value in changed.items()
         }
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """The texts that this setting may be; none where it is no choice among some."""
+    if name == "engine":
+        return tuple(_engines())
+    return {"mixed_precision": _PRECISIONS, "backend": tuple(_BACKENDS)}.get(name, ())
+
+
+def descriptions() -> dict[str, str]:
+    """What each setting does: the text under its field in ``LaunchConfig``."""
+    (tree,) = ast.parse(inspect.getsource(LaunchConfig)).body
+    nodes = tree.body if isinstance(tree, ast.ClassDef) else []
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in itertools.pairwise(nodes)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
 
 
 def _engines() -> Mapping[str, type[Engine]]:
@@ -317,14 +345,14 @@ def _from_variable(name: str, variable: str, text: str) -> dict[str, Any]:
     if variable == "ACCELERATE_USE_CPU":
         return {"devices": "cpu"} if parse_flag(variable, text) else {}
     try:
-        value = _convert(name, text)
+        value = value_of_text(name, text)
         LaunchConfig(**{name: value})
     except ConfigError as error:
         raise ConfigError(f"{variable}={shown(text)} in the environment: {error}") from None
     return {name: value}
 
 
-def _convert(name: str, text: str) -> Any:
+def value_of_text(name: str, text: str) -> Any:
     """The value of a field that ``text`` means; the text itself where it is none of its type."""
     import msgspec
 

@@ -72,7 +72,8 @@ class Plugin:
     """One kind of parallelism.
 
     Attributes:
-        title: what a person reads.
+        title: what a person reads in a list.
+        about: what it does, in a sentence.
         plugin_class: the class whose fields these are.
         switch: the variable that turns it on.
         section: the name of its part in Accelerate's YAML.
@@ -82,6 +83,7 @@ class Plugin:
     """
 
     title: str
+    about: str
     plugin_class: str
     switch: str
     section: str
@@ -156,7 +158,8 @@ def _size(name: str, about: str) -> Option:
 
 PLUGINS: Mapping[str, Plugin] = {
     "fsdp": Plugin(
-        title="FSDP: weights, gradients and optimizer in parts",
+        title="FSDP",
+        about="FSDP: weights, gradients and optimizer states in parts, one a rank.",
         plugin_class="FullyShardedDataParallelPlugin",
         switch="ACCELERATE_USE_FSDP",
         section="fsdp_config",
@@ -240,7 +243,8 @@ PLUGINS: Mapping[str, Plugin] = {
         other_names={"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"},
     ),
     "parallelism": Plugin(
-        title="A mesh: tensor, pipeline, context and data parallelism",
+        title="Mesh of ranks",
+        about="A mesh of data, tensor, context and pipeline parallelism.",
         plugin_class="ParallelismConfig",
         switch="ACCELERATE_USE_PARALLELISM_CONFIG",
         section="parallelism_config",

@@ -42,12 +42,19 @@ class Dashboard(View):
     Args:
         clicks: how clicks get through while a cell runs.
         is_cell: whether the run is a cell (``%%accelerate``): it gets a panel only when it lasts.
+        slot: where the first panel goes; None is the output of the cell that opens the view.
     """
 
-    def __init__(self, clicks: ClicksAfterTheCell, *, is_cell: bool = False) -> None:
+    def __init__(
+        self,
+        clicks: ClicksAfterTheCell,
+        *,
+        is_cell: bool = False,
+        slot: DisplaySlot | None = None,
+    ) -> None:
         self._clicks = clicks
         self._is_cell = is_cell
-        self._slot = DisplaySlot()
+        self._slot = DisplaySlot() if slot is None else slot
         self._panels: list[LivePanel] = []
         self._lock = threading.RLock()
         self._has_changed = False

@@ -12,6 +12,8 @@ from notebook_accel.config import resolve, shown
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.engines import ENGINES, engine_named
 from notebook_accel.launch.launcher import launch
+from notebook_accel.notebook.clicks import clicks_for, find_kernel
+from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.sources import cell_sources
 from notebook_accel.notebook.tracebacks import show_in_short
 from notebook_accel.notebook.views import choose_view
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Run
+    from notebook_accel.notebook.display_slot import DisplaySlot
 
-__all__ = ["notebook_launcher", "run_cell"]
+__all__ = ["launch_below", "notebook_launcher", "run_cell"]
 
 P = ParamSpec("P")
 
@@ -187,6 +190,39 @@ def run_cell(function: Callable[[], Any], settings: Mapping[str, Any], source: C
             notices=notices,
             advise=False,
         )
+
+
+def launch_below(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    config: LaunchConfig,
+    slot: DisplaySlot,
+) -> Run:
+    """Launch in the background, with the run's panel in a place that some cell has made already.
+
+    A click's own output would appear nowhere: the panel of what a click launches needs a place.
+
+    Args:
+        function: what each rank calls.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        config: all settings.
+        slot: the place of the panel.
+
+    Raises:
+        ConfigError, LaunchError: as :func:`notebook_launcher`.
+    """
+    return launch(
+        function,
+        args,
+        kwargs,
+        config=config,
+        view=Dashboard(clicks_for(find_kernel()), slot=slot),
+        sources=cell_sources(get_ipython()),
+        block=False,
+    )
 
 
 # ---- arguments -----------------------------------------------------------------------------

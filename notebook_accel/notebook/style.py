@@ -1,4 +1,4 @@
-"""The style sheet of the live panel."""
+"""The style sheets of what is drawn by widgets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from notebook_accel.notebook.markup import Markup
 __all__ = ["style_element"]
 
 
-@lru_cache(maxsize=1)
-def style_element() -> Markup:
-    """``panel.css`` as a ``<style>`` element, for a widget beside the panel."""
-    return Markup(f"<style>{Path(__file__).with_name('panel.css').read_text()}</style>")
+@lru_cache
+def style_element(name: str = "panel") -> Markup:
+    """The style sheet of that name as a ``<style>`` element, for a widget beside what it styles."""
+    return Markup(f"<style>{Path(__file__).with_name(f'{name}.css').read_text()}</style>")

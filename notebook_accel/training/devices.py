@@ -87,14 +87,22 @@ def _make_current(index: int) -> None:
     set_index(index)
 
 
-def inventory() -> tuple[str, list[str]]:
-    """The accelerators that this process sees: their type ("cpu" for none) and each one's name."""
+def inventory() -> tuple[str, list[str], list[int]]:
+    """The accelerators that this process sees.
+
+    Returns:
+        their type ("cpu" for none), each one's name, and each one's bytes of memory (0: unknown).
+    """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.accelerator.is_available():
-        return "cpu", []
+        return "cpu", [], []
     kind = accelerator.type
-    name = getattr(torch.get_device_module(kind), "get_device_name", lambda _: kind)
-    return kind, [str(name(index)) for index in range(torch.accelerator.device_count())]
+    module = torch.get_device_module(kind)
+    name = getattr(module, "get_device_name", lambda _: kind)
+    properties = getattr(module, "get_device_properties", lambda _: None)
+    indices = range(torch.accelerator.device_count())
+    memory = [int(getattr(properties(index), "total_memory", 0)) for index in indices]
+    return kind, [str(name(index)) for index in indices], memory
 
 
 def default_backend(device: torch.device) -> str:

@@ -61,6 +61,15 @@ class Notebook:
         run = "() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); return 0 }"
         self.page.evaluate(run)
 
+    def run(self, cell: int) -> None:
+        """Start one cell; returns at once."""
+        select = (
+            "(cell) => { const shown = window.jupyterapp.shell.currentWidget.content;"
+            " shown.deselectAll(); shown.activeCellIndex = cell;"
+            " window.jupyterapp.commands.execute('notebook:run-cell'); return 0 }"
+        )
+        self.page.evaluate(select, cell)
+
     def output(self, cell: int) -> Locator:
         """The outputs of a cell."""
         return self.panel.locator(".jp-Cell").nth(cell).locator(".jp-Cell-outputArea")

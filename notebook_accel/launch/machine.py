@@ -1,0 +1,78 @@
+"""What this machine has to train on, found out without using any of it here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import psutil
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import LaunchError
+from notebook_accel.launch.control.environment import rank_environment
+from notebook_accel.launch.template.handle import ask_template
+
+__all__ = ["Device", "Machine", "look_at_machine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator.
+
+    Attributes:
+        index: among those that are visible.
+        name: as its driver says.
+        memory: bytes in all; 0 where that is unknown.
+    """
+
+    index: int
+    name: str
+    memory: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What ranks can train on.
+
+    Attributes:
+        kind: torch's type of the accelerators, "cpu" for none.
+        devices: the accelerators.
+        num_cores: that this process may use.
+        memory: bytes of the host in all.
+        free_memory: bytes of it that are available.
+        error: why the accelerators could not be counted; "" where they could.
+    """
+
+    kind: str
+    devices: tuple[Device, ...]
+    num_cores: int
+    memory: int
+    free_memory: int
+    error: str = ""
+
+
+def look_at_machine() -> Machine:
+    """Find out what there is. A child of the template asks torch, and ends: no device is taken."""
+    kind, error = "cpu", ""
+    devices: tuple[Device, ...] = ()
+    environment = rank_environment(LaunchConfig())
+    try:
+        found = ask_template(environment, lambda source: source.count_devices(environment))
+    except LaunchError as failed:
+        error = str(failed)
+    else:
+        kind = found.kind
+        memories = found.memory or (0,) * len(found.names)
+        devices = tuple(
+            Device(index=index, name=name, memory=memory)
+            for index, (name, memory) in enumerate(zip(found.names, memories, strict=True))
+        )
+    memory = psutil.virtual_memory()
+    return Machine(
+        kind=kind,
+        devices=devices,
+        num_cores=len(os.sched_getaffinity(0)),
+        memory=memory.total,
+        free_memory=memory.available,
+        error=error,
+    )

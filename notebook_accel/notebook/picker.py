@@ -1,0 +1,307 @@
+"""``config_picker``: the settings of a launch as a form, checked while one fills it in.
+
+    LaunchConfig's fields --> rows --what a person gives--> LaunchConfig --> code, YAML, Launch
+
+The rows come from the fields of ``LaunchConfig`` and from the table of plugins, their texts from
+what is written under each field: there is no second list of settings. A value that makes no sense
+is refused by ``LaunchConfig`` itself, and its words stand beside the row that they name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+from IPython.core.getipython import get_ipython
+from IPython.display import display
+
+from notebook_accel.config import LaunchConfig, default_config_path
+from notebook_accel.errors import ConfigError
+from notebook_accel.launch.machine import look_at_machine
+from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.notebook.launcher import launch_below
+from notebook_accel.notebook.markup import element
+from notebook_accel.notebook.picker_fields import StrategyRow, plugin_rows, setting_rows
+from notebook_accel.notebook.picker_texts import (
+    as_code,
+    as_yaml,
+    devices_line,
+    is_of_notebook,
+    read_arguments,
+    row_of_error,
+)
+from notebook_accel.notebook.remembered import recall, remember
+from notebook_accel.notebook.style import style_element
+from notebook_accel.plugin_options import PLUGINS
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from notebook_accel.notebook.picker_fields import Row
+
+__all__ = ["ConfigPicker", "config_picker"]
+
+_FIRST = (
+    "num_processes",
+    "devices",
+    "mixed_precision",
+    "engine",
+    "gradient_accumulation_steps",
+    "seed",
+)
+_INVALID = "Settings that make no sense have no code: mend what is marked above."
+_FUNCTION_MISSING = "Define a function in a cell, then choose it here."
+
+
+class ConfigPicker:
+    """A form for the settings of a launch; shown where it is a cell's last expression.
+
+    Args:
+        config: what the form starts with.
+
+    Attributes:
+        run: what was launched from the form last; None before that.
+    """
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self.run: Any = None
+        self._config = config
+        self._error: ConfigError | None = None
+        self._slot = DisplaySlot()
+        self._is_filling = False
+        self._rows = setting_rows()
+        self._plugins = {name: plugin_rows(plugin) for name, plugin in PLUGINS.items()}
+        self._plugin_boxes: dict[str, Any] = {}
+        self._machine = ipywidgets.HTML(str(devices_line(None)))
+        self._strategy = StrategyRow()
+        self._message = ipywidgets.HTML()
+        self._code, self._yaml = ipywidgets.HTML(), ipywidgets.HTML()
+        self._path = ipywidgets.Text(description="File", continuous_update=True)
+        self._function = ipywidgets.Dropdown(description="Function", options=[])
+        self._arguments = ipywidgets.Text(
+            description="Arguments", placeholder="3e-4, epochs=2", continuous_update=True
+        )
+        self._buttons = {
+            name: ipywidgets.Button(description=name, tooltip=tooltip)
+            for name, tooltip in (
+                ("Save", "Write these settings to the file"),
+                ("Load", "Take the settings of the file"),
+                ("Launch", "Call the function with these settings, in the background"),
+            )
+        }
+        self._box = self._lay_out()
+        self._listen()
+        self.fill(config)
+
+    @property
+    def config(self) -> LaunchConfig:
+        """The settings that the form says.
+
+        Raises:
+            ConfigError: they make no sense, alone or together.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._config
+
+    def fill(self, config: LaunchConfig) -> None:
+        """Make the form say ``config``."""
+        self._is_filling = True
+        try:
+            for name, row in self._rows.items():
+                value = getattr(config, name)
+                default = {field.name: field.default for field in fields(config)}[name]
+                row.value = None if value == default else value
+            chosen = [name for name in PLUGINS if getattr(config, name) is not None]
+            for name, rows in self._plugins.items():
+                options = getattr(config, name) or {}
+                for row in rows:
+                    row.value = options.get(row.name)
+            self._strategy.value = tuple(chosen)
+        finally:
+            self._is_filling = False
+        self._check()
+
+    def _ipython_display_(self) -> None:
+        display(self._box)  # type: ignore[no-untyped-call]
+        # The place of the run's panel, below the form: only a cell can make one.
+        self._slot.show({"text/plain": "", "text/html": ""})
+        threading.Thread(target=self._look, name="notebook-accel-devices", daemon=True).start()
+
+    def _look(self) -> None:
+        # Counting devices takes a clean process, which may have to be started first.
+        self._machine.value = str(devices_line(look_at_machine()))
+
+    # ---- layout ----------------------------------------------------------------------------
+
+    def _lay_out(self) -> Any:
+        rest = [row.box for name, row in self._rows.items() if name not in _FIRST]
+        more = ipywidgets.Accordion(children=[ipywidgets.VBox(rest)], selected_index=None)
+        more.set_title(0, "More settings")
+        for name, rows in self._plugins.items():
+            title = ipywidgets.HTML(str(element("h4", PLUGINS[name].about)))
+            self._plugin_boxes[name] = ipywidgets.VBox([title, *(row.box for row in rows)])
+            self._plugin_boxes[name].add_class("na-plugin")
+        shown = ipywidgets.Tab(children=[self._code, self._yaml])
+        for index, title in enumerate(("Code", "YAML")):
+            shown.set_title(index, title)
+        save = ipywidgets.HBox([self._path, self._buttons["Save"], self._buttons["Load"]])
+        start = ipywidgets.HBox([self._function, self._arguments, self._buttons["Launch"]])
+        for line in (save, start):
+            line.add_class("na-line")
+        for widget in (self._path, self._function, self._arguments):
+            widget.style.description_width = "75px"
+        style = ipywidgets.HTML(
+            str(style_element("picker")), layout=ipywidgets.Layout(display="none")
+        )
+        box = ipywidgets.VBox(
+            [
+                style,
+                self._machine,
+                *(self._rows[name].box for name in _FIRST),
+                self._strategy.box,
+                *self._plugin_boxes.values(),
+                more,
+                self._message,
+                shown,
+                save,
+                start,
+            ]
+        )
+        box.add_class("na-picker")
+        return box
+
+    def _listen(self) -> None:
+        self._path.value = str(default_config_path())
+        for row in (
+            *self._rows.values(),
+            *(row for rows in self._plugins.values() for row in rows),
+        ):
+            row.on_change(self._check)
+        self._strategy.on_change(self._check)
+        for widget in (self._function, self._arguments):
+            widget.observe(lambda _: self._check(), names="value")
+        calls: dict[str, Callable[[], None]] = {
+            "Save": self._save,
+            "Load": self._load,
+            "Launch": self._launch,
+        }
+        for name, button in self._buttons.items():
+            button.on_click(partial(self._on_click, calls[name]))
+
+    # ---- what a person does ----------------------------------------------------------------
+
+    def _on_click(self, call: Callable[[], None], _button: Any) -> None:
+        try:
+            call()
+        except Exception as error:  # the arguments are any code: what a click raises shows nowhere
+            self._say(f"{type(error).__name__}: {error}", "na-wrong")
+
+    def _check(self) -> None:
+        if self._is_filling:
+            return
+        for name, box in self._plugin_boxes.items():
+            box.layout.display = None if name in self._strategy.value else "none"
+        self._refresh_functions()
+        try:
+            self._config = LaunchConfig(**self._values())
+            self._error = None
+        except ConfigError as error:
+            self._error = error
+        self._show_error()
+        is_wrong = self._error is not None
+        for name in ("Save", "Launch"):
+            self._buttons[name].disabled = is_wrong
+        self._buttons["Launch"].disabled = is_wrong or not self._function.value
+        code, yaml = _INVALID, _INVALID
+        if not is_wrong:
+            code = as_code(self._config, self._function.value, self._arguments.value)
+            yaml = as_yaml(self._config)
+        self._code.value, self._yaml.value = (str(element("pre", each)) for each in (code, yaml))
+
+    def _values(self) -> dict[str, Any]:
+        """The settings that the form gives, those left open aside."""
+        values = {name: row.value for name, row in self._rows.items()}
+        for name in self._strategy.value:
+            options = {row.name: row.value for row in self._plugins[name]}
+            values[name] = {key: value for key, value in options.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _show_error(self) -> None:
+        text = None if self._error is None else str(self._error)
+        place = None if text is None else row_of_error(text, self._rows, self._plugins)
+        for row in self._all_rows():
+            row.say(text if row is place else None)
+        self._say("" if text is None or place is not None else text, "na-wrong")
+
+    def _all_rows(self) -> list[Row]:
+        return [*self._rows.values(), *itertools.chain(*self._plugins.values())]
+
+    def _save(self) -> None:
+        self.config.save(self._path.value)
+        remember(self.config)
+        self._say(f"Saved to {self._path.value}", "na-fine")
+
+    def _load(self) -> None:
+        self.fill(LaunchConfig.load(self._path.value))
+        self._say(f"Loaded from {self._path.value}", "na-fine")
+
+    def _launch(self) -> None:
+        name = self._function.value
+        args, kwargs = read_arguments(self._arguments.value, _namespace())
+        remember(self.config)
+        self._say("", "na-fine")
+        self.run = launch_below(
+            _namespace()[name], args, kwargs, config=self.config, slot=self._slot
+        )
+
+    def _refresh_functions(self) -> None:
+        names = [name for name, value in _namespace().items() if is_of_notebook(name, value)]
+        chosen = self._function.value
+        if list(self._function.options) != names:
+            self._function.options = names
+            self._function.value = chosen if chosen in names else (names[-1] if names else None)
+        if not names and not self._message.value:
+            self._say(_FUNCTION_MISSING, "na-about")
+
+    def _say(self, text: str, kind: str) -> None:
+        self._message.value = str(element("span", text, class_=kind, role="status"))
+
+
+def config_picker(
+    config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> ConfigPicker:
+    """A form in the notebook for the settings of a launch.
+
+    It shows the devices, checks what is given as it is given, writes the code and the YAML that
+    mean the same, saves, loads, and launches a function of the notebook.
+
+    Args:
+        config: what it starts with: a ``LaunchConfig``, a mapping of its fields or the path of a
+            YAML file; None takes what was picked last in this folder, else the defaults.
+
+    Returns:
+        The form; its ``config`` is the result, its ``run`` what it launched last.
+
+    Raises:
+        ConfigError: ``config`` makes no sense.
+    """
+    if config is None:
+        return ConfigPicker(recall() or LaunchConfig())
+    if isinstance(config, LaunchConfig):
+        return ConfigPicker(config)
+    if isinstance(config, Mapping):
+        return ConfigPicker(LaunchConfig(**config))
+    return ConfigPicker(LaunchConfig.load(config))
+
+
+def _namespace() -> dict[str, Any]:
+    """The notebook's variables."""
+    shell = get_ipython()
+    return {} if shell is None else shell.user_ns

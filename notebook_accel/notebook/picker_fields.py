@@ -1,0 +1,227 @@
+"""The widgets of a picker's form: one row a setting, made from the setting's own type.
+
+    label | widget | what is wrong with it
+
+A row's value is what a person typed, as the type wants it; None where the row is left empty. What
+cannot be read stays text: the settings themselves refuse it, with their own words.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import ipywidgets
+
+from notebook_accel.config import LaunchConfig, choices_of, descriptions, value_of_text
+from notebook_accel.notebook.markup import element
+from notebook_accel.plugin_options import PLUGINS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from notebook_accel.plugin_options import Option, Plugin
+
+__all__ = [
+    "ChoiceRow",
+    "FlagRow",
+    "LinesRow",
+    "Row",
+    "StrategyRow",
+    "TextRow",
+    "plugin_rows",
+    "setting_rows",
+]
+
+# What stands before each setting, and what leaving it empty means.
+_LABELS = {
+    "num_processes": ("Processes", "one an accelerator, 1 without"),
+    "devices": ("Devices", "all that are visible"),
+    "mixed_precision": ("Mixed precision", "as the function says"),
+    "engine": ("Engine", "auto"),
+    "gradient_accumulation_steps": ("Accumulation", "as the function says"),
+    "seed": ("Seed", "from where the notebook's stand"),
+    "backend": ("Backend", "the devices' own"),
+    "use_port": ("Port", "a free one"),
+    "grace": ("Grace, in seconds", "10"),
+    "debug": ("Debug", ""),
+    "env": ("Environment", ""),
+}
+_DATA_PARALLEL = "Data parallel (DDP)"
+_OPEN = ""
+
+
+class Row:
+    """One setting in the form, and the base of all kinds of rows.
+
+    Args:
+        name: of the setting.
+        label: what stands before it.
+        about: one sentence on what it does.
+        widget: where a person gives the value.
+    """
+
+    def __init__(self, name: str, label: str, about: str, widget: Any) -> None:
+        self.name = name
+        self.widget = widget
+        widget.tooltip = about
+        widget.add_class("na-field")
+        # The label belongs to the widget for a screen reader: its own description, widened by CSS.
+        widget.description = label
+        widget.style.description_width = "205px"
+        self._note = ipywidgets.HTML()
+        self._note.add_class("na-note")
+        self._about = about
+        self.box = ipywidgets.HBox([widget, self._note])
+        self.box.add_class("na-row")
+        self.say(None)
+
+    @property
+    def value(self) -> Any:
+        """What the setting is to be; None leaves it open."""
+        return self.widget.value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self.widget.value = value
+
+    def on_change(self, call: Callable[[], None]) -> None:
+        """Call ``call`` after each change."""
+        self.widget.observe(lambda _: call(), names="value")
+
+    def say(self, error: str | None) -> None:
+        """Show what is wrong with the value beside it; None: what the setting does."""
+        kind = "na-about" if error is None else "na-wrong"
+        text = self._about if error is None else error
+        role = None if error is None else "alert"
+        self._note.value = str(element("span", text, class_=kind, role=role))
+
+
+class TextRow(Row):
+    """Text, or a number, which ``read`` makes of the text."""
+
+    def __init__(
+        self, name: str, label: str, about: str, *, default: str, read: Callable[[str], Any]
+    ) -> None:
+        # A value that is sent with each key, so that what is wrong is told while one types.
+        widget = ipywidgets.Text(placeholder=default, continuous_update=True)
+        super().__init__(name, label, about, widget)
+        self._read = read
+
+    @property
+    def value(self) -> Any:
+        text = self.widget.value.strip()
+        return self._read(text) if text else None
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            value = ", ".join(map(str, value))
+        self.widget.value = "" if value is None else str(value)
+
+
+class ChoiceRow(Row):
+    """One of several; the first, ``default``, leaves the setting open."""
+
+    def __init__(
+        self, name: str, label: str, about: str, *, default: str, choices: Sequence[Any]
+    ) -> None:
+        # None would mean that nothing is chosen, and be shown as an empty field.
+        options = [(default, _OPEN), *((str(choice), choice) for choice in choices)]
+        super().__init__(name, label, about, ipywidgets.Dropdown(options=options, value=_OPEN))
+
+    @property
+    def value(self) -> Any:
+        return None if self.widget.value == _OPEN else self.widget.value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self.widget.value = _OPEN if value is None else value
+
+
+class FlagRow(Row):
+    """Yes or no."""
+
+    def __init__(self, name: str, label: str, about: str) -> None:
+        super().__init__(name, label, about, ipywidgets.Checkbox(indent=True))
+
+    @property
+    def value(self) -> Any:
+        return True if self.widget.value else None
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self.widget.value = bool(value)
+
+
+class LinesRow(Row):
+    """Names with values, one ``NAME=value`` a line."""
+
+    def __init__(self, name: str, label: str, about: str) -> None:
+        widget = ipywidgets.Textarea(placeholder="NAME=value", rows=2, continuous_update=True)
+        super().__init__(name, label, about, widget)
+
+    @property
+    def value(self) -> Any:
+        lines = [line.strip() for line in self.widget.value.splitlines() if line.strip()]
+        return dict(line.partition("=")[::2] for line in lines) or None
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self.widget.value = "\n".join(f"{name}={text}" for name, text in (value or {}).items())
+
+
+class StrategyRow(Row):
+    """Which kinds of parallelism: the names of their plugins, none for data parallelism alone."""
+
+    def __init__(self) -> None:
+        chosen = [
+            names
+            for number in range(1, len(PLUGINS) + 1)
+            for names in combinations(PLUGINS, number)
+        ]
+        options: list[tuple[str, tuple[str, ...]]] = [(_DATA_PARALLEL, ())]
+        options += [(" + ".join(PLUGINS[name].title for name in names), names) for names in chosen]
+        widget = ipywidgets.Dropdown(options=options, value=())
+        super().__init__("strategy", "Strategy", "How ranks share the model and the data.", widget)
+
+
+def setting_rows() -> dict[str, Row]:
+    """A row for each setting of ``LaunchConfig`` that is no plugin, by its name."""
+    kinds: Mapping[str, Any] = get_type_hints(LaunchConfig)
+    abouts = descriptions()
+    rows: dict[str, Row] = {}
+    for name in sorted(set(abouts) - set(PLUGINS), key=_order):
+        label, default = _LABELS.get(name, (name.replace("_", " ").capitalize(), ""))
+        # What leaving it empty means stands in the field itself.
+        about = abouts[name].replace("``", "").partition("; None")[0].rstrip(".") + "."
+        if choices_of(name):
+            choices = [choice for choice in choices_of(name) if choice != default]
+            rows[name] = ChoiceRow(name, label, about, default=default, choices=choices)
+        elif kinds[name] is bool:
+            rows[name] = FlagRow(name, label, about)
+        elif name == "env":
+            rows[name] = LinesRow(name, label, about)
+        else:
+            read = partial(value_of_text, name)
+            rows[name] = TextRow(name, label, about, default=default, read=read)
+    return rows
+
+
+def _order(name: str) -> int:
+    return list(_LABELS).index(name) if name in _LABELS else len(_LABELS)
+
+
+def plugin_rows(plugin: Plugin) -> list[Row]:
+    """A row for each option of a plugin."""
+    return [_option_row(option) for option in plugin.options]
+
+
+def _option_row(option: Option) -> Row:
+    # By its own name, as the documentation of every library has it.
+    name, about = option.name, f"{option.about[0].upper()}{option.about[1:]}."
+    if option.choices or option.kind is bool:
+        choices = option.choices or (True, False)
+        return ChoiceRow(name, name, about, default="default", choices=choices)
+    return TextRow(name, name, about, default="default", read=option.from_text)

@@ -1,0 +1,41 @@
+"""The last settings that were picked in a folder of notebooks, kept in the user's state folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+
+import platformdirs
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError
+
+__all__ = ["forget", "recall", "remember"]
+
+
+def remember(config: LaunchConfig) -> None:
+    """Keep ``config`` for the current folder; without a word where nothing can be written."""
+    with contextlib.suppress(OSError, RuntimeError):
+        config.save(_path())
+
+
+def recall() -> LaunchConfig | None:
+    """What was kept for the current folder; None where nothing was, or it makes no sense now."""
+    with contextlib.suppress(OSError, RuntimeError, ConfigError):
+        path = _path()
+        return LaunchConfig.load(path) if path.is_file() else None
+    return None
+
+
+def forget() -> None:
+    """Keep nothing for the current folder."""
+    with contextlib.suppress(OSError, RuntimeError):
+        _path().unlink(missing_ok=True)
+
+
+def _path() -> Path:
+    # The folder's name could be long, or tell strangers what is trained there.
+    name = hashlib.sha256(os.getcwd().encode(errors="surrogateescape")).hexdigest()[:16]
+    return Path(platformdirs.user_state_dir("notebook-accel")) / "picked" / f"{name}.yaml"

@@ -1,0 +1,151 @@
+"""The form for the settings of a launch: its rows, texts and what it does with a bad value."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from notebook_accel import ConfigError, LaunchConfig, config_picker
+from notebook_accel.launch.machine import Device, Machine
+from notebook_accel.notebook import remembered
+from notebook_accel.notebook.picker_fields import plugin_rows, setting_rows
+from notebook_accel.notebook.picker_texts import as_code, devices_line, read_arguments
+from notebook_accel.plugin_options import PLUGINS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from notebook_accel.notebook.picker import ConfigPicker
+
+FULL = LaunchConfig(
+    num_processes=2,
+    mixed_precision="bf16",
+    engine="local",
+    devices=(0, 2),
+    backend="gloo",
+    use_port=29501,
+    env={"A": "1", "B": "x=y"},
+    grace=2.5,
+    debug=True,
+    gradient_accumulation_steps=4,
+    seed=7,
+    fsdp={"sharding_strategy": "SHARD_GRAD_OP", "cpu_offload": False, "min_num_params": 100},
+    parallelism={"dp_shard_size": 2},
+)
+
+
+@pytest.fixture(autouse=True)
+def _folder_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+
+def row(picker: ConfigPicker, name: str) -> Any:
+    return picker._rows[name]
+
+
+def test_every_setting_has_a_row() -> None:
+    assert {*setting_rows(), *PLUGINS} == {field.name for field in fields(LaunchConfig)}
+    for plugin in PLUGINS.values():
+        assert [row.name for row in plugin_rows(plugin)] == [o.name for o in plugin.options]
+
+
+@pytest.mark.parametrize("config", [LaunchConfig(), FULL])
+def test_a_form_gives_back_what_it_was_filled_with(config: LaunchConfig) -> None:
+    assert config_picker(config).config == config
+
+
+def test_the_code_and_the_yaml_mean_the_settings(tmp_path: Path) -> None:
+    scope: dict[str, Any] = {}
+    code = as_code(FULL, "train", "3e-4, epochs=2")
+    assert code.endswith(
+        "notebook_launcher(train, args=(0.0003,), kwargs={'epochs': 2}, config=config)"
+    )
+    exec(code.rpartition("\n")[0], scope)
+    assert scope["config"] == FULL
+    picker = config_picker(FULL)
+    picker._path.value = str(tmp_path / "a" / "b.yaml")
+    picker._buttons["Save"].click()
+    assert LaunchConfig.load(picker._path.value) == FULL
+    other = config_picker(LaunchConfig())
+    other._path.value = picker._path.value
+    other._buttons["Load"].click()
+    assert other.config == FULL
+
+
+def test_a_bad_value_is_told_beside_its_field_and_nothing_can_be_launched() -> None:
+    picker = config_picker()
+    row(picker, "num_processes").widget.value = "zero"
+    assert "expected a whole number" in row(picker, "num_processes")._note.value
+    assert "expected" not in row(picker, "seed")._note.value
+    with pytest.raises(ConfigError):
+        picker.config  # noqa: B018
+    assert picker._buttons["Save"].disabled
+    assert picker._buttons["Launch"].disabled
+    row(picker, "num_processes").widget.value = "2"
+    assert "expected" not in row(picker, "num_processes")._note.value
+    assert picker.config == LaunchConfig(num_processes=2)
+    assert not picker._buttons["Save"].disabled
+
+
+def test_two_settings_that_do_not_go_together_are_told() -> None:
+    picker = config_picker({"num_processes": 2})
+    row(picker, "engine").widget.value = "inline"
+    assert "engine=&#39;inline&#39; has 1 rank" in row(picker, "engine")._note.value
+
+
+def test_options_unfold_with_their_strategy_and_are_checked() -> None:
+    picker = config_picker()
+    boxes = picker._plugin_boxes
+    assert [boxes[name].layout.display for name in ("fsdp", "parallelism")] == ["none", "none"]
+    picker._strategy.widget.value = ("fsdp",)
+    assert [boxes[name].layout.display for name in ("fsdp", "parallelism")] == [None, "none"]
+    assert picker.config.fsdp == {}
+    smallest = next(row for row in picker._plugins["fsdp"] if row.name == "min_num_params")
+    smallest.widget.value = "none"
+    assert "expected a whole number" in smallest._note.value
+    smallest.widget.value = "1000"
+    assert picker.config.fsdp == {"min_num_params": 1000}
+
+
+def test_what_was_saved_last_is_there_again_in_the_same_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picker = config_picker(FULL)
+    picker._path.value = str(tmp_path / "c.yaml")
+    picker._buttons["Save"].click()
+    assert config_picker().config == FULL
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert config_picker().config == LaunchConfig()
+    monkeypatch.chdir(tmp_path)
+    remembered.forget()
+    assert config_picker().config == LaunchConfig()
+
+
+def test_a_file_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+    picker = config_picker()
+    picker._path.value = str(tmp_path / "none.yaml")
+    picker._buttons["Load"].click()
+    assert "cannot be read" in picker._message.value
+
+
+def test_arguments_are_read_as_a_call_has_them() -> None:
+    assert read_arguments("a, 2, b=[a]", {"a": 1}) == ((1, 2), {"b": [1]})
+    assert read_arguments("", {}) == ((), {})
+    with pytest.raises(SyntaxError):
+        read_arguments("1) + (2", {})
+
+
+def test_devices_are_listed_with_their_memory_and_names_are_escaped() -> None:
+    host: dict[str, Any] = {"num_cores": 8, "memory": 64 * 2**30, "free_memory": 2**30}
+    device = Device(index=0, name="<i>H200</i>", memory=139 * 2**30)
+    text = devices_line(Machine(kind="cuda", devices=(device,), **host))
+    assert "&lt;i&gt;H200" in text
+    assert "139 GB" in text
+    assert "8 CPU cores, 64 GB of memory, 1 GB of it free" in text
+    assert "No accelerator" in devices_line(Machine(kind="cpu", devices=(), **host))
+    assert "no driver" in devices_line(Machine(kind="cpu", devices=(), error="no driver", **host))
