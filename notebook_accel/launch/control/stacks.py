@@ -1,7 +1,7 @@
 """Stacks as a person reads them: cells by their names, and no frame of the launcher's own.
 
 A rank writes its stacks by ``faulthandler``, which works while native code holds the GIL but knows
-only file names, and shows the frames of ``worker/main.py`` that called the user's function.
+only file names, and shows the frames of ``worker/call.py`` that called the function of the user.
 """
 
 from __future__ import annotations

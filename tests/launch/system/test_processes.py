@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from notebook_accel.launch.system.processes import adopt_orphans, has_children, kill_descendants
+from notebook_accel.launch.system.processes import (
+    adopt_orphans,
+    describe_exit,
+    has_children,
+    kill_descendants,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,3 +106,17 @@ def test_whether_there_are_children() -> None:
         return had and os.waitpid(pid, 0)[0] == pid and not has_children()
 
     assert in_child(act)
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "number", "text"),
+    [
+        (3, None, "ended with exit code 3"),
+        (0, None, "ended with exit code 0"),
+        (-9, None, "was killed by SIGKILL"),
+        (None, 15, "was killed by SIGTERM"),
+        (None, 41, "was killed by signal 41"),
+    ],
+)
+def test_how_a_process_ended_in_words(exitcode: int | None, number: int | None, text: str) -> None:
+    assert describe_exit(exitcode, number) == text
