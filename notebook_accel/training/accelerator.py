@@ -193,10 +193,17 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
         return self._prepared.model(model, device_placement, evaluation=evaluation_mode)
 
     def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> DataLoader[Any]:
-        """The loader that gives this rank's batches."""
-        return self._prepared.loader(data_loader, device_placement)
+        """The loader that gives this rank's batches.
+
+        ``slice_fn_for_dispatch(batch, slice, process_index=, num_processes=)`` takes a rank's part
+        out of what rank 0 has read for all, in place of those rows of each tensor.
+        """
+        return self._prepared.loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None

@@ -12,6 +12,7 @@ different shares must be joined when results are gathered::
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from notebook_accel.launch.rank import current
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["DataGroup", "current_data_group"]
 
@@ -50,6 +52,21 @@ class DataGroup:
     def of_all_ranks(cls, num_ranks: int, rank: int) -> DataGroup:
         """Every rank reads a share of its own."""
         return cls(size=num_ranks, index=rank, index_of_rank=tuple(range(num_ranks)))
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh, rank: int) -> DataGroup:
+        """Ranks of a mesh read different samples along its data dimensions ("dp...") alone.
+
+        It says who reads what, and has no process group.
+        """
+        names = mesh.mesh_dim_names or ()
+        data = [place for place, name in enumerate(names) if name.startswith("dp")]
+        others = [place for place in range(len(names)) if place not in data]
+        num_shares = math.prod(mesh.mesh.shape[place] for place in data)
+        ranks_of_share = mesh.mesh.permute(*data, *others).reshape(num_shares, -1).tolist()
+        index_of = {each: index for index, ranks in enumerate(ranks_of_share) for each in ranks}
+        index_of_rank = tuple(index_of[each] for each in sorted(index_of))
+        return cls(size=num_shares, index=index_of[rank], index_of_rank=index_of_rank)
 
     def show(self) -> None:
         """Make this the group of this rank, for functions that belong to no ``Accelerator``."""

@@ -8,7 +8,7 @@ one entry in a table here.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
@@ -19,8 +19,10 @@ from notebook_accel.training.settings import DistributedType
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 __all__ = [
+    "Streams",
     "barrier_kwargs",
     "choose_device",
     "default_backend",
@@ -31,6 +33,7 @@ __all__ = [
     "inventory",
     "memory_reader",
     "set_rng_state",
+    "streams",
     "wrapper_device_ids",
 ]
 
@@ -134,6 +137,32 @@ def memory_reader(device: torch.device) -> Callable[[], int | None] | None:
         torch.get_device_module(device), "memory_allocated", None
     )
     return None if read is None else lambda: read(device)
+
+
+class Streams(NamedTuple):
+    """How work is queued on a device beside its current stream."""
+
+    make: Callable[[], Any]
+    """Gives a new stream."""
+    use: Callable[[Any], AbstractContextManager[Any]]
+    """A block whose work goes to this stream."""
+    current: Callable[[], Any]
+    """The stream to which work goes now."""
+
+
+def streams(device: torch.device) -> Streams | None:
+    """The streams of a device; None where its kind has none."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return None
+    module: Any = torch.get_device_module(device)
+    if not hasattr(module, "Stream"):
+        return None
+    return Streams(
+        make=lambda: module.Stream(device=device),
+        use=module.stream,
+        current=lambda: module.current_stream(device),
+    )
 
 
 def empty_cache(device: torch.device) -> None:

@@ -175,8 +175,19 @@ def find_device(data: Any) -> torch.device | None:
     return next(found, None)
 
 
-def slice_tensors(data: Any, tensor_slice: slice) -> Any:
-    """Apply a slice to the first dimension of every tensor; those without one stay."""
+def slice_tensors(
+    data: Any,
+    tensor_slice: slice,
+    process_index: int | None = None,  # noqa: ARG001
+    num_processes: int | None = None,  # noqa: ARG001
+) -> Any:
+    """Apply a slice to the first dimension of every tensor; those without one stay.
+
+    Args:
+        data: tensors in lists, tuples and mappings.
+        tensor_slice: the rows.
+        process_index, num_processes: accepted: what a ``slice_fn_for_dispatch`` is given.
+    """
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[tensor_slice] if tensor.ndim else tensor

@@ -20,7 +20,7 @@ from notebook_accel.training.scheduler import AcceleratedScheduler
 from notebook_accel.training.strategies import ModelToPrepare, PrepareCall, unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -159,7 +159,12 @@ class Preparation:
         self.models = [known for known in self.models if known.inner is not prepared.inner]
         self.models.append(prepared)
 
-    def loader(self, loader: DataLoader[Any], placement: bool | None = None) -> DataLoader[Any]:
+    def loader(
+        self,
+        loader: DataLoader[Any],
+        placement: bool | None = None,
+        slice_fn: Callable[..., Any] | None = None,
+    ) -> DataLoader[Any]:
         """The loader that gives this rank's batches."""
         if any(known is loader for known in self.loaders):
             return loader
@@ -170,6 +175,7 @@ class Preparation:
             device=self._device(placement),
             data_group=plan.strategy.data_group,
             rng_types=plan.rng_types,
+            slice_fn=slice_fn,
             ordinal=len(self.loaders),
         )
         self.loaders.append(prepared)

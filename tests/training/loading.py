@@ -20,7 +20,12 @@ CPU = torch.device("cpu")
 
 
 def prepare(
-    loader: Any, rank: int = 0, size: int = 1, device: Any = CPU, ordinal: int = 0, **config: Any
+    loader: Any,
+    rank: int = 0,
+    size: int = 1,
+    device: Any = CPU,
+    ordinal: int = 0,
+    **config: Any,
 ) -> Any:
     return prepare_data_loader(
         loader,

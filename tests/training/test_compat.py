@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -111,8 +112,12 @@ def test_a_loader_is_prepared_by_accelerates_arguments() -> None:
     assert [batch.tolist() for batch in second] == [[2, 3], [6, 7]]
     halves = prepare_data_loader(loader, num_processes=2, process_index=0, split_batches=True)
     assert [batch.tolist() for batch in halves] == [[0], [2], [4], [6]]
-    with pytest.raises(notebook_accel.ConfigError, match="slice_fn_for_dispatch"):
-        prepare_data_loader(loader, slice_fn_for_dispatch=len)
+    mesh = SimpleNamespace(
+        mesh=torch.arange(8).reshape(2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
+    )
+    for index in (4, 5):  # they hold one model together, as the third of four
+        part = prepare_data_loader(loader, process_index=index, torch_device_mesh=mesh)  # type: ignore[arg-type]
+        assert [batch.tolist() for batch in part] == [[4, 5]]
 
 
 def test_states_can_be_reset() -> None:

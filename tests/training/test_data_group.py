@@ -12,15 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from notebook_accel import Accelerator, ParallelismConfig
 from notebook_accel.training.collectives import gather, this_rank
 from notebook_accel.training.data import prepare_data_loader, skip_first_batches
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.gathering import gather_for_metrics
-from notebook_accel.training.data_group import DataGroup
+from notebook_accel.training.data_group import DataGroup, current_data_group
 from tests.training.harness import run_ranks
 from tests.training.loading import CPU, SizedStream, Stream, lists, numbers
 
 INDEX_OF_RANK = (0, 0, 1, 1)
+# Kinds of parallelism on four ranks, which ranks read the same, and what is asked for.
+LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {
+    "tensor": (INDEX_OF_RANK, {"dp_shard_size": 2, "tp_size": 2}),
+    "pipeline": ((0, 1, 0, 1), {"dp_replicate_size": 2, "pp_size": 2}),
+}
 
 # The golden values of two plain ranks: name, loader, settings, what each share reads.
 GOLDEN: dict[str, tuple[Any, dict[str, Any], list[Any]]] = {
@@ -62,10 +68,17 @@ def prepare(loader: Any, shares: DataGroup, **config: Any) -> Any:
     )
 
 
-def read_all() -> dict[str, Any]:
-    shares = two_shares()
+def read_all(layout: str) -> dict[str, Any]:
+    sizes = ParallelismConfig(**LAYOUTS[layout][1])
+    Accelerator(cpu=True, parallelism_config=sizes)
+    shares = current_data_group()
+    assert shares is not None
+    return read_golden(shares, GOLDEN)
+
+
+def read_golden(shares: DataGroup, cases: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, (args, config, _) in GOLDEN.items():
+    for name, (args, config, _) in cases.items():
         loader = prepare(numbers(*args), shares, **config)
         batches, gathered = [], []
         for batch in loader:
@@ -75,21 +88,33 @@ def read_all() -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
-    return run_ranks(read_all, 4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_of_a_share_read_the_golden_batches(layout: str) -> None:
+    results = run_ranks(read_all, 4, layout)
+    for name, ((count, _), _, golden) in GOLDEN.items():
+        assert [found[name][0] for found in results] == [
+            golden[share] for share in LAYOUTS[layout][0]
+        ]
+        # Gathered, each sample counts once.
+        assert [sorted(found[name][1]) for found in results] == [list(range(count))] * 4
 
 
-@pytest.mark.parametrize("name", GOLDEN)
-def test_ranks_of_a_share_read_the_golden_batches(name: str, results: list[Any]) -> None:
-    (_, _, golden) = GOLDEN[name]
-    assert [found[name][0] for found in results] == [golden[share] for share in INDEX_OF_RANK]
+def read_with_replicas_of_shards() -> tuple[dict[str, Any], dict[str, Any]]:
+    """What four ranks read that shard the model two by two, and what four plain ranks do."""
+    sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    Accelerator(cpu=True, parallelism_config=sizes)
+    shares = current_data_group()
+    assert shares is not None
+    plain = DataGroup.of_all_ranks(4, this_rank())
+    cases = {**GOLDEN, "tiny": ((1, 4), {}, None)}
+    return read_golden(shares, cases), read_golden(plain, cases)
 
 
-@pytest.mark.parametrize("name", GOLDEN)
-def test_gather_for_metrics_counts_each_sample_once(name: str, results: list[Any]) -> None:
-    (count, _), _, _ = GOLDEN[name]
-    assert [sorted(found[name][1]) for found in results] == [list(range(count))] * 4
+def test_ranks_that_shard_read_as_plain_ranks_do() -> None:
+    results = run_ranks(read_with_replicas_of_shards, 4)
+    for own, plain in results:
+        assert own == plain
+    assert [own["tiny"][0] for own, _ in results] == [[[0, 0, 0, 0]]] * 4
 
 
 def read_streams() -> dict[str, Any]:

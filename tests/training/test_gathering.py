@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def prepare(loader: Any, **config: Any) -> Any:
+def prepare(loader: Any, slice_fn: Any = None, **config: Any) -> Any:
     return prepare_data_loader(
         loader,
         config=DataLoaderConfiguration(**config),
         device=torch.device("cpu"),
         data_group=DataGroup.of_all_ranks(num_ranks(), this_rank()),
+        slice_fn=slice_fn,
     )
 
 
@@ -351,6 +352,21 @@ def buckets() -> Any:
     return DataLoader(range(5), batch_sampler=own)  # type: ignore[arg-type]
 
 
+def padded_to_longest(samples: list[int]) -> Any:
+    """Batches whose width is that of their longest sample, and whose last one is short."""
+    width = max(samples)
+    return torch.tensor([[sample] * width for sample in samples])
+
+
+def own_slice(batch: Any, rows: slice, *, process_index: int, num_processes: int) -> Any:
+    """Each rank gets its rows, and the whole of what has none."""
+    return {"rows": batch["rows"][rows], "all": batch["rows"], "rank": process_index}
+
+
+def as_dict(samples: list[int]) -> Any:
+    return {"rows": torch.tensor(samples)}
+
+
 def dispatches() -> dict[str, Any]:
     def batches(loader: Any) -> list[Any]:
         assert isinstance(loader, DataLoaderDispatcher)
@@ -377,6 +393,19 @@ def dispatches() -> dict[str, Any]:
         "buckets": batches(prepare(buckets(), dispatch_batches=True)),
         "uneven buckets": batches(prepare(buckets(), dispatch_batches=True, even_batches=False)),
         "divided buckets": batches(prepare(buckets(), dispatch_batches=True, split_batches=True)),
+        "ragged": batches(
+            prepare(
+                DataLoader(range(1, 8), batch_size=4, collate_fn=padded_to_longest),  # type: ignore[arg-type]
+                dispatch_batches=True,
+                split_batches=True,
+            )
+        ),
+        "sliced": [
+            (batch["rows"].tolist(), batch["all"].tolist(), batch["rank"])
+            for batch in prepare(
+                numbers(7, 2, collate_fn=as_dict), dispatch_batches=True, slice_fn=own_slice
+            )
+        ],
     }
     active = active_loaders()
     loader = prepare(stream(10))
@@ -407,6 +436,10 @@ def test_rank_0_reads_for_all() -> None:
     assert (first["uneven buckets"], second["uneven buckets"]) == ([[0, 1], [4]], [[2, 3]])
     assert first["divided buckets"] == [[0], [2], [4]]
     assert second["divided buckets"] == [[1], [3], [4]]
+    assert (first["ragged"][0][0], second["ragged"][0][0]) == ([1] * 4, [3] * 4)
+    assert (first["ragged"][1], second["ragged"][1]) == ([[5] * 7, [6] * 7], [[7] * 7, [5] * 7])
+    assert first["sliced"] == [([0, 1], [0, 1, 2, 3], 0), ([4, 5], [4, 5, 6, 0], 0)]
+    assert second["sliced"] == [([2, 3], [0, 1, 2, 3], 1), ([6, 0], [4, 5, 6, 0], 1)]
     assert first["ends"] == second["ends"] == [(False, -1), (True, 0)]
     assert first["failure"] == "OSError('unreadable')"
     assert "rank 0 could not read the next batch: OSError: unreadable" in second["failure"]

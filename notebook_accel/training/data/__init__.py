@@ -50,7 +50,7 @@ from notebook_accel.training.data.stateful import (
 from notebook_accel.training.notices import notice_once
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from notebook_accel.training.data.config import DataLoaderConfiguration
     from notebook_accel.training.data_group import DataGroup
@@ -74,6 +74,7 @@ def prepare_data_loader(
     device: torch.device | None,
     data_group: DataGroup,
     rng_types: Iterable[Any] | None = None,
+    slice_fn: Callable[..., Any] | None = None,
     ordinal: int = 0,
 ) -> PreparedLoader:
     """A loader that gives this rank its part of the batches of ``loader``, on its device.
@@ -88,6 +89,8 @@ def prepare_data_loader(
         data_group: which ranks read different samples, and which share this rank reads.
         rng_types: random states that ranks take from rank 0 at the start of each pass; None
             stands for "generator", from which the order of samples is drawn.
+        slice_fn: takes one rank's part out of a batch that rank 0 has read for all; see
+            :class:`~notebook_accel.training.data.rounds.RoundDivider`.
         ordinal: how many loaders were prepared before, so that each gets an order of its own.
 
     Raises:
@@ -118,6 +121,7 @@ def prepare_data_loader(
         data_group=data_group,
         split_batches=config.split_batches,
         is_uneven=num_shares > 1 and not config.even_batches,
+        slice_fn=slice_fn,
     )
     # Without a generator of its own, torch's loader draws from the global random numbers as a pass
     # begins, and a run that is resumed in the middle of one would go on with other numbers.

@@ -36,7 +36,7 @@ class DataLoaderConfiguration:
     """Seed of the order; None takes that of the random numbers on rank 0."""
 
     non_blocking: bool = False
-    """True: batches are copied to the device while the host goes on (pin the memory)."""
+    """True: the next batch is copied to the device while the loop computes (pin the memory)."""
 
     use_stateful_dataloader: bool = False
     """True: prepared loaders are torchdata's ``StatefulDataLoader`` too, so that a dataset with

@@ -109,6 +109,7 @@ class DataLoaderDispatcher(PreparedLoader):
             drop_last=self.drop_last,
             is_uneven=self._options.is_uneven,
             keeps_batches=self._keeps_batches,
+            slice_fn=self._options.slice_fn,
         ).divide(self._read_from(position.num_given * self._batches_a_round))
         while True:
             try:

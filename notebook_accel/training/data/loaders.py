@@ -38,8 +38,8 @@ from notebook_accel.training.data.samplers import (
     SkipBatchSampler,
     length_of,
 )
+from notebook_accel.training.data.transfer import Transfer, make_transfer
 from notebook_accel.training.data_group import DataGroup
-from notebook_accel.training.nested import send_to_device
 from notebook_accel.training.seeding import synchronize_rng_state
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class LoaderOptions:
     """Where batches are put; None leaves them where they are."""
 
     non_blocking: bool = False
-    """Whether the copies to the device run in the background."""
+    """Whether the copies to the device run beside the loop's work."""
 
     rng_types: tuple[str, ...] = ()
     """Random states that every rank takes from rank 0 at the start of a pass."""
@@ -77,6 +77,9 @@ class LoaderOptions:
 
     is_uneven: bool = False
     """Whether ranks may get batches of different sizes, where the samplers don't say."""
+
+    slice_fn: Callable[..., Any] | None = None
+    """The user's way of taking one rank's part out of what rank 0 has read for all."""
 
     skip_batches: int | None = None
     """The batch to begin each epoch with; None is the first, or that of a restored state."""
@@ -420,8 +423,11 @@ class PreparedLoader(DataLoader[Any]):
     def _give(self, source: Iterator[Any], position: Position) -> Iterator[Any]:
         context = current()
         count, active = context.count_batch, active_loaders(context)
-        stack, total, receive = active.stack, self._count_total(), self._receiver(position)
+        stack, total = active.stack, self._count_total()
+        send, receive = self._transfer(position)
         position.loader = self
+        if send is not None:
+            source = map(send, source)
         # The loop has `batch` while `following` is read already: where there is none, `batch` is
         # the last one, which closes a window of accumulation and may have repeated samples.
         # `finally` runs also where the loop is left by `break`: a pass that nobody goes on with
@@ -485,20 +491,21 @@ class PreparedLoader(DataLoader[Any]):
         finally:
             self._IterableDataset_len_called = asked
 
-    def _receiver(self, position: Position) -> Callable[[Any], Any] | None:
-        """What is done with each batch before it is given; None for nothing."""
-        move = mover(self._options.device, self._options.non_blocking)
+    def _transfer(self, position: Position) -> Transfer:
+        """What is done with each batch on its way to the loop."""
+        send, move = make_transfer(self._options.device, self._options.non_blocking)
         if not self._marks_last_round:
-            return move
+            return Transfer(send, move)
 
         def receive(batch: Any) -> Any:
+            batch = batch if move is None else move(batch)
             position.last_round = None
             if type(batch) is LastRoundBatch:
                 batch, position.last_round = batch
                 position.remainder = position.last_round.num_samples
-            return batch if move is None else move(batch)
+            return batch
 
-        return receive
+        return Transfer(send, receive)
 
     @property
     def _marks_last_round(self) -> bool:
@@ -515,13 +522,6 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
             found.append(sampler)
             waiting += [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
     return found
-
-
-def mover(device: torch.device | None, non_blocking: bool) -> Callable[[Any], Any] | None:
-    """A function that puts a batch on ``device``; None where all batches lie there already."""
-    if device is None or (device.type == "cpu" and not torch.accelerator.is_available()):
-        return None
-    return partial(send_to_device, device=device, non_blocking=non_blocking)
 
 
 class DataLoaderShard(PreparedLoader):

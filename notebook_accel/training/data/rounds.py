@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -57,6 +57,8 @@ class RoundDivider:
         drop_last: leave out a round that lacks batches.
         is_uneven: divide a round that lacks samples as it is, rather than fill it up.
         keeps_batches: never mix samples of two batches: a user's own batch sampler made them.
+        slice_fn: the user's way of taking one rank's part out of a joined round, called with the
+            batch, a slice, and ``process_index`` and ``num_processes``; None takes those rows.
         first: the first batch of the pass, which fills rounds up.
     """
 
@@ -66,6 +68,7 @@ class RoundDivider:
     drop_last: bool = False
     is_uneven: bool = False
     keeps_batches: bool = False
+    slice_fn: Callable[..., Any] | None = None
     first: Any = field(default=None, init=False)
 
     def divide(self, raw: Iterator[Any]) -> Iterator[Round]:
@@ -84,7 +87,7 @@ class RoundDivider:
 
     def _divide_round(self, batches: list[Any]) -> Round:
         sizes = {count_rows(batch) for batch in batches}
-        if len(batches) == self.num_parts and len(sizes) == 1:
+        if self.slice_fn is None and len(batches) == self.num_parts and len(sizes) == 1:
             is_uneven = self.is_uneven or sizes == {None}
             return Round([Part(batch, None) for batch in batches], is_uneven)
         is_joined = None not in sizes and (self.batches_a_round == 1 or not self.keeps_batches)
@@ -105,11 +108,16 @@ class RoundDivider:
         missing = share * self.num_parts - rows
         # Samples of two batches are not mixed where they belong together.
         source = joined if self.keeps_batches else self.first
-        filled = join_rows([joined, *_repeat_rows(source, missing)]) if missing else joined
+        filled = joined
+        if missing:
+            # The first batch may be of another form (padded to another length, say).
+            filled = _try_to_join([joined, *_repeat_rows(source, missing)])
+            if filled is None:
+                filled = join_rows([joined, *_repeat_rows(joined, missing)])
         parts: list[Part | None] = []
         for start in range(0, share * self.num_parts, share):
             last = LastRound(rows, share, min(max(rows - start, 0), share)) if missing else None
-            parts.append(Part(slice_rows(filled, start, start + share), last))
+            parts.append(Part(self._slice(filled, start, start + share, len(parts)), last))
         return parts
 
     def _divide_unevenly(self, joined: Any, rows: int) -> list[Part | None]:
@@ -118,12 +126,25 @@ class RoundDivider:
         sizes = [quotient + (index < extra) for index in range(self.num_parts)]
         ends = itertools.accumulate(sizes)
         return [
-            Part(slice_rows(joined, end - size, end), None) if size else None
-            for size, end in zip(sizes, ends, strict=True)
+            Part(self._slice(joined, end - size, end, index), None) if size else None
+            for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
         ]
+
+    def _slice(self, batch: Any, start: int, stop: int, index: int) -> Any:
+        if self.slice_fn is None:
+            return slice_rows(batch, start, stop)
+        return self.slice_fn(
+            batch, slice(start, stop), process_index=index, num_processes=self.num_parts
+        )
 
     def _keep_whole(self, batches: list[Any]) -> Round:
         """A batch for each rank; those for which none is left get the first of the pass again."""
+        if self.slice_fn is not None:
+            raise ConfigError(
+                "slice_fn_for_dispatch takes a rank's part out of joined batches, and those "
+                f"({type(batches[0]).__name__}) could not be joined: expected tensors of the same "
+                "shapes beyond the first dimension; pad them, or leave slice_fn_for_dispatch out"
+            )
         if self.batches_a_round == 1:
             raise ConfigError(
                 f"split_batches=True divides each batch over {self.num_parts} processes, but a "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.errors import ConfigError
 from notebook_accel.training import topology
 from notebook_accel.training.data import prepare_data_loader as prepare
 from notebook_accel.training.data.config import DataLoaderConfiguration
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import DataLoader
 
 __all__ = ["prepare_data_loader"]
@@ -34,36 +34,40 @@ def prepare_data_loader(
     data_seed: int | None = None,
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
-    torch_device_mesh: Any = None,
+    torch_device_mesh: DeviceMesh | None = None,
 ) -> DataLoader[Any]:
     """Give a loader with one rank's part of the batches.
 
     Args:
         dataloader: alike on every rank.
         device: where batches are put if ``put_on_device``; None is this rank's.
-        num_processes, process_index: the ranks; None asks where this one stands.
+        num_processes: number of ranks; None asks where this one stands.
+        process_index: the rank whose part it is; None is this one.
         split_batches: divide each batch over the ranks.
         put_on_device: whether batches are put on the device.
         rng_types: random states that ranks take from rank 0 at the start of each pass.
         dispatch_batches: whether rank 0 alone reads; None: for iterable datasets on a device.
         even_batches: fill the last round up.
-        slice_fn_for_dispatch: not taken; batches are divided by their first dimension.
+        slice_fn_for_dispatch: takes a rank's part out of what rank 0 has read for all: called with
+            the batch, a slice, and ``process_index`` and ``num_processes``; None takes those rows.
         use_seedable_sampler: an order that depends on the seed and the epoch alone.
         data_seed: that seed.
-        non_blocking: copy to the device in the background.
-        use_stateful_dataloader: accepted; prepared loaders always have a state.
-        torch_device_mesh: not taken; ``Accelerator.prepare`` knows the mesh.
+        non_blocking: copy to the device while the loop computes.
+        use_stateful_dataloader: make it torchdata's ``StatefulDataLoader`` too.
+        torch_device_mesh: the ranks, where several hold one model together: those along its
+            dimensions "dp_replicate" and "dp_shard" read different samples.
 
     Raises:
-        ConfigError: an argument that is not taken, or settings that do not fit the loader.
+        ConfigError: settings that do not fit the loader.
     """
-    for name, value in (
-        ("slice_fn_for_dispatch", slice_fn_for_dispatch),
-        ("torch_device_mesh", torch_device_mesh),
-    ):
-        if value is not None:
-            raise ConfigError(f"prepare_data_loader({name}=...) is not taken here; leave it out")
     here = topology.topology()
+    data_group = DataGroup.of_all_ranks(
+        here.num_processes if num_processes is None else num_processes,
+        here.process_index if process_index is None else process_index,
+    )
+    if torch_device_mesh is not None:
+        rank = here.process_index if process_index is None else process_index
+        data_group = DataGroup.of_mesh(torch_device_mesh, rank)
     return prepare(
         dataloader,
         config=DataLoaderConfiguration(
@@ -77,8 +81,6 @@ def prepare_data_loader(
         ),
         device=(device or here.device) if put_on_device else None,
         rng_types=rng_types,
-        data_group=DataGroup.of_all_ranks(
-            here.num_processes if num_processes is None else num_processes,
-            here.process_index if process_index is None else process_index,
-        ),
+        data_group=data_group,
+        slice_fn=slice_fn_for_dispatch,
     )
