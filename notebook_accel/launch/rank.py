@@ -169,6 +169,7 @@ class LaunchedContext(RankContext):
         self.store = store
         self.call = 0
         self.made_group = False
+        self.lost_group = False
         self._send = send
         self._board = board
         self._row = board.row(local_rank)
@@ -192,6 +193,7 @@ class LaunchedContext(RankContext):
         """
         self.call = number
         self.made_group = has_group
+        self.lost_group = False
         self._reported_total = None
         self._pass_end = 0.0
 

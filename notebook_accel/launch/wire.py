@@ -163,11 +163,14 @@ class Returned(Message, frozen=True, kw_only=True):
         value: what it returned.
         is_none: whether that was None.
         made_group: whether a process group was made in this call, or was there before it.
+        lost_group: whether the rank's connections to the others were shut down in this call, so
+            that the group is of no use any more.
     """
 
     value: Packet
     is_none: bool = False
     made_group: bool = False
+    lost_group: bool = False
 
 
 class Raised(Message, frozen=True, kw_only=True):

@@ -277,6 +277,8 @@ class RankProcess:
 
     def disconnect(self) -> None:
         """Have the rank shut its connections to other ranks down, if it is stuck in native code."""
+        # It may hear of this when it is in the next call, which is not meant.
+        self.row.disconnected_call = self._call
         os.eventfd_write(self._disconnect, 1)
 
     def end(self, number: signal.Signals) -> None:

@@ -34,7 +34,7 @@ class RunningCall(Protocol):
 
     @property
     def ended_well(self) -> bool:
-        """Whether the function returned on every rank."""
+        """Whether the function returned on every rank, and their process group is whole."""
 
     def begin(self, number: int) -> None:
         """The call gets its number, and is about to be sent."""

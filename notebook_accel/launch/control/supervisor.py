@@ -97,6 +97,7 @@ class Supervisor(Conductor):
         self._labels = labels
         self._hangs = HangWatch(labels)
         self._is_stopped = False
+        self._lost_group = False
         self._stops = 0
         self._verdict = Verdict(status="starting")
         self._next_draw = 0.0
@@ -158,13 +159,14 @@ class Supervisor(Conductor):
 
     @property
     def ended_well(self) -> bool:
-        """Whether the function returned on every rank."""
-        return all(rank.returned for rank in self.state.ranks)
+        """Whether the function returned on every rank, and their process group is whole."""
+        return all(rank.returned for rank in self.state.ranks) and not self._lost_group
 
     def take(self, message: wire.Message, fds: Sequence[int]) -> None:
         """Keep what a message brings. Its descriptors are the supervisor's."""
         if isinstance(message, wire.Returned) and message.rank is not None:
             assert self.results is not None, "nothing comes after the end"
+            self._lost_group = self._lost_group or message.lost_group
             self.results.keep(message.rank, message.value, list(fds))
             fds = ()
         for fd in fds:

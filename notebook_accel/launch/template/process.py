@@ -60,6 +60,8 @@ _MAX_TRACEBACK_BYTES = 20_000
 
 def serve(fd: int, kernel_pid: int) -> None:
     """Be a template: import, then fork agents until the kernel goes."""
+    # Stopped (SIGSTOP) when the kernel is killed, it would stay for good.
+    processes.wake_with_parent()
     kernel = processes.watch_exit(kernel_pid)
     if os.getppid() != kernel_pid:
         return
@@ -143,6 +145,8 @@ class _Server:
         from notebook_accel.launch.agent import agent
 
         os.setsid()
+        # Of the template, which ends with the kernel.
+        processes.wake_with_parent()
         of_agents = (*self._agents.values(), *self._errors.values())
         for number in (self._channel.fileno(), self._selector.fileno(), *of_agents):
             os.close(number)

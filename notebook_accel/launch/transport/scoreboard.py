@@ -60,6 +60,7 @@ _FIELDS = (
     "waits_reads",
     "left_batches",
     "interrupted_call",
+    "disconnected_call",
 )
 # The head of the board: whether a stop is asked, the counts at which ranks leave (0: unknown), and
 # whether the ranks of other agents have ended their part of the call.
@@ -115,8 +116,8 @@ def _column(name: str) -> property:
 
 
 class Row:
-    """The counters of one rank. It writes them, and so does the agent: ``interrupted_call``, and
-    ``call_over`` for a rank that died.
+    """The counters of one rank. It writes them, and so does the agent: ``interrupted_call``,
+    ``disconnected_call``, and ``call_over`` for a rank that died.
 
     Attributes:
         batches, steps, reads: how often it came to a batch, stepped, read ``should_stop``.
@@ -128,6 +129,8 @@ class Row:
         waits_batches, waits_reads: the last point at which it saw that a stop is asked.
         left_batches: 1 once its loop was ended.
         interrupted_call: number of a call that was interrupted before the rank had read it.
+        disconnected_call: number of the call in which the rank is to leave its group, if it is
+            stuck.
     """
 
     def __init__(self, view: memoryview, start: int) -> None:
@@ -147,6 +150,7 @@ class Row:
     waits_reads = _column("waits_reads")
     left_batches = _column("left_batches")
     interrupted_call = _column("interrupted_call")
+    disconnected_call = _column("disconnected_call")
 
     @property
     def leaving(self) -> bool:

@@ -147,6 +147,7 @@ def _returned(value: object, context: LaunchedContext, call: payload.Call | None
         value=packet,
         is_none=value is None,
         made_group=context.made_group,
+        lost_group=context.lost_group,
     )
     return Outcome(message=message, fds=fds)
 

@@ -22,7 +22,7 @@ from notebook_accel.launch import rank
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["close_group", "disconnect", "disconnect_when_told", "noting_sockets"]
+__all__ = ["act_when_told", "close_group", "disconnect", "noting_sockets"]
 
 
 def close_group() -> None:
@@ -114,19 +114,18 @@ def _local_addresses(pid: int) -> list[Any]:
     return []
 
 
-def disconnect_when_told(fd: int, is_stuck: Callable[[], bool]) -> None:
-    """Start a thread that calls :func:`disconnect` when the agent writes to ``fd``.
+def act_when_told(fd: int, act: Callable[[], None]) -> None:
+    """Start a thread that calls ``act`` when the agent writes to ``fd``.
 
     The main thread cannot: it is in the collective, which lets go of the GIL meanwhile.
 
     Args:
         fd: an eventfd.
-        is_stuck: whether the main thread has not even seen its KeyboardInterrupt.
+        act: called each time.
     """
 
     def follow() -> None:
         while os.eventfd_read(fd):
-            if is_stuck():
-                disconnect()
+            act()
 
     threading.Thread(target=follow, name="notebook_accel-disconnect", daemon=True).start()

@@ -22,6 +22,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from importlib import import_module
@@ -141,6 +142,8 @@ class _Worker:
         # The agent's; the first call puts one of its own in its place, which stays.
         self._agents_main = sys.modules["__main__"]
         self._may_disconnect = False
+        # Held while connections are shut down for a call: the call does not end meanwhile.
+        self._end_lock = threading.Lock()
 
     def serve(self) -> int:
         """Get ready, run calls until there are no more; gives the exit code."""
@@ -214,7 +217,8 @@ class _Worker:
         )
         self._interrupts.install()
         # Before the message: the next call may come as soon as the agent has it.
-        self._row.call_over = 1
+        with self._end_lock:
+            self._row.call_over = 1
         self._sender.send(outcome.message, outcome.fds)
         for fd in outcome.fds:
             os.close(fd)
@@ -232,10 +236,16 @@ class _Worker:
         if not message.last and not self._may_disconnect:
             # Only where another call may come is a stuck rank worth more than a SIGTERM.
             self._may_disconnect = True
-            interrupts = self._interrupts
-            groups.disconnect_when_told(
-                self._inherited.disconnect, is_stuck=lambda: interrupts.num_seen == 0
-            )
+            groups.act_when_told(self._inherited.disconnect, self._disconnect_if_stuck)
+
+    def _disconnect_if_stuck(self) -> None:
+        """Shut the connections to other ranks down, if the call that is meant waits for them."""
+        with self._end_lock:
+            is_meant = self._row.disconnected_call == self._context.call
+            # One that runs Python has seen its KeyboardInterrupt.
+            if is_meant and not self._row.call_over and self._interrupts.num_seen == 0:
+                self._context.lost_group = True
+                groups.disconnect()
 
     def _drop_group(self) -> None:
         groups.disconnect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -103,6 +104,28 @@ def test_output_comes_before_the_end_of_its_call(agent: AgentByHand) -> None:
     (output,) = (message for message in heard if isinstance(message, wire.Output))
     assert (output.text, output.call) == ("last words\n", 1)
     assert heard.index(output) < [type(message) for message in heard].index(wire.Returned)
+
+
+def test_a_rank_that_hears_late_keeps_its_connections_for_the_next_call(
+    agent: AgentByHand,
+) -> None:
+    def hear() -> None:
+        from notebook_accel.launch.worker import groups
+
+        done: list[int] = []
+        groups.disconnect = lambda: done.append(1)
+        (worker,) = (each for each in gc.get_objects() if type(each).__name__ == "_Worker")
+        for call, so_far in ((1, 0), (2, 1)):
+            worker._row.disconnected_call = call
+            worker._disconnect_if_stuck()
+            assert len(done) == so_far
+
+    agent.launch(1)
+    agent.call(lambda: None)
+    assert not agent.wait_for(wire.Returned).lost_group
+    agent.call(hear)
+    # Nobody can make use of the group any more, however the call ended.
+    assert agent.wait_for(wire.Returned, 2).lost_group
 
 
 # ---- what is believed --------------------------------------------------------------------------

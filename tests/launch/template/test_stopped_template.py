@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -151,6 +153,43 @@ def test_a_template_that_the_kernel_lets_go_of_while_stopped_is_ended() -> None:
     stop(source.pid)
     source.close()
     eventually(lambda: gone([source.pid]), within=SOON, what="it is gone")
+
+
+# The template is made by a thread that ends: it has another parent then, of the same process.
+_KERNEL = """
+import sys, threading, time
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.template.handle import template
+from notebook_accel.launch.view import View
+
+def begin():
+    config = LaunchConfig(num_processes=1, devices="cpu")
+    run = launch(time.sleep, (1000,), config=config, view=View(), block=False)
+    while run.status != "running":
+        time.sleep(0.01)
+    print(template().pid, *run.pids, flush=True)
+
+thread = threading.Thread(target=begin)
+thread.start()
+thread.join()
+time.sleep(1000)
+"""
+
+
+def test_a_stopped_template_and_agent_end_with_a_kernel_that_is_killed() -> None:
+    kernel = subprocess.Popen([sys.executable, "-c", _KERNEL], stdout=subprocess.PIPE, text=True)
+    try:
+        assert kernel.stdout is not None
+        of_template, rank = map(int, kernel.stdout.readline().split())
+        agent = psutil.Process(rank).ppid()
+        assert psutil.Process(agent).ppid() == of_template
+        stop(agent)
+        stop(of_template)
+    finally:
+        kernel.kill()
+        kernel.wait()
+    eventually(lambda: gone([of_template, agent, rank]), within=SOON, what="all are gone")
 
 
 def test_a_signal_that_only_pauses_it_hurts_nobody(ready: Template) -> None:
