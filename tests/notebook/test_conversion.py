@@ -1,0 +1,107 @@
+"""What a run leaves in a saved notebook, converted as people convert it: by nbconvert.
+
+Prices look like mathematics to pages ("$5 or $6"), and an empty line ends HTML in Markdown: what
+comes after it, a traceback of the user's, would be read as Markdown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING
+
+import nbformat
+import pytest
+from nbconvert import HTMLExporter, MarkdownExporter
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+from notebook_accel.launch import wire
+from notebook_accel.notebook.snapshot import render_line, render_slim, render_snapshot
+from tests.notebook.states import after, metrics, running, with_failed
+
+if TYPE_CHECKING:
+    from notebook_accel.notebook.snapshot import Snapshot
+
+# Mathematics, an empty line, Markdown and HTML that must stay text.
+NASTY = "$5 or $6\n\n\n# {0} <i>&amp;</i> \\(x\\) _a_ `b`\n\n    $$y$$"
+_NEVER_READ = {"script", "style", "textarea", "pre", "code"}
+_NO_MATHS = {"tex2jax_ignore", "mathjax_ignore"}
+
+
+def nasty(place: str) -> str:
+    return NASTY.format(f"end of {place}")
+
+
+def failed() -> Snapshot:
+    """Nasty text in each place that has text of the user's."""
+    state = after(
+        running(2, name=nasty("name")),
+        wire.Output(rank=0, text=nasty("output") + "\n"),
+        wire.Output(rank=1, text="x\n\n" * 40 + nasty("long output") + "\n"),
+        wire.Notice(text=nasty("notice")),
+        wire.Metric(rank=0, values={nasty("metric"): 1.0}),
+        wire.Bar(rank=0, bar=0, name=nasty("bar"), n=1, total=3, unit=nasty("unit")),
+    )
+    error = f"rank 1 failed: ValueError: {nasty('headline')}\n\n{nasty('traceback')}"
+    return render_snapshot(with_failed(state, [1], error=error), metrics([nasty("curve")]))
+
+
+def of_a_cell() -> Snapshot:
+    state = after(running(1, name="In[3]"), wire.Output(rank=0, text=nasty("output") + "\n"))
+    return render_slim(replace(state, notices=(nasty("notice"),)))
+
+
+SNAPSHOTS = {"summary": failed, "cell": of_a_cell, "line": lambda: render_line(nasty("line"))}
+
+
+def converted(snapshot: Snapshot, exporter: HTMLExporter | MarkdownExporter) -> str:
+    output = new_output("display_data", data=snapshot.bundle)
+    notebook = new_notebook(cells=[new_code_cell("run()", outputs=[output])])
+    nbformat.validate(notebook)
+    return str(exporter.from_notebook_node(notebook)[0])
+
+
+@pytest.mark.parametrize("name", SNAPSHOTS)
+def test_in_markdown_it_is_one_block_of_html(name: str) -> None:
+    text = converted(SNAPSHOTS[name](), MarkdownExporter())
+    # What GitHub and others do: HTML begins with a line that begins with <div, and goes on until
+    # an empty line.
+    blocks = text.split("\n\n")
+    (block,) = (block for block in blocks if "$5" in block)
+    assert block.lstrip("\n").startswith("<div")
+    assert block.rstrip().endswith("</div>")
+    for other in blocks:
+        assert other is block or "end of" not in other
+
+
+@pytest.mark.parametrize("name", SNAPSHOTS)
+def test_a_page_typesets_none_of_it(name: str) -> None:
+    page = Page()
+    page.feed(converted(SNAPSHOTS[name](), HTMLExporter()))
+    assert page.prices
+    assert page.typeset == []
+
+
+class Page(HTMLParser):
+    """Finds text that MathJax would read: it skips some tags, and what has one of its classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prices = 0
+        self.typeset: list[str] = []
+        self._open: list[bool] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in {"br", "img", "meta", "link", "col", "input", "hr"}:
+            classes = set((dict(attrs).get("class") or "").split())
+            self._open.append(tag in _NEVER_READ or classes >= _NO_MATHS)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._open:
+            self._open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if "$5" in data:
+            self.prices += 1
+            if not any(self._open):
+                self.typeset.append(data)
