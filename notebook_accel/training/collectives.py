@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel.launch.rank import has_process_group
-from notebook_accel.training import environment
+from notebook_accel.training.agreement import is_debugging, require_agreement
 from notebook_accel.training.nested import (
     is_namedtuple,
-    leaves,
     rebuild,
     recursively_apply,
 )
@@ -29,6 +28,7 @@ __all__ = [
     "as_bytes",
     "broadcast",
     "broadcast_object_list",
+    "compares",
     "gather",
     "gather_object",
     "gather_ragged",
@@ -57,11 +57,11 @@ class _GroupFacts(NamedTuple):
     """
 
     size: int
-    compares_shapes: bool
+    compares: bool
     carries_cpu: bool
 
 
-_ALONE = _GroupFacts(size=1, compares_shapes=False, carries_cpu=True)
+_ALONE = _GroupFacts(size=1, compares=False, carries_cpu=True)
 # Weak: a group that was destroyed must not live on here, gloo's threads would with it.
 _facts_of: MutableMapping[Any, _GroupFacts] = WeakKeyDictionary()
 
@@ -75,7 +75,7 @@ def _facts(group: dist.ProcessGroup | None) -> _GroupFacts:
         size = num_ranks(group)
         facts = _facts_of[asked] = _GroupFacts(
             size=size,
-            compares_shapes=size > 1 and _debugs(),
+            compares=size > 1 and is_debugging(),
             carries_cpu=transport_device(torch.device("cpu"), group).type == "cpu",
         )
     return facts
@@ -105,15 +105,14 @@ def gather(tensor: Any, *, group: dist.ProcessGroup | None = None) -> Any:
 
     Args:
         tensor: tensors of the same shapes on every rank (``pad_across_processes`` makes them
-            so). They are compared where ``NOTEBOOK_ACCEL_DEBUG`` was set when the group was
-            first used.
+            so). They are compared in debug mode, if it was on when the group was first used.
         group: the ranks; all of them unless given.
 
     Raises:
         TypeError: a leaf is not a tensor.
-        ValueError: the shapes differ, where they are compared.
+        DistributedOperationException: the tensors differ, in debug mode.
     """
-    _compare_shapes("gather", tensor, group)
+    _require_agreement("gather", tensor, group)
     if type(tensor) is torch.Tensor:
         return _gather(tensor, group)
 
@@ -189,6 +188,7 @@ def gather_ragged(
     """
     if num_ranks(group) == 1:
         return list(tensors)
+    _require_agreement("gather", list(tensors), group, 0)
     shapes = _exchange_shapes(tensors, group)
     _refuse_other_differences(shapes)
     return [
@@ -226,21 +226,16 @@ def _refuse_other_differences(shapes: list[list[tuple[int, ...]]]) -> None:
         )
 
 
-def _compare_shapes(operation: str, data: Any, group: dist.ProcessGroup | None) -> None:
-    if not _facts(group).compares_shapes:
-        return
-    mine = [tuple(leaf.shape) for leaf in leaves(data) if isinstance(leaf, torch.Tensor)]
-    shapes: list[Any] = [None] * num_ranks(group)
-    dist.all_gather_object(shapes, mine, group=group)
-    if any(of_rank != shapes[0] for of_rank in shapes):
-        raise ValueError(
-            f"{operation} needs tensors of the same shapes on every rank, but found "
-            f"{_by_rank(shapes)}; use pad_across_processes first"
-        )
+def compares(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether what the ranks of the group give is compared before each collective (debug mode)."""
+    return _facts(group).compares
 
 
-def _debugs() -> bool:
-    return environment.read_flag("DEBUG") or environment.read_flag("DEBUG_MODE")
+def _require_agreement(
+    operation: str, data: Any, group: dist.ProcessGroup | None, free_dimension: int | None = None
+) -> None:
+    if compares(group):
+        require_agreement(operation, data, group, free_dimension=free_dimension)
 
 
 def _by_rank(shapes: Sequence[Sequence[tuple[int, ...]]]) -> str:
@@ -278,7 +273,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
     Raises:
         TypeError: a leaf is not a tensor.
     """
-    _compare_shapes("broadcast", tensor, group)
+    _require_agreement("broadcast", tensor, group)
 
     def broadcast(leaf: torch.Tensor) -> torch.Tensor:
         return _broadcast(leaf, from_process, group)
@@ -329,7 +324,7 @@ def reduce(
         return tensor
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}: expected one of {[*_REDUCTIONS, 'none']}")
-    _compare_shapes("reduce", tensor, group)
+    _require_agreement("reduce", tensor, group)
 
     def reduce(leaf: torch.Tensor) -> torch.Tensor:
         return _reduce(leaf, reduction, group)
@@ -372,6 +367,8 @@ def pad_across_processes(
     Raises:
         TypeError: a leaf is not a tensor.
     """
+
+    _require_agreement("pad_across_processes", tensor, group, dim)
 
     def pad(leaf: torch.Tensor) -> torch.Tensor:
         if not -leaf.ndim <= dim < leaf.ndim:

@@ -11,6 +11,7 @@ from typing import Any
 from notebook_accel.launch.rank import current
 from notebook_accel.training import topology
 from notebook_accel.training.accumulation import current_accumulation, forget_accumulation
+from notebook_accel.training.agreement import is_debugging
 from notebook_accel.training.data.active import active_loaders
 from notebook_accel.training.precision import resolve_precision
 from notebook_accel.training.process_group import close_process_group
@@ -49,6 +50,11 @@ class PartialState(ProcessView):
     def initialized(self) -> bool:
         """Whether the state was found out: always so."""
         return True
+
+    @property
+    def debug(self) -> bool:
+        """Whether collectives compare what the ranks give them (debug mode)."""
+        return is_debugging()
 
     def destroy_process_group(self) -> None:
         """Leave the process group, unless somebody else made it."""

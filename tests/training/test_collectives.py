@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict, UserDict, defaultdict
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -9,8 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from notebook_accel import Accelerator, WorkerError, notebook_launcher
 from notebook_accel.training import collectives
+from notebook_accel.training.agreement import DistributedOperationException
 from notebook_accel.training.collectives import (
     broadcast,
     broadcast_object_list,
@@ -21,6 +25,7 @@ from notebook_accel.training.collectives import (
     reduce,
     split_between,
 )
+from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.nested import (
     concatenate,
     convert_to_fp32,
@@ -32,6 +37,7 @@ from notebook_accel.training.nested import (
     slice_tensors,
 )
 from tests.training.harness import RankError, run_ranks
+from tests.training.loading import prepare
 
 
 class Pair(NamedTuple):
@@ -173,30 +179,81 @@ def test_combining() -> None:
         assert got["no such dimension"].tolist() == [1, 1]
 
 
-def compares_shapes(debugs: bool) -> list[str]:
-    import os
+def refused(operation: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(DistributedOperationException) as caught:
+        operation(*args, **kwargs)
+    return str(caught.value)
 
-    texts = []
+
+def compares_in_debug_mode() -> dict[str, str]:
+    os.environ["ACCELERATE_DEBUG_MODE"] = "true"
     rank = collectives.this_rank()
-    os.environ["NOTEBOOK_ACCEL_DEBUG"] = str(debugs)
-    if debugs:
-        for operation in (gather, broadcast, reduce):
-            with pytest.raises(ValueError, match="pad_across_processes") as caught:
-                operation({"a": torch.zeros(2 + rank, 3), "b": torch.zeros(())})
-            texts.append(str(caught.value))
+    odd = rank == 1
+    shapes = {"a": torch.zeros(2 + odd, 3), "b": torch.zeros(())}
+    kind = torch.float64 if odd else torch.float32
+    loader = prepare(DataLoader(range(3), batch_size=1), rank, 3)  # type: ignore[arg-type]
+    with_loop = [refused(gather_for_metrics, torch.zeros(1, 1 + odd)) for _ in loader]
+    found = {
+        **{
+            operation.__name__: refused(operation, shapes)
+            for operation in (gather, broadcast, reduce)
+        },
+        "type": refused(reduce, torch.zeros(2, dtype=kind)),
+        "structure": refused(gather, [torch.zeros(1)] * (1 + odd)),
+        "pad": refused(pad_across_processes, torch.zeros(2 + rank, 3 + odd)),
+        "ragged": refused(gather_ragged, [torch.zeros(1 + rank, 2 + odd)]),
+        "metrics": with_loop[0],
+        "objects": refused(gather_for_metrics, "word" if odd else torch.zeros(1)),
+    }
+    # What goes together does as always.
+    assert pad_across_processes(torch.zeros(2 + rank, 3)).shape == (4, 3)
+    assert gather_for_metrics(torch.tensor([rank])).tolist() == [0, 1, 2]
+    assert gather_for_metrics([f"{rank}"] * rank) == ["1", "2", "2"]
+    return found
+
+
+def test_debug_mode_names_the_ranks_that_differ() -> None:
+    results = run_ranks(compares_in_debug_mode, 3)
+    assert results[0] == results[1] == results[2], "it is raised on every rank"
+    (found, *_) = results
+    for name in ("gather", "broadcast", "reduce"):
+        head, common, other, advice = found[name].splitlines()
+        assert head == f"{name} was given different tensors by different ranks:"
+        assert common == "  ranks 0, 2: ['a'] float32 (2, 3), ['b'] float32 ()"
+        assert other == "  rank 1: ['a'] float32 (3, 3), ['b'] float32 ()"
+        assert "pad_across_processes" in advice
+    assert "rank 1: float64 (2)" in found["type"]
+    assert "rank 1: [0] float32 (1), [1] float32 (1)" in found["structure"]
+    assert "rank 1: float32 (any, 4)" in found["pad"]
+    assert "rank 1: [0] float32 (any, 3)" in found["ragged"]
+    assert "gather_for_metrics" in found["metrics"]
+    assert "rank 1: float32 (any, 2)" in found["metrics"]
+    assert "rank 1: str" in found["objects"]
+
+
+def mixes_up() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.gather(torch.zeros(2 + accelerator.process_index, 3))
+
+
+def test_without_it_the_error_names_the_mode() -> None:
+    with pytest.raises(WorkerError, match="debug=True, which compares") as caught:
+        notebook_launcher(mixes_up, num_processes=2, view="none")
+    assert caught.value.signal == "SIGABRT"
+    with pytest.raises(WorkerError, match=r"gather was given different tensors") as caught:
+        notebook_launcher(mixes_up, num_processes=2, view="none", debug=True)
+    assert caught.value.ranks == [0, 1]
+
+
+def uneven_elsewhere() -> str:
     with pytest.raises(ValueError, match="pad_across_processes") as caught:
-        gather_ragged([torch.zeros(1, 2 + rank)])
-    texts.append(str(caught.value))
-    assert gather(torch.tensor([rank])).tolist() == [0, 1]
-    return texts
+        gather_ragged([torch.zeros(1, 2 + collectives.this_rank())])
+    return str(caught.value)
 
 
-def test_differing_shapes_are_named_by_rank() -> None:
-    for of_rank in run_ranks(compares_shapes, 2, True):
-        assert len(of_rank) == 4
-        for text in of_rank[:3]:
-            assert "rank 0 (2, 3) (), rank 1 (3, 3) ()" in text
-        assert "rank 0 (1, 2), rank 1 (1, 3)" in of_rank[3]
+def test_ragged_tensors_differ_in_their_first_dimension_alone() -> None:
+    for text in run_ranks(uneven_elsewhere, 2):
+        assert "rank 0 (1, 2), rank 1 (1, 3)" in text
 
 
 def raises_on_one_rank() -> None:

@@ -1,5 +1,8 @@
 """Door: ``accelerate.utils.operations`` under our name."""
 
+from notebook_accel.training.agreement import (
+    DistributedOperationException as DistributedOperationException,
+)
 from notebook_accel.training.collectives import broadcast as broadcast
 from notebook_accel.training.collectives import broadcast_object_list as broadcast_object_list
 from notebook_accel.training.nested import concatenate as concatenate

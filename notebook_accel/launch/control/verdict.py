@@ -50,6 +50,10 @@ _LIKELY = {
 _WATCHDOG = re.compile(r"ProcessGroupNCCL.*(watchdog|aborting)|NCCL watchdog", re.IGNORECASE)
 
 
+# What gloo and torch say of tensors that do not go together.
+_MISMATCH = re.compile(r"collective mismatch|data size doesn't match expected size")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """What a ``WorkerError`` says; its attributes are the error's own.
@@ -155,6 +159,7 @@ def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) ->
     logs = f"notebook_accel.runs()[-1].logs({cause.rank})"
     lines = [
         *_describe(cause),
+        *_mismatch_hint(cause),
         *_other_failures(culprits, cause),
         *_peers_that_returned(cause, returned),
         "",
@@ -181,6 +186,18 @@ def _describe(rank: RankState) -> list[str]:
         ended = f"rank {rank.rank} ended with exit code {raised.exitcode} (sys.exit)"
         return [ended, *_last_lines(rank)]
     return [f"rank {rank.rank} failed: {_in_one_line(rank)}", "", raised.traceback.rstrip()]
+
+
+def _mismatch_hint(rank: RankState) -> list[str]:
+    """What to do where tensors of different ranks met in one collective."""
+    said = rank.failure.text if rank.failure else "\n".join(rank.tail)
+    if not _MISMATCH.search(said):
+        return []
+    hint = (
+        "Likely, ranks gave one collective (gather, reduce, backward) tensors of different shapes "
+        "or types: launch again with debug=True, which compares them before and names the ranks"
+    )
+    return ["", hint]
 
 
 def _death(rank: RankState) -> str:

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from notebook_accel.training.collectives import gather, gather_object, gather_ragged, num_ranks
+from notebook_accel.training.agreement import require_agreement
+from notebook_accel.training.collectives import (
+    compares,
+    gather,
+    gather_object,
+    gather_ragged,
+    num_ranks,
+)
 from notebook_accel.training.data.active import Position, active_loaders
 from notebook_accel.training.nested import honor_type, is_namedtuple, leaves, rebuild
 from notebook_accel.training.nested import recursively_apply as apply_to_tensors
@@ -46,6 +53,11 @@ def gather_for_metrics(
         The same structure, with tensors of ``(num_samples, ...)`` and lists of ``num_samples``.
     """
     position = active_loaders().position
+    if compares(group):
+        found = [*leaves(input_data)]
+        are_tensors = found and all(isinstance(leaf, torch.Tensor) for leaf in found)
+        what = input_data if are_tensors and not use_gather_object else "objects"
+        require_agreement("gather_for_metrics", what, group, free_dimension=0)
     if use_gather_object:
         return gather_object(_cut_objects(input_data, position), group=group)
     return _gather(input_data, position, group)

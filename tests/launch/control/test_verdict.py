@@ -202,6 +202,12 @@ def test_a_signal_is_named_with_its_likely_cause(signal: int, name: str, likely:
     assert (told.signal, told.exitcode, told.traceback) == (name, None, "")
 
 
+def test_tensors_that_do_not_go_together_lead_to_the_debug_mode() -> None:
+    said = wire.Output(rank=1, text="what(): Is there a distributed collective mismatch?\n")
+    assert "debug=True" in failure(run(2, said, died(1, signal=6), *ended_by_agent(0))).message
+    assert "debug=True" not in failure(run(2, died(1, signal=6), *ended_by_agent(0))).message
+
+
 def test_a_death_with_an_exit_code() -> None:
     told = failure(run(1, died(0, exitcode=3)))
     assert "exit code 3" in told.message
