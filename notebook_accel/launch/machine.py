@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -11,6 +12,9 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.environment import rank_environment
 from notebook_accel.launch.template.handle import ask_template
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["Device", "Machine", "look_at_machine"]
 
@@ -40,6 +44,7 @@ class Machine:
         num_cores: that this process may use.
         memory: bytes of the host in all.
         free_memory: bytes of it that are available.
+        versions: of torch and of what carries the accelerators.
         error: why the accelerators could not be counted; "" where they could.
     """
 
@@ -48,12 +53,14 @@ class Machine:
     num_cores: int
     memory: int
     free_memory: int
+    versions: Mapping[str, str] = field(default_factory=dict)
     error: str = ""
 
 
 def look_at_machine() -> Machine:
     """Find out what there is. A child of the template asks torch, and ends: no device is taken."""
     kind, error = "cpu", ""
+    versions: dict[str, str] = {}
     devices: tuple[Device, ...] = ()
     environment = rank_environment(LaunchConfig())
     try:
@@ -61,7 +68,7 @@ def look_at_machine() -> Machine:
     except LaunchError as failed:
         error = str(failed)
     else:
-        kind = found.kind
+        kind, versions = found.kind, found.versions
         memories = found.memory or (0,) * len(found.names)
         devices = tuple(
             Device(index=index, name=name, memory=memory)
@@ -74,5 +81,6 @@ def look_at_machine() -> Machine:
         num_cores=len(os.sched_getaffinity(0)),
         memory=memory.total,
         free_memory=memory.available,
+        versions=versions,
         error=error,
     )

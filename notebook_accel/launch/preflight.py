@@ -19,7 +19,15 @@ from notebook_accel.launch.system.open_files import check_open_files
 if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
 
-__all__ = ["check_call", "check_files_of_kernel", "check_machine", "check_platform", "check_wait"]
+__all__ = [
+    "can_bind",
+    "check_call",
+    "check_files_of_kernel",
+    "check_machine",
+    "check_platform",
+    "check_wait",
+    "files_needed",
+]
 
 # Of an agent, for each rank: its channel, log, watch and stacks; gloo's mesh is in the ranks.
 _FILES_A_RANK = 6
@@ -148,7 +156,7 @@ def check_machine(config: LaunchConfig, world_size: int) -> None:
         LaunchError: the limit of open files, or the port.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _FILES_BESIDE + max(_FILES_A_RANK, 2) * world_size
+    needed = files_needed(world_size)
     if hard != resource.RLIM_INFINITY and hard < needed:
         ranks = "1 rank needs" if world_size == 1 else f"{world_size} ranks need"
         advice = "have it raised" if world_size == 1 else "ask for fewer ranks, or have it raised"
@@ -156,14 +164,20 @@ def check_machine(config: LaunchConfig, world_size: int) -> None:
             f"{ranks} about {needed} open files, and this machine's hard limit is {hard} "
             f"(ulimit -Hn): {advice}"
         )
-    if config.use_port is not None and not _is_free(config.use_port):
+    if config.use_port is not None and not can_bind(config.use_port):
         raise LaunchError(
             f"use_port={config.use_port} is taken on this machine: choose another, or leave it "
             "out and a free one is found"
         )
 
 
-def _is_free(port: int) -> bool:
+def files_needed(world_size: int) -> int:
+    """Files that the agent of so many ranks has open, about."""
+    return _FILES_BESIDE + _FILES_A_RANK * world_size
+
+
+def can_bind(port: int) -> bool:
+    """Whether the port of the loopback interface is free; of 0, whether any is."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -467,12 +467,14 @@ class CountDevices(Message, frozen=True, kw_only=True):
 class Devices(Message, frozen=True, kw_only=True):
     """The accelerators: their torch type ("cuda", or "cpu" for none), names and bytes of memory.
 
-    ``error`` says why they could not be counted, where that is so.
+    ``versions`` are those of torch and of what carries the devices. ``error`` says why they could
+    not be counted, where that is so.
     """
 
     kind: str
     names: tuple[str, ...] = ()
     memory: tuple[int, ...] = ()
+    versions: dict[str, str] = {}
     error: str = ""
 
 

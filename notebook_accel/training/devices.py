@@ -8,6 +8,7 @@ one entry in a table here.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 __all__ = [
+    "Inventory",
     "Streams",
     "barrier_kwargs",
     "choose_device",
@@ -90,22 +92,51 @@ def _make_current(index: int) -> None:
     set_index(index)
 
 
-def inventory() -> tuple[str, list[str], list[int]]:
-    """The accelerators that this process sees.
+@dataclass(frozen=True)
+class Inventory:
+    """The accelerators that a process sees.
 
-    Returns:
-        their type ("cpu" for none), each one's name, and each one's bytes of memory (0: unknown).
+    Attributes:
+        kind: torch's type of them, "cpu" for none.
+        names: of each.
+        memory: bytes of each; 0 where that is unknown.
+        versions: of torch and of what carries the devices.
     """
+
+    kind: str
+    names: tuple[str, ...]
+    memory: tuple[int, ...]
+    versions: dict[str, str]
+
+
+def inventory() -> Inventory:
+    """Look at the accelerators that this process sees."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.accelerator.is_available():
-        return "cpu", [], []
+        return Inventory("cpu", (), (), {"torch": str(torch.__version__)})
     kind = accelerator.type
     module = torch.get_device_module(kind)
     name = getattr(module, "get_device_name", lambda _: kind)
     properties = getattr(module, "get_device_properties", lambda _: None)
     indices = range(torch.accelerator.device_count())
-    memory = [int(getattr(properties(index), "total_memory", 0)) for index in indices]
-    return kind, [str(name(index)) for index in indices], memory
+    return Inventory(
+        kind=kind,
+        names=tuple(str(name(index)) for index in indices),
+        memory=tuple(int(getattr(properties(index), "total_memory", 0)) for index in indices),
+        versions={"torch": str(torch.__version__), **_VERSIONS.get(kind, dict)()},
+    )
+
+
+def _cuda_versions() -> dict[str, str]:
+    found = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    if dist.is_nccl_available():
+        version: Any = torch.cuda.nccl.version
+        found["NCCL"] = ".".join(map(str, version()))
+    return {name: version for name, version in found.items() if version}
+
+
+# What carries the devices of a kind, for people who look for a mismatch.
+_VERSIONS: dict[str, Callable[[], dict[str, str]]] = {"cuda": _cuda_versions}
 
 
 def default_backend(device: torch.device) -> str:

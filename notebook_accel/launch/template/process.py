@@ -222,5 +222,9 @@ def _answer_devices(channel: Channel, environment: dict[str, str], template: int
     processes.die_with_parent(template)
     os.environ.clear()
     os.environ.update(environment)
-    kind, names, memory = import_module("notebook_accel.training.devices").inventory()
-    channel.send(wire.Devices(kind=kind, names=tuple(names), memory=tuple(memory)))
+    found = import_module("notebook_accel.training.devices").inventory()
+    channel.send(
+        wire.Devices(
+            kind=found.kind, names=found.names, memory=found.memory, versions=found.versions
+        )
+    )

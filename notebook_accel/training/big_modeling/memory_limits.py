@@ -65,7 +65,7 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> Limits:
 
 
 def _warn_of_absent(indices: Sequence[int]) -> None:
-    _, names, _ = devices.inventory()
+    names = devices.inventory().names
     for index in indices:
         if not 0 <= index < len(names):
             _log.warning(

@@ -1,0 +1,233 @@
+"""What on this machine stops a launch, or will hurt a training: each finding with its remedy.
+
+    examine() --one question after the other--> findings --> %accelerate doctor, the command line
+
+A question is a function that gives findings; :data:`_QUESTIONS` lists them, in the order in which
+they are shown. None of them uses a device here: what torch must be asked, a child of the template
+answers (template/process.py).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import resource
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launch import preflight
+from notebook_accel.launch.control.run_folder import runs_folder
+from notebook_accel.launch.machine import Machine, look_at_machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+__all__ = ["FINE", "HURTS", "STOPS", "Finding", "examine"]
+
+FINE, HURTS, STOPS = "fine", "hurts", "stops"
+
+_GIB = 1024**3
+# Docker gives 64 MB. A loader's worker puts each batch there: some batches of images need more.
+_SMALL_SHARED_MEMORY = _GIB // 4
+# One rank with torch takes about 0.25 GB before it has a model.
+_LITTLE_MEMORY = _GIB
+_LITTLE_DISK = _GIB
+_FEW_PROCESSES = 200
+_SECONDS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The answer to one question.
+
+    Attributes:
+        level: :data:`FINE`, :data:`HURTS` (a training may suffer) or :data:`STOPS` (no launch).
+        subject: what was looked at.
+        found: what was seen.
+        remedy: what to do; "" where all is well.
+    """
+
+    level: str
+    subject: str
+    found: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Ask all questions of this machine; it takes a few seconds where no launch was made yet."""
+    machine = look_at_machine()
+    return [finding for question in _QUESTIONS for finding in question(machine)]
+
+
+# ---- the questions -------------------------------------------------------------------------
+
+
+def _platform(_machine: Machine) -> Iterator[Finding]:
+    try:
+        preflight.check_platform()
+    except NotebookAccelError as error:
+        yield Finding(level=STOPS, subject="system", found=str(error), remedy="see there")
+    else:
+        yield Finding(level=FINE, subject="system", found="processes can be started and watched")
+
+
+def _devices(machine: Machine) -> Iterator[Finding]:
+    if machine.error:
+        remedy = "mend the driver, or launch with devices='cpu'"
+        yield Finding(level=STOPS, subject="devices", found=machine.error, remedy=remedy)
+    elif machine.devices:
+        names = ", ".join(f"{device.index}: {device.name}" for device in machine.devices)
+        yield Finding(level=FINE, subject="devices", found=names)
+    else:
+        found = f"no accelerator: ranks train on {machine.num_cores} CPU cores"
+        yield Finding(level=FINE, subject="devices", found=found)
+
+
+def _versions(machine: Machine) -> Iterator[Finding]:
+    found = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    if found:
+        yield Finding(level=FINE, subject="versions", found=found)
+
+
+def _who_uses_the_devices(machine: Machine) -> Iterator[Finding]:
+    if machine.kind != "cuda":
+        return
+    for pid, used in _processes_on_gpus():
+        # A kernel that shares its processes' numbers with its ranks is an ordinary holder too.
+        mine = pid == os.getpid()
+        owner = "this very kernel" if mine else f"process {pid} ({_name_of(pid)})"
+        remedy = (
+            "free it in the notebook: del the tensors, then torch.cuda.empty_cache(); or restart"
+            if mine
+            else f"end it (kill {pid}) if nobody needs it, or choose other devices="
+        )
+        found = f"{owner} holds {used} of an accelerator's memory"
+        yield Finding(level=HURTS, subject="devices in use", found=found, remedy=remedy)
+
+
+def _processes_on_gpus() -> list[tuple[int, str]]:
+    """Process id and memory of each process that computes on a GPU, as nvidia-smi tells them."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    query = ["--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(
+            [command, *query], capture_output=True, text=True, timeout=_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = csv.reader(io.StringIO(done.stdout), skipinitialspace=True)
+    return [(int(row[0]), row[1]) for row in rows if len(row) == 2 and row[0].isdecimal()]
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return psutil.Process(pid).name()
+    except psutil.Error:
+        return "of another container or user"
+
+
+def _memory(machine: Machine) -> Iterator[Finding]:
+    free = min(machine.free_memory, _free_in_container())
+    found = f"{free / _GIB:.1f} GB of memory are free"
+    if free < _LITTLE_MEMORY:
+        remedy = "free some: a rank takes 0.25 GB before it has a model"
+        yield Finding(level=HURTS, subject="memory", found=found, remedy=remedy)
+    else:
+        yield Finding(level=FINE, subject="memory", found=found)
+
+
+def _free_in_container() -> int:
+    """Bytes below the limit of this process's control group; very many where there is none."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+    except OSError:
+        return 1 << 62
+    return int(limit) - int(used) if limit.isdecimal() else 1 << 62
+
+
+def _shared_memory(_machine: Machine) -> Iterator[Finding]:
+    try:
+        size = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        remedy = "mount a tmpfs there: workers of a DataLoader hand batches over in it"
+        yield Finding(level=HURTS, subject="/dev/shm", found=str(error), remedy=remedy)
+        return
+    found = f"{size.free / 1024**2:,.0f} MB of {size.total / 1024**2:,.0f} MB are free"
+    if size.free < _SMALL_SHARED_MEMORY:
+        remedy = (
+            "start the container with --shm-size=1g or --ipc=host; until then, a DataLoader with "
+            "num_workers=0 needs none of it (launching needs none either)"
+        )
+        yield Finding(level=HURTS, subject="/dev/shm", found=found, remedy=remedy)
+    else:
+        yield Finding(level=FINE, subject="/dev/shm", found=found)
+
+
+def _limits(_machine: Machine) -> Iterator[Finding]:
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    number = "without a limit" if files == resource.RLIM_INFINITY else f"{files:,} at most"
+    low = files != resource.RLIM_INFINITY and files < preflight.files_needed(8)
+    yield Finding(
+        level=HURTS if low else FINE,
+        subject="open files",
+        found=f"{number} (ulimit -Hn)",
+        remedy=f"8 ranks need {preflight.files_needed(8)}: have it raised" if low else "",
+    )
+    _, processes = resource.getrlimit(resource.RLIMIT_NPROC)
+    if processes != resource.RLIM_INFINITY and processes < _FEW_PROCESSES:
+        found = f"this user may have {processes} processes and threads (ulimit -u)"
+        remedy = "have it raised: a rank has some ten threads"
+        yield Finding(level=HURTS, subject="processes", found=found, remedy=remedy)
+
+
+def _folders(_machine: Machine) -> Iterator[Finding]:
+    try:
+        folder = runs_folder()
+        there = next(path for path in (folder, *folder.parents) if path.is_dir())
+        free = shutil.disk_usage(there).free
+    except (NotebookAccelError, OSError, RuntimeError) as error:
+        remedy = "set NOTEBOOK_ACCEL_RUNS to a folder that can be written"
+        yield Finding(level=STOPS, subject="runs folder", found=str(error), remedy=remedy)
+        return
+    found = f"{folder}: {free / _GIB:.1f} GB are free"
+    if not os.access(there, os.W_OK):
+        remedy = "set NOTEBOOK_ACCEL_RUNS to a folder that can be written"
+        found = f"{there} cannot be written"
+        yield Finding(level=STOPS, subject="runs folder", found=found, remedy=remedy)
+    elif free < _LITTLE_DISK:
+        remedy = "free some, or set NOTEBOOK_ACCEL_RUNS to a folder of another disk"
+        yield Finding(level=HURTS, subject="runs folder", found=found, remedy=remedy)
+    else:
+        yield Finding(level=FINE, subject="runs folder", found=found)
+
+
+def _ports(_machine: Machine) -> Iterator[Finding]:
+    if preflight.can_bind(0):
+        yield Finding(level=FINE, subject="ports", found="the loopback interface gives ports")
+    else:
+        remedy = "give the container a loopback interface: ranks of one machine meet there"
+        found = "no port of 127.0.0.1 can be had"
+        yield Finding(level=STOPS, subject="ports", found=found, remedy=remedy)
+
+
+_QUESTIONS: Iterable[Callable[[Machine], Iterable[Finding]]] = (
+    _platform,
+    _devices,
+    _versions,
+    _who_uses_the_devices,
+    _memory,
+    _shared_memory,
+    _limits,
+    _folders,
+    _ports,
+)

@@ -1,0 +1,101 @@
+"""What is found on a machine that launches, and on ones that do not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from notebook_accel.launch import doctor
+from notebook_accel.launch.doctor import FINE, HURTS, STOPS, Finding, examine
+from notebook_accel.launch.machine import Device, Machine
+from notebook_accel.notebook.doctor import Diagnosis
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HOST: dict[str, Any] = {"num_cores": 2, "memory": 2**34, "free_memory": 2**33}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    found = Machine(kind="cpu", devices=(), versions={"torch": "2.13.0"}, **HOST)
+    monkeypatch.setattr(doctor, "look_at_machine", lambda: found)
+    return found
+
+
+def about(subject: str) -> Finding:
+    (found,) = [finding for finding in examine() if finding.subject == subject]
+    return found
+
+
+def test_this_machine_can_launch() -> None:
+    findings = examine()
+    assert [finding for finding in findings if finding.level == STOPS] == []
+    assert {"system", "devices", "versions", "memory", "/dev/shm", "ports"} <= {
+        finding.subject for finding in findings
+    }
+    assert all(bool(finding.remedy) == (finding.level != FINE) for finding in findings)
+
+
+@pytest.mark.usefixtures("machine")
+def test_dockers_shared_memory_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage
+
+    def small(path: Any) -> Any:
+        return SimpleNamespace(total=64 << 20, free=64 << 20) if path == "/dev/shm" else usage(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", small)
+    found = about("/dev/shm")
+    assert found.level == HURTS
+    assert "64 MB of 64 MB" in found.found
+    assert "--shm-size" in found.remedy
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_runs_folder_that_cannot_be_written_stops(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "none"))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    found = about("runs folder")
+    assert found.level == STOPS
+    assert "NOTEBOOK_ACCEL_RUNS" in found.remedy
+
+
+def test_devices_that_cannot_be_counted_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Machine(kind="cpu", devices=(), error="no driver", **HOST)
+    monkeypatch.setattr(doctor, "look_at_machine", lambda: broken)
+    found = about("devices")
+    assert (found.level, found.found) == (STOPS, "no driver")
+    assert "devices='cpu'" in found.remedy
+
+
+def test_who_holds_a_gpu_is_named_by_its_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A stand-in for nvidia-smi that answers as it does."""
+    device = Device(index=0, name="H200", memory=2**37)
+    monkeypatch.setattr(
+        doctor, "look_at_machine", lambda: Machine(kind="cuda", devices=(device,), **HOST)
+    )
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{os.getpid()}, 1024 MiB'\necho '{os.getppid()}, 5 MiB'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    mine, other = [finding for finding in examine() if finding.subject == "devices in use"]
+    assert "this very kernel holds 1024 MiB" in mine.found
+    assert "empty_cache" in mine.remedy
+    assert f"process {os.getppid()} (" in other.found
+    assert f"kill {os.getppid()}" in other.remedy
+
+
+def test_a_diagnosis_reads_as_a_table_and_as_lines() -> None:
+    bad = Finding(level=STOPS, subject="a<b", found="seen", remedy="do it")
+    shown = Diagnosis([Finding(level=FINE, subject="x", found="good"), bad])
+    assert repr(shown) == "✓ x: good\n✗ a<b: seen\n    to do: do it"
+    assert "a&lt;b" in shown._repr_html_()
+    assert not shown.can_launch
