@@ -201,6 +201,27 @@ def test_all_leave_after_the_highest_point(two: PlayedRun) -> None:
     assert len({leave.batches for leave in leaves if isinstance(leave, wire.LeaveAt)}) == 1
 
 
+def test_a_stop_before_the_call_is_everywhere_comes_after_it(two: PlayedRun) -> None:
+    first, second = two.agents
+    call = two.begin_call()
+    call.stop()
+    assert isinstance(first.next(), wire.Call)
+    assert isinstance(first.next(), wire.Stop)
+    first.tell(wire.Passed, batches=0, reads=0, is_read=False)
+    assert second.says_nothing_new()
+    first.tell(wire.PortReserved, port=4321)
+    # An agent drops what is about a call that it does not know: in this order.
+    assert isinstance(second.next(), wire.Call)
+    assert isinstance(second.next(), wire.Stop)
+    call.press(1)
+    assert isinstance(second.next(), wire.Interrupt)
+    second.tell(wire.Passed, batches=3, reads=0, is_read=False)
+    for agent in (second, first):
+        while not isinstance(said := agent.next(), wire.LeaveAt):
+            assert isinstance(said, wire.Interrupt)
+        assert said.batches == 4
+
+
 def test_a_stop_does_not_wait_for_an_agent_that_is_lost(two: PlayedRun) -> None:
     two.begin_call()
     begin_on_both(two)
