@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.control.curves import LiveCurves
     from notebook_accel.launch.control.interrupts import Latch, Presses
     from notebook_accel.launch.control.metrics_file import MetricReader
     from notebook_accel.launch.control.results import Results
@@ -47,9 +48,11 @@ class Conductor:
         results: what the ranks return; None once the run has ended, when only handles have it.
         ended: set once the run has ended and the view has drawn its end.
         timed_out: whether the run's own time-out ended it.
+        curves: its metrics while it goes on; None where nobody collects them.
     """
 
     state: RunState
+    curves: LiveCurves | None = None
     results: Results | None = None
     ended: Latch
     timed_out = False

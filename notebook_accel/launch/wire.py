@@ -266,7 +266,8 @@ class Output(Message, frozen=True, kw_only=True):
 class Sample(Message, frozen=True, kw_only=True):
     """What a rank's counters say now.
 
-    Memory in bytes; ``cpu`` in percent of a core, ``device_use`` in percent of the device's time.
+    Memory in bytes; ``cpu`` in percent of a core, ``device_use`` in percent of the device's time;
+    ``device`` as a person calls it ("CPU", "NVIDIA H200"), "" where nobody knows.
     """
 
     batches: int = 0
@@ -277,6 +278,7 @@ class Sample(Message, frozen=True, kw_only=True):
     device_memory: int | None = None
     cpu: int | None = None
     device_use: int | None = None
+    device: str = ""
 
 
 class RankEnded(Message, frozen=True, kw_only=True):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.view import View
-from notebook_accel.launch.view.progress import Throughput, last_values
+from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.live_panel import LivePanel
-from notebook_accel.notebook.panel import Details, render_panel
+from notebook_accel.notebook.panel import Details
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
 from notebook_accel.notebook.snapshot import Snapshot, render_line, render_slim, render_snapshot
 
@@ -28,7 +27,6 @@ _CLOCK_SECONDS = 1.0
 # A server that drops messages of a flood drops the last one too: the end is sent again this much
 # later. Only once: a page draws the summary anew, and a fold that somebody opened is closed again.
 _AGAIN_SECONDS = 1.0
-_MAX_CURVE = 60
 # A cell that ends before looks like any other cell.
 _SLIM_SECONDS = 1.0
 
@@ -65,7 +63,6 @@ class Dashboard(View):
         self._snapshot: Snapshot | None = None
         self._expected = ""
         self._throughput = Throughput()
-        self._curves: dict[str, deque[float]] = {}
         self._displays = RankDisplays()
         self._opened_at = 0.0
         self._drawn_at = 0.0
@@ -100,7 +97,6 @@ class Dashboard(View):
             self._state = state
             self._has_changed = True
             self._throughput.note(state, now=time.monotonic())
-            self._note_metrics(state)
             for panel in self._panels:
                 panel.read(state)
 
@@ -142,12 +138,12 @@ class Dashboard(View):
     # ---- drawing ---------------------------------------------------------------------------
 
     def _add_panel(self, state: RunState, slot: DisplaySlot) -> None:
-        panel = LivePanel(state, slot=slot, clicks=self._clicks, stop=self._ask_stop)
+        assert self._run is not None, "a panel shows a run"
+        panel = LivePanel(self._run, slot=slot, clicks=self._clicks, stop=self._ask_stop)
         panel.read(state)
-        panel.draw(state, self._markup(state))
-        run = f"run {self._run.id}" if self._run is not None else ""
+        panel.draw(state, self._details(state, panel))
         panel.show(
-            f"{state.name} ({run}): a live panel, which only its kernel draws. "
+            f"{state.name} (run {self._run.id}): a live panel, which only its kernel draws. "
             "There, notebook_accel.runs()[-1].show() draws it again; after a restart, "
             "notebook_accel.runs(everywhere=True) has the run's logs and metrics."
         )
@@ -177,22 +173,17 @@ class Dashboard(View):
                 self._add_panel(self._state, self._slot)
             self._drawn_at = now
             self._has_changed = False
-            markup = self._markup(self._state)
             for panel in self._panels:
-                if panel.draw(self._state, markup):
+                if panel.draw(self._state, self._details(self._state, panel)):
                     self._has_changed = True
 
-    def _markup(self, state: RunState) -> str:
-        throughputs = {rank.rank: self._throughput.of(rank.rank) for rank in state.ranks}
-        details = Details(now=state.now(), throughputs=throughputs, curves=self._curves)
-        return str(render_panel(state, details))
-
-    def _note_metrics(self, state: RunState) -> None:
-        for name, by_rank in last_values(state).items():
-            curve = self._curves.setdefault(name, deque(maxlen=_MAX_CURVE))
-            value = next(iter(by_rank.values()))
-            if not curve or curve[-1] != value:
-                curve.append(value)
+    def _details(self, state: RunState, panel: LivePanel) -> Details:
+        return Details(
+            now=state.now(),
+            throughputs={rank.rank: self._throughput.of(rank.rank) for rank in state.ranks},
+            of_run=self._throughput.of_run(state),
+            picked=panel.picked,
+        )
 
     # ---- clicks ----------------------------------------------------------------------------
 

@@ -1,24 +1,35 @@
 """The widgets of one live panel, and what is left of them at the end of its run.
 
-One HTML widget holds the whole panel, its log aside, since a page keeps up with one message five
-times a second but not with one a bar. Widget values may be set from any thread; printing and
-displaying may not: the output would go to whatever cell ran last. So the cell displays the panel
-once, in a slot, and the end of the run replaces it there.
+    buttons | title | note (stacks, folder) | ranks | metrics | log
+
+One HTML widget holds all ranks, since a page keeps up with one message five times a second but not
+with one a bar. Widget values may be set from any thread; printing and displaying may not: the
+output would go to whatever cell ran last. So the cell displays the panel once, in a slot, and the
+end of the run replaces it there.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import base64
+import threading
+import time
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from notebook_accel.launch.view import wording
 from notebook_accel.notebook.log_view import LogView, close_widget
+from notebook_accel.notebook.markup import Markup, element
+from notebook_accel.notebook.metrics_view import MetricsView
+from notebook_accel.notebook.panel import Details, render_panel, render_stacks, render_title
 from notebook_accel.notebook.style import style_element
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from notebook_accel.launch.control.hang import Hang
     from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.run import Run
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
     from notebook_accel.notebook.display_slot import DisplaySlot
     from notebook_accel.notebook.snapshot import Snapshot
@@ -26,36 +37,69 @@ if TYPE_CHECKING:
 __all__ = ["LivePanel"]
 
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+# So long the second click on Kill is waited for.
+_SURE_SECONDS = 4.0
+# A page keeps what a link holds in its memory.
+_MAX_LINK_BYTES = 2_000_000
 
 
 class LivePanel:
-    """The widgets of one panel.
+    """The widgets of one panel. Clicks only leave notes: all is drawn by :meth:`draw`.
 
     Args:
-        state: the run's state.
+        run: which is shown.
         slot: where in a cell's output it goes.
         clicks: how clicks get through.
         stop: called when Stop is clicked.
     """
 
     def __init__(
-        self,
-        state: RunState,
-        *,
-        slot: DisplaySlot,
-        clicks: ClicksAfterTheCell,
-        stop: Callable[[], None],
+        self, run: Run, *, slot: DisplaySlot, clicks: ClicksAfterTheCell, stop: Callable[[], None]
     ) -> None:
+        self._run = run
         self._slot = slot
-        self._body = ipywidgets.HTML()
+        self._hang: Hang | None = None
+        self._kill_asked = 0.0
+        self._stacks = ""
+        self._is_folder_asked = False
+        self._title, self._note, self._body = (ipywidgets.HTML() for _ in range(3))
         self._stop = clicks.stop_button(stop)
         self._stop.add_class("na-stop")
-        self._log = LogView(state, clicks)
+        self._kill = _button(
+            "Kill", "End all ranks and what they started at once: results are lost"
+        )
+        self._kill.on_click(self._on_kill)
+        self._ask_stacks = _button("Stacks", "Where each rank's Python stands now")
+        self._ask_stacks.on_click(self._on_stacks)
+        self._folder = _button("Log folder", "The folder with the whole output of each rank")
+        self._folder.on_click(self._on_folder)
+        self._buttons = ipywidgets.HBox([self._stop, self._kill, self._ask_stacks, self._folder])
+        for widget in (self._kill, self._ask_stacks, self._folder):
+            clicks.let_through(widget)
+        self._metrics = MetricsView(clicks)
+        self._log = LogView(run.state, clicks, saved=self._saved_log)
         self._style = ipywidgets.HTML(
             str(style_element()), layout=ipywidgets.Layout(display="none")
         )
-        # Stop comes first for the keyboard too.
-        self._box = ipywidgets.VBox([self._style, self._stop, self._body, self._log.box])
+        for widget, name in (
+            (self._title, "na-head"),
+            (self._buttons, "na-buttons"),
+            (self._note, "na-note"),
+            (self._body, "na-body"),
+        ):
+            widget.add_class(name)
+        # Stop comes first for the keyboard.
+        self._box = ipywidgets.VBox(
+            [
+                self._style,
+                self._buttons,
+                self._title,
+                self._body,
+                self._note,
+                self._metrics.box,
+                self._log.box,
+            ]
+        )
         self._box.add_class("na-panel")
 
     def show(self, text: str) -> None:
@@ -63,20 +107,59 @@ class LivePanel:
         view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
         self._slot.show({_WIDGET_VIEW: view, "text/plain": text})
 
+    @property
+    def picked(self) -> int | None:
+        """The rank whose output is shown; None for all."""
+        return self._log.chosen
+
     def read(self, state: RunState) -> None:
         """Take what ranks printed since the last call."""
         self._log.read(state)
 
-    def draw(self, state: RunState, markup: str) -> bool:
-        """Show ``markup`` above the log; True where more of the log waits.
+    def draw(self, state: RunState, details: Details) -> bool:
+        """Show how the run stands; True where more of the log waits.
 
         A page is only told of what changed.
         """
-        self._body.value = markup
+        now = time.monotonic()
+        self._title.value = str(render_title(state, details))
+        self._body.value = str(render_panel(state, details))
+        self._draw_buttons(state, now)
+        self._draw_note(state)
+        curves = self._run.conductor.curves
+        if curves is not None:
+            self._metrics.draw(curves, now=now)
+        return self._log.draw(state)
+
+    def _draw_buttons(self, state: RunState, now: float) -> None:
         if state.status == "stopping":
             self._stop.description = "Stopping"
             self._stop.disabled = True
-        return self._log.draw(state)
+        is_sure = now < self._kill_asked + _SURE_SECONDS
+        self._kill.description = "Sure?" if is_sure else "Kill"
+
+    def _draw_note(self, state: RunState) -> None:
+        """Stacks or the folder, whatever was asked for last; those of a hang by themselves."""
+        if self._is_folder_asked:
+            self._is_folder_asked = False
+            path = element("code", str(self._run.log_dir))
+            self._note.value = str(element("div", "log folder ", path, class_="na na-folder"))
+        elif self._stacks:
+            stacks = [part.partition("\n")[::2] for part in _parts(self._stacks)]
+            when = wording.clock(state.now() - state.started)
+            title = f"stacks after {when}"
+            self._note.value = str(render_stacks(stacks, title=title, is_open=True))
+            self._stacks = ""
+        if state.hang is not self._hang:
+            hang = self._hang = state.hang
+            found = () if hang is None else hang.stacks
+            stacks = [(wording.rank_list(ranks), text) for ranks, text in found]
+            markup = render_stacks(stacks, title="stacks of the ranks", is_open=False)
+            # What somebody asked for stays, once the hang is over.
+            if hang is not None:
+                self._note.value = str(markup)
+            elif "stacks of the ranks" in self._note.value:
+                self._note.value = ""
 
     def finish(self, snapshot: Snapshot) -> None:
         """Leave the summary in place of the live panel."""
@@ -85,10 +168,80 @@ class LivePanel:
         self._box.children = (self._body,)
         self._slot.show(snapshot.bundle)
         self._log.close()
-        close_widget(self._style)
-        close_widget(self._stop)
+        self._metrics.close()
+        for widget in (
+            self._style,
+            self._title,
+            self._note,
+            self._stop,
+            self._kill,
+            self._ask_stacks,
+            self._folder,
+            self._buttons,
+        ):
+            close_widget(widget)
 
     def finish_again(self, snapshot: Snapshot) -> None:
         """Send the end once more, to a page that may not have got it."""
         self._body.send_state()
         self._slot.show(snapshot.bundle)
+
+    # ---- clicks ----------------------------------------------------------------------------
+
+    def _on_kill(self, _button: Any) -> None:
+        now = time.monotonic()
+        # Results are lost by it: a slip of the hand must not be enough.
+        if now < self._kill_asked + _SURE_SECONDS:
+            self._run.kill()
+        self._kill_asked = now
+
+    def _on_stacks(self, _button: Any) -> None:
+        # It takes up to some seconds, in which the panel goes on.
+        threading.Thread(
+            target=self._fetch_stacks, name="notebook-accel-stacks", daemon=True
+        ).start()
+
+    def _fetch_stacks(self) -> None:
+        self._stacks = self._run.stacks()
+
+    def _on_folder(self, _button: Any) -> None:
+        self._is_folder_asked = True
+
+    def _saved_log(self, rank: int | None) -> Markup:
+        """A link that holds the output of a rank, or of all; their folder, where that is large."""
+        who = "all ranks" if rank is None else f"rank {rank}"
+        ranks = range(self._run.world_size) if rank is None else [rank]
+        parts = [self._run.state.ranks[number] for number in ranks]
+        size = sum(part.log_end - (part.log_start or 0) for part in parts)
+        if size > _MAX_LINK_BYTES:
+            text = f"{_size(size)}: see Log folder"
+            return element("span", text, class_="na-muted", title=str(self._run.log_dir))
+        data = self._run.logs(rank).encode(errors="replace")
+        name = f"{self._run.id}-{who.replace(' ', '-')}.txt"
+        return element(
+            "a",
+            f"{who}, {_size(len(data))}",
+            download=name,
+            href=f"data:text/plain;charset=utf-8;base64,{base64.b64encode(data).decode()}",
+        )
+
+
+def _button(description: str, tooltip: str) -> Any:
+    button = ipywidgets.Button(description=description, tooltip=tooltip)
+    button.add_class("na-small-button")
+    return button
+
+
+def _parts(stacks: str) -> list[str]:
+    """The text of ``run.stacks()``, cut where another rank begins."""
+    parts: list[str] = []
+    for line in stacks.splitlines():
+        if line.startswith("rank ") and line[5:].isdigit():
+            parts.append(line)
+        elif parts:
+            parts[-1] += f"\n{line}"
+    return parts or [stacks]
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1000:,.0f} KB" if num_bytes >= 1000 else f"{num_bytes} bytes"

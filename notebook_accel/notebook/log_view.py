@@ -19,8 +19,11 @@ from notebook_accel.notebook.log_window import LogWindow
 from notebook_accel.notebook.markup import message_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
+    from notebook_accel.notebook.markup import Markup
 
 __all__ = ["LogView", "close_widget"]
 
@@ -34,16 +37,29 @@ _ALL_RANKS = -1
 class LogView:
     """The log of one panel: which ranks it shows, and what its page has of them.
 
+    Attributes:
+        chosen: the rank whose output is shown; None for all.
+
     Args:
         state: the run's state.
         clicks: how clicks get through.
+        saved: gives the whole log of a rank, or of all (None), as a link or a line of HTML.
     """
 
-    def __init__(self, state: RunState, clicks: ClicksAfterTheCell) -> None:
+    def __init__(
+        self,
+        state: RunState,
+        clicks: ClicksAfterTheCell,
+        *,
+        saved: Callable[[int | None], Markup],
+    ) -> None:
         self._all_ranks = LogWindow(range(state.world_size))
         self._window = self._all_ranks
-        self._chosen: int | None = None
+        self.chosen: int | None = None
+        self._words = ""
         self._is_follow_asked = False
+        self._is_save_asked = False
+        self._saved = saved
         # The number of the block that each widget shows.
         self._shown: dict[int, int] = {}
         self._has_output = False
@@ -52,21 +68,38 @@ class LogView:
         self._scroll = self._make_scroll_box()
         options = [("all ranks", _ALL_RANKS)]
         options += [(f"rank {rank}", rank) for rank in range(state.world_size)]
-        self._filter = ipywidgets.Dropdown(options=options, tooltip="Whose output is shown")
+        self._filter = ipywidgets.Dropdown(
+            options=options, description="Output of", tooltip="Whose output is shown"
+        )
         self._filter.add_class("na-filter")
+        self._filter.add_class("na-rank-filter")
         self._filter.observe(self._on_choice, names="value")
+        self._search = ipywidgets.Text(
+            placeholder="search", description="Search the output", tooltip="Only lines with this"
+        )
+        self._search.add_class("na-search")
+        self._search.observe(self._on_search, names="value")
         self._follow = ipywidgets.Button(
             description="↓ newest", tooltip="Go to the newest line and follow the output"
         )
+        self._save = ipywidgets.Button(
+            description="Save", tooltip="A link to the whole output of these ranks, as a file"
+        )
+        for button, act in ((self._follow, self._on_follow), (self._save, self._on_save)):
+            button.add_class("na-small-button")
+            button.on_click(act)
         self._follow.add_class("na-follow")
-        self._follow.on_click(self._on_follow)
-        for widget in (self._filter, self._follow):
-            clicks.let_through(widget)
+        self._link = ipywidgets.HTML()
+        self._link.add_class("na-link")
         self._title = ipywidgets.HTML("output")
         self._title.add_class("na-log-title")
-        parts = [self._title, self._filter, self._follow]
+        self._title.add_class("na-optional")
+        parts = [self._title, self._filter, self._search, self._link, self._save, self._follow]
+        self._parts = [*parts]
         if state.world_size == 1:
             parts.remove(self._filter)
+        for widget in (self._filter, self._search, self._follow, self._save):
+            clicks.let_through(widget)
         self._bar = ipywidgets.HBox(parts)
         self._bar.add_class("na-log-bar")
         self.box = ipywidgets.VBox([self._bar, self._scroll])
@@ -81,10 +114,13 @@ class LogView:
 
     def draw(self, state: RunState) -> bool:
         """Send the page what it lacks, as much as may be sent at a time; True where more waits."""
-        if self._chosen is None and self._window is not self._all_ranks:
-            self._switch_to(self._all_ranks, state)
-        elif self._chosen is not None and self._window.ranks != (self._chosen,):
-            self._switch_to(LogWindow([self._chosen]), state)
+        ranks = tuple(range(state.world_size)) if self.chosen is None else (self.chosen,)
+        if (self._window.ranks, self._window.words) != (ranks, self._words):
+            is_all = self.chosen is None and not self._words
+            self._switch_to(self._all_ranks if is_all else LogWindow(ranks, self._words), state)
+        if self._is_save_asked:
+            self._is_save_asked = False
+            self._link.value = str(self._saved(self.chosen))
         if self._is_follow_asked:
             self._is_follow_asked = False
             old, self._scroll = self._scroll, self._make_scroll_box()
@@ -101,17 +137,22 @@ class LogView:
             *self._blocks.children,
             self._blocks,
             self._scroll,
-            self._filter,
-            self._follow,
+            *self._parts,
         ):
             close_widget(widget)
-        for widget in (self._title, self._bar, self.box):
+        for widget in (self._bar, self.box):
             close_widget(widget)
 
     # ---- clicks: they only leave a note, since they may come from another thread ----
 
     def _on_choice(self, change: dict[str, Any]) -> None:
-        self._chosen = None if change["new"] == _ALL_RANKS else change["new"]
+        self.chosen = None if change["new"] == _ALL_RANKS else change["new"]
+
+    def _on_search(self, change: dict[str, Any]) -> None:
+        self._words = change["new"].strip()
+
+    def _on_save(self, _button: Any) -> None:
+        self._is_save_asked = True
 
     def _on_follow(self, _button: Any) -> None:
         self._is_follow_asked = True

@@ -66,9 +66,12 @@ class LogWindow:
 
     Args:
         ranks: the ranks whose lines are shown. Of several, each line has its rank beside it.
+        words: only lines with these words in them are shown, in capitals or not.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], words: str = "") -> None:
+        self.words = words
+        self._needle = words.casefold()
         self._readers = {rank: LineReader() for rank in ranks}
         self._blocks: deque[LogBlock] = deque()
         self._num_blocks = 0
@@ -86,14 +89,16 @@ class LogWindow:
         # Of 128 ranks that print at once nobody could see more.
         limit = max(20, MAX_LINES // max(1, sum(bool(found.lines) for found in news.values())))
         for number, found in news.items():
-            lines = found.lines[-limit:]
-            num_missing = found.num_missing + len(found.lines) - len(lines)
-            if num_missing:
+            wanted = self._wanted(found.lines)
+            lines = wanted[-limit:]
+            num_missing = found.num_missing + len(wanted) - len(lines)
+            if num_missing and not self._needle:
                 text = f"… {num_missing:,} lines of rank {number} are in run.logs({number})"
                 self._append(None, text)
             for line in lines:
                 self._append(number, line)
         newest = {n: state.ranks[n].tail[-1] for n in self._readers if state.ranks[n].open_line}
+        newest = {n: line for n, line in newest.items() if self._wanted((line,))}
         if newest != self._open_lines:
             self._open_lines = newest
             self._newest_block().is_sent = False
@@ -101,6 +106,11 @@ class LogWindow:
             dropped = self._blocks.popleft()
             self._num_lines -= len(dropped.lines)
             self._has_dropped_unsent = not dropped.is_sent
+
+    def _wanted(self, lines: Sequence[str]) -> Sequence[str]:
+        if not self._needle:
+            return lines
+        return [line for line in lines if self._needle in plain_text(line).casefold()]
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -1,23 +1,21 @@
-"""The live panel as HTML, its log aside: a pure function of the run's state.
+"""The live panel as HTML, metrics and log aside: pure functions of the run's state.
 
 It is drawn five times a second, so it stays under :data:`MAX_BYTES` whatever the run does and
-however many ranks it has: what does not fit is folded, and the fold says of what.
+however many ranks it has: of many ranks all are in a heat row, the slowest first, and those have
+a row of their own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch.control.terminal_text import one_line
 from notebook_accel.launch.view import wording
 from notebook_accel.launch.view.progress import (
     ProgressLine,
-    last_values,
+    load_of,
     memory_of,
-    name_of,
     progress_lines,
-    spread,
 )
 from notebook_accel.launch.view.summary import (
     condition,
@@ -26,23 +24,25 @@ from notebook_accel.launch.view.summary import (
     hidden_ranks,
     live_condition,
     num_ranks,
-    ranks_with_row,
+    slowest_first,
 )
-from notebook_accel.notebook import charts
 from notebook_accel.notebook.markup import Markup, element, join, message_bytes, shorten
+from notebook_accel.notebook.metric_charts import MAX_LINES, colour_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from notebook_accel.launch.control.state import RankState, RunState
 
-__all__ = ["MAX_BYTES", "Details", "render_panel"]
+__all__ = ["MAX_BYTES", "Details", "render_panel", "render_stacks", "render_title"]
 
 MAX_BYTES = 18_000
-_MAX_METRICS = 12
-_MAX_STACKS = 6
+_MAX_STACKS = 8
+# As many ranks have a row each; of more, the slowest.
+_MAX_ROWS = 16
+_NUM_SLOWEST = 6
 # Nested bars get rows of their own while there are no more rows than this in all.
-_MAX_ROWS = 8
+_MAX_ROWS_OF_BARS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,23 +52,23 @@ class Details:
     Attributes:
         now: wall time, seconds.
         throughputs: items a second of ranks that draw no bar.
-        curves: newest values of each metric, oldest first.
+        of_run: items a second of a rank in the mean, and what they are.
+        picked: the rank whose output is shown; None for all.
     """
 
     now: float
     throughputs: Mapping[int, float | None] = field(default_factory=dict)
-    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    of_run: tuple[float, str] | None = None
+    picked: int | None = None
 
 
 def render_panel(state: RunState, details: Details) -> Markup:
-    """The panel, in as much detail as fits into :data:`MAX_BYTES`."""
-    for num_metrics, text_bytes in ((_MAX_METRICS, 60), (4, 30), (0, 12)):
+    """The ranks and what is to be said of them, in as much detail as fits."""
+    for text_bytes in (60, 30, 12):
         body = element(
             "div",
-            _title(state, details.now),
-            _hang(state, text_bytes),
+            _hang(state),
             _ranks(state, details, text_bytes),
-            _metrics(state, details.curves, num_metrics),
             _notices(state, 5 * text_bytes),
             class_="na",
         )
@@ -77,16 +77,46 @@ def render_panel(state: RunState, details: Details) -> Markup:
     return body
 
 
-def _title(state: RunState, now: float) -> Markup:
+def render_title(state: RunState, details: Details) -> Markup:
+    """One line: what runs, how it stands, since when, on what, and how fast."""
+    devices = {rank.device for rank in state.ranks if rank.device}
+    where = f"{num_ranks(state)} on {shorten(' and '.join(sorted(devices)), 60)}"
+    facts = [where if devices else num_ranks(state)]
+    if details.of_run is not None and state.status == "running":
+        per_second, items = details.of_run
+        facts.append(wording.rate(per_second, items))
     return element(
         "div",
         element("span", class_=f"na-dot na-{state.status}"),
-        element("b", shorten(state.name, 60)),
-        element("span", state.status, class_=f"na-status na-{state.status}"),
-        element("span", num_ranks(state), class_="na-muted"),
-        element("span", wording.clock(elapsed(state, now)), class_="na-muted na-clock"),
-        class_="na-title",
+        element("b", shorten(state.name, 60), title=shorten(state.name, 90)),
+        element("span", state.status, class_=f"na-status na-{state.status}", role="status"),
+        element("span", wording.clock(elapsed(state, details.now)), class_="na-muted na-clock"),
+        *(element("span", fact, class_="na-muted") for fact in facts),
+        class_="na na-title",
     )
+
+
+def render_stacks(
+    stacks: Sequence[tuple[str, str]], *, title: str, is_open: bool, max_bytes: int = 30_000
+) -> Markup:
+    """Stacks below a fold.
+
+    Args:
+        stacks: whose they are ("rank 2", "ranks 0-3"), and the text.
+        title: of the fold.
+        is_open: whether it is unfolded.
+        max_bytes: how much of them is shown, about.
+    """
+    share = max(500, max_bytes // max(1, min(len(stacks), _MAX_STACKS)))
+    parts = [
+        element("div", element("b", who), element("pre", shorten(text.strip("\n"), share)))
+        for who, text in stacks[:_MAX_STACKS]
+    ]
+    if len(stacks) > _MAX_STACKS:
+        rest = f"… and {len(stacks) - _MAX_STACKS} more: run.stacks() has them all"
+        parts.append(element("div", rest, class_="na-muted"))
+    fold = element("details", element("summary", title), *parts, open=is_open)
+    return element("div", fold, class_="na na-stacks")
 
 
 # ---- ranks ---------------------------------------------------------------------------------
@@ -99,21 +129,36 @@ _COLUMNS = (
     ("count", ""),
     ("rate", "rate"),
     ("left", "left"),
+    ("load", "cpu"),
     ("memory", "memory"),
 )
-_HEADER = element(
-    "thead",
-    element("tr", *(element("th", t, scope="col", class_=f"na-c-{c}") for c, t in _COLUMNS)),
+# A click on a cell of the heat row picks its rank in the list above the log. Nothing depends on
+# it: the list does the same, by the keyboard too.
+_PICK = (
+    "const r=event.target.textContent,"
+    "s=this.closest('.na-panel').querySelector('.na-rank-filter select');"
+    "if(event.target.tagName==='I'&&s){s.selectedIndex=+r+1;"
+    "s.dispatchEvent(new Event('change',{bubbles:true}))}"
 )
 
 
 def _ranks(state: RunState, details: Details, text_bytes: int) -> Markup:
-    shown = ranks_with_row(state.ranks)
+    shown, rest = list(state.ranks), ""
+    parts: list[Markup] = []
+    if len(shown) > _MAX_ROWS:
+        ordered = slowest_first(state)
+        cells = [_heat_cell(rank, state) for rank in ordered]
+        parts.append(element("div", *cells, class_="na-heat", aria_hidden="true", onclick=_PICK))
+        shown = ordered[:_NUM_SLOWEST]
+        picked = details.picked
+        if picked is not None and all(rank.rank != picked for rank in shown):
+            shown = [state.ranks[picked], *shown[:-1]]
+        rest = hidden_ranks(state.ranks, shown)
     lines = {
         rank.rank: progress_lines(rank, throughput=details.throughputs.get(rank.rank))
         for rank in shown
     }
-    has_room = sum(map(len, lines.values())) <= max(_MAX_ROWS, len(shown))
+    has_room = sum(map(len, lines.values())) <= max(_MAX_ROWS_OF_BARS, len(shown))
     rows: list[Markup] = []
     for rank in shown:
         first, *inner = lines[rank.rank]
@@ -122,12 +167,20 @@ def _ranks(state: RunState, details: Details, text_bytes: int) -> Markup:
             rows += [_inner_row(rank, line, text_bytes) for line in inner]
         else:
             rows.append(_row(state, rank, first, inner, text_bytes))
-    parts = [element("table", _HEADER, element("tbody", *rows), class_="na-ranks")]
-    rest = hidden_ranks(state.ranks, shown)
+    is_of_device = any(rank.device_use is not None for rank in state.ranks)
+    heads = [
+        element(
+            "th",
+            "gpu" if name == "load" and is_of_device else title,
+            scope="col",
+            class_=f"na-c-{name}",
+        )
+        for name, title in _COLUMNS
+    ]
+    head = element("thead", element("tr", *heads))
+    parts.append(element("table", head, element("tbody", *rows), class_="na-ranks"))
     if rest:
-        cells = [_strip_cell(rank) for rank in state.ranks]
-        parts.append(element("div", *cells, class_="na-strip", aria_hidden="true"))
-        parts.append(element("div", rest, class_="na-fold na-muted"))
+        parts.append(element("div", f"slowest first, {rest}", class_="na-fold na-muted"))
     return join(parts)
 
 
@@ -140,13 +193,21 @@ def _row(
 ) -> Markup:
     """The row of a rank: its outermost bar, and thin bars below it for ``inner`` ones."""
     status = live_condition(rank, state)
+    if status == "waits" and state.hang is not None:
+        line = replace(line, label=f"in {state.hang.operations[rank.rank]}")
+    shown = {"succeeded": "done"}.get(status, status)
+    if status == "quiet" and rank.quiet_since is not None:
+        shown = f"quiet {wording.clock(state.now() - rank.quiet_since)}"
+    # The colour that the rank's lines have in the charts.
+    has_lines = 1 < state.world_size <= MAX_LINES and rank.metrics
+    mark = element("s", style=f"background:{colour_of(rank.rank)}") if has_lines else ""
     bars = [_bar(rank, line, "") for line in (line, *inner)]
     return element(
         "tr",
-        element("td", str(rank.rank), class_="na-c-rank"),
+        element("td", str(rank.rank), mark, class_="na-c-rank"),
         element(
             "td",
-            {"succeeded": "done"}.get(status, status),
+            shown,
             class_=f"na-c-state {_class_of(status)}",
         ),
         _label(line, text_bytes),
@@ -154,7 +215,8 @@ def _row(
         element("td", line.count, class_="na-c-count"),
         element("td", line.rate, class_="na-c-rate"),
         element("td", line.remaining, class_="na-c-left"),
-        element("td", memory_of(rank), class_="na-c-memory"),
+        element("td", load_of(rank), class_="na-c-load"),
+        element("td", memory_of(rank), class_="na-c-memory", title=_taken(rank)),
     )
 
 
@@ -169,6 +231,7 @@ def _inner_row(rank: RankState, line: ProgressLine, text_bytes: int) -> Markup:
         element("td", line.rate, class_="na-c-rate"),
         # A cell for each column: a narrow page hides some of them by their classes.
         element("td", class_="na-c-left"),
+        element("td", class_="na-c-load"),
         element("td", class_="na-c-memory"),
         class_="na-inner",
     )
@@ -190,11 +253,27 @@ def _bar(rank: RankState, line: ProgressLine, kind: str) -> Markup:
     )
 
 
-def _strip_cell(rank: RankState) -> Markup:
+def _taken(rank: RankState) -> str | None:
+    """What the rank takes of its machine, where that is more than its row says."""
+    if rank.device_memory is None or rank.memory is None:
+        return None
+    used = f"device {wording.memory(rank.device_memory)}"
+    cpu = "" if rank.cpu is None else f", {rank.cpu}% of a core"
+    return f"{used}, process {wording.memory(rank.memory)}{cpu}"
+
+
+def _heat_cell(rank: RankState, state: RunState) -> Markup:
     """One of the small cells that stand for all ranks, as full as its rank is far."""
     fraction = progress_lines(rank)[0].fraction
-    style = None if fraction is None else f"--f:{fraction:.0%}"
-    return element("i", class_=_class_of(condition(rank)), style=style, title=str(rank.rank))
+    status = live_condition(rank, state)
+    far = "" if fraction is None else f" {fraction:.0%}"
+    return element(
+        "i",
+        str(rank.rank),
+        class_=_class_of(status),
+        style=None if fraction is None else f"--f:{fraction:.0%}",
+        title=f"{status}{far}",
+    )
 
 
 def _class_of(status: str) -> str:
@@ -205,55 +284,12 @@ def _class_of(status: str) -> str:
 # ---- who waits for whom ---------------------------------------------------------------------
 
 
-def _hang(state: RunState, text_bytes: int) -> Markup:
-    """Who waits for whom, and below a fold the stacks of those that stand alike."""
-    hang = state.hang
-    if hang is None:
+def _hang(state: RunState) -> Markup:
+    """Who waits for whom; their stacks are a widget of their own, whose fold stays as it is."""
+    if state.hang is None:
         return Markup("")
-    stacks = [
-        element(
-            "div",
-            element("b", wording.rank_list(ranks)),
-            element("pre", shorten(stack.strip("\n"), 20 * text_bytes)),
-        )
-        for ranks, stack in hang.stacks[:_MAX_STACKS]
-    ]
-    return element(
-        "div",
-        element("div", shorten(hang_line(state), 800)),
-        element("details", element("summary", "stacks"), *stacks) if text_bytes > 12 else "",
-        class_="na-hang" if hang.is_certain else "na-hang na-waiting",
-        role="status",
-    )
-
-
-# ---- metrics and notices -------------------------------------------------------------------
-
-
-def _metrics(state: RunState, curves: Mapping[str, Sequence[float]], limit: int) -> Markup:
-    values = last_values(state)
-    if not values:
-        return Markup("")
-    cells = [
-        element(
-            "div",
-            element(
-                "span",
-                shorten(name_of(name), 40),
-                class_="na-name na-muted",
-                title=shorten(one_line(name, 90), 90),
-            ),
-            element("b", wording.number(next(iter(by_rank.values())))),
-            charts.sparkline(curves.get(name, ())),
-            element("span", spread(by_rank), class_="na-muted na-spread"),
-            class_="na-metric",
-        )
-        for name, by_rank in list(values.items())[:limit]
-    ]
-    if len(values) > limit:
-        rest = f"… and {len(values) - limit} more in run.metrics"
-        cells.append(element("div", rest, class_="na-metric na-muted"))
-    return element("div", *cells, class_="na-metrics")
+    kind = "na-hang" if state.hang.is_certain else "na-hang na-waiting"
+    return element("div", shorten(hang_line(state), 800), class_=kind, role="alert")
 
 
 def _notices(state: RunState, text_bytes: int) -> Markup:

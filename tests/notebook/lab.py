@@ -1,4 +1,4 @@
-"""A real JupyterLab in a real browser."""
+"""A real JupyterLab, and the Notebook 7 of the same server, in a real browser."""
 
 from __future__ import annotations
 
@@ -132,14 +132,15 @@ class Lab:
         nbformat.write(notebook, path)
         return path
 
-    def open(self, browser: Browser, name: str, **viewport: int) -> Notebook:
-        """Open a notebook in a new page, in a workspace of its own."""
+    def open(self, browser: Browser, name: str, *, app: str = "lab", **viewport: int) -> Notebook:
+        """Open a notebook in a new page: of "lab", in a workspace of its own, or of "notebook"."""
         page = browser.new_page(viewport={"width": 1100, "height": 1000, **viewport})
         workspace = f"t{time.time_ns()}"
-        page.goto(
-            f"{self.url}/lab/workspaces/{workspace}/tree/{name}?token={_TOKEN}&reset",
-            timeout=60_000,
-        )
+        paths = {
+            "lab": f"lab/workspaces/{workspace}/tree/{name}?reset&",
+            "notebook": f"notebooks/{name}?",
+        }
+        page.goto(f"{self.url}/{paths[app]}token={_TOKEN}", timeout=60_000)
         return Notebook(page)
 
 
@@ -164,6 +165,7 @@ def open_lab(folder: Path, versions: Sequence[str]) -> Iterator[Lab]:
             f"--IdentityProvider.token={_TOKEN}",
             f"--ServerApp.root_dir={work}",
             "--LabApp.expose_app_in_browser=True",
+            "--JupyterNotebookApp.expose_app_in_browser=True",
             "--LabApp.news_url=None",
         ],
         env={**os.environ, **_folders(folder), "JUPYTER_PATH": str(data)},

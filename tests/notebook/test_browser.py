@@ -144,7 +144,7 @@ def test_a_blocked_cell_shows_its_ranks_live_and_stops_by_mouse(
         output.get_by_text(f"rank {rank} speaks <b>loudly</b>").wait_for(timeout=30_000)
 
     # The filter works meanwhile.
-    output.locator("select").select_option(label="rank 1")
+    output.get_by_label("Output of").select_option(label="rank 1")
     output.get_by_text("rank 0 speaks").wait_for(state="detached", timeout=30_000)
     output.get_by_text("rank 1 speaks").wait_for(timeout=30_000)
 

@@ -7,12 +7,18 @@ from typing import Any
 from notebook_accel.launch import wire
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.log_view import LogView
+from notebook_accel.notebook.markup import Markup
 from tests.notebook.states import after, running
 from tests.notebook.test_markup import Tags
 
 
 def output(rank: int, text: str) -> wire.Output:
     return wire.Output(rank=rank, text=text)
+
+
+def view_of(state: Any) -> LogView:
+    saved = lambda rank: Markup(f"<a>{'all' if rank is None else rank}</a>")  # noqa: E731
+    return LogView(state, ClicksAfterTheCell(None), saved=saved)
 
 
 def blocks(view: LogView) -> list[Any]:
@@ -32,7 +38,7 @@ def draw_all(view: LogView, state: Any) -> None:
 
 def test_new_lines_change_the_newest_block_alone() -> None:
     state = after(running(1), output(0, "".join(f"line {n}\n" for n in range(250))))
-    view = LogView(state, ClicksAfterTheCell(None))
+    view = view_of(state)
     view.read(state)
     draw_all(view, state)
     assert text(view).splitlines() == [f"line {n}" for n in range(250)]
@@ -48,7 +54,7 @@ def test_new_lines_change_the_newest_block_alone() -> None:
 
 def test_widgets_are_used_again_and_lines_stay_in_order() -> None:
     state = running(1)
-    view = LogView(state, ClicksAfterTheCell(None))
+    view = view_of(state)
     for start in range(0, 20_000, 500):
         state = after(state, output(0, "".join(f"line {n}\n" for n in range(start, start + 500))))
         view.read(state)
@@ -62,7 +68,7 @@ def test_widgets_are_used_again_and_lines_stay_in_order() -> None:
 
 def test_the_chosen_rank_is_shown_alone_and_then_all_again() -> None:
     state = after(running(2), output(0, "zero\n"), output(1, "one\n"))
-    view = LogView(state, ClicksAfterTheCell(None))
+    view = view_of(state)
     view.read(state)
     draw_all(view, state)
     assert text(view) == "0zero1one"
@@ -80,7 +86,7 @@ def test_the_chosen_rank_is_shown_alone_and_then_all_again() -> None:
 
 def test_the_button_makes_a_box_that_starts_at_the_newest_line() -> None:
     state = after(running(1), output(0, "a\n"))
-    view = LogView(state, ClicksAfterTheCell(None))
+    view = view_of(state)
     view.read(state)
     view.draw(state)
     before = view.box.children[-1]
@@ -92,10 +98,43 @@ def test_the_button_makes_a_box_that_starts_at_the_newest_line() -> None:
 
 def test_it_takes_no_room_before_anything_was_printed() -> None:
     state = running(1)
-    view = LogView(state, ClicksAfterTheCell(None))
+    view = view_of(state)
     view.draw(state)
     assert "na-empty" in view.box._dom_classes
     state = after(state, output(0, "a\n"))
     view.read(state)
     view.draw(state)
     assert "na-empty" not in view.box._dom_classes
+
+
+def test_a_search_shows_the_lines_with_these_words_alone_and_new_ones_too() -> None:
+    state = after(running(2), output(0, "a loss\nb\n"), output(1, "\x1b[32mLo\x1b[0mss\nc\n"))
+    view = view_of(state)
+    view.read(state)
+    draw_all(view, state)
+    view._search.value = " LOSS "
+    draw_all(view, state)
+    assert text(view) == "0a loss1Loss"
+    state = after(state, output(1, "no\nmore loss\n"))
+    view.read(state)
+    draw_all(view, state)
+    assert text(view) == "0a loss1Loss\nmore loss"
+    view._filter.value = 0
+    draw_all(view, state)
+    assert text(view) == "a loss"
+    view._search.value = ""
+    draw_all(view, state)
+    assert text(view) == "a loss\nb"
+
+
+def test_the_whole_output_of_the_chosen_ranks_is_a_link() -> None:
+    state = after(running(2), output(0, "a\n"))
+    view = view_of(state)
+    view.read(state)
+    view._save.click()
+    view.draw(state)
+    assert view._link.value == "<a>all</a>"
+    view._filter.value = 1
+    view._save.click()
+    view.draw(state)
+    assert view._link.value == "<a>1</a>"

@@ -1,14 +1,26 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.control.hang import Hang
 from notebook_accel.notebook.markup import message_bytes
-from notebook_accel.notebook.panel import MAX_BYTES, Details, render_panel
+from notebook_accel.notebook.panel import (
+    MAX_BYTES,
+    Details,
+    render_panel,
+    render_stacks,
+    render_title,
+)
 from tests.notebook.states import after, running, succeeded, with_failed
 from tests.notebook.test_markup import HOSTILE, Tags
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.control.state import RunState
 
 NOW = Details(now=1042.0)
 
@@ -20,7 +32,8 @@ def bar(rank: int, number: int = 1, **fields: object) -> wire.Bar:
 
 def test_a_row_says_how_far_its_rank_is() -> None:
     sample = wire.Sample(rank=0, memory=412_000_000)
-    page = Tags(render_panel(after(running(1), bar(0), sample), NOW))
+    state = after(running(1), bar(0), sample)
+    page = Tags(render_title(state, NOW) + render_panel(state, NOW))
     for words in ("train", "running", "0:42", "epoch 1", "50/200", "10.0 it/s", "0:15", "412 MB"):
         assert words in page.text
     assert ("aria-label", "rank 0: epoch 1: 50/200") in page.attributes
@@ -42,25 +55,72 @@ def test_every_one_of_nested_bars_has_a_row() -> None:
     assert page.tags.count("progress") == 2
 
 
-def test_the_last_values_of_metrics_with_their_spread() -> None:
-    state = after(
-        running(2),
-        wire.Metric(rank=0, values={"loss": 0.25}),
-        wire.Metric(rank=1, values={"loss": 0.5}),
+def test_the_title_says_on_what_and_how_fast() -> None:
+    state = running(2)
+    for rank in (0, 1):
+        state = after(state, wire.Sample(rank=rank, steps=5, device="NVIDIA H200"))
+    page = Tags(render_title(state, Details(now=1042.0, of_run=(12.5, "steps"))))
+    assert page.text == "trainrunning0:422 ranks on NVIDIA H20012.5 steps/s"
+
+
+def test_what_a_rank_takes_of_its_machine() -> None:
+    sample = wire.Sample(rank=0, memory=412_000_000, cpu=97)
+    page = Tags(render_panel(after(running(1), sample), NOW))
+    assert "cpu" in page.text
+    assert "97%" in page.text
+    sample = wire.Sample(
+        rank=0, memory=412_000_000, cpu=97, device_use=80, device_memory=21_300_000_000
     )
-    page = Tags(render_panel(state, Details(now=1042.0, curves={"loss": [3, 2, 1]})))
-    assert "loss0.250.25 to 0.5" in page.text
-    assert "polyline" in page.tags
+    page = Tags(render_panel(after(running(1), sample), NOW))
+    for words in ("gpu", "80%", "21.3 GB"):
+        assert words in page.text
+    assert ("title", "device 21.3 GB, process 412 MB, 97% of a core") in page.attributes
+
+
+def hanging() -> RunState:
+    hang = Hang(
+        is_certain=True,
+        text="the run hangs: rank 0 waits in all_reduce",
+        since=1029.0,
+        operations={0: "all_reduce"},
+        missing=(1,),
+        stacks=(((0,), "here"), ((1,), "there")),
+    )
+    return replace(running(2), hang=hang, ended=1042.0)
+
+
+def test_who_waits_for_whom() -> None:
+    page = Tags(render_panel(hanging(), NOW))
+    for words in ("Nothing has moved for 0:13: the run hangs", "waits", "in all_reduce", "missing"):
+        assert words in page.text
+    assert ("class", "na-c-state na-missing") in page.attributes
+
+
+def test_a_rank_that_says_nothing_is_quiet() -> None:
+    state = running(2)
+    now = state.now()
+    state = replace(state, ranks=(replace(state.ranks[0], quiet_since=now - 12.4), state.ranks[1]))
+    page = Tags(render_panel(state, NOW))
+    assert "quiet 0:12" in page.text
+    assert page.text.count("running") == 1
+
+
+def test_stacks_are_below_a_fold_and_cut() -> None:
+    stacks = [(f"rank {rank}", HOSTILE * 9_000) for rank in range(20)]
+    page = Tags(render_stacks(stacks, title="stacks", is_open=True, max_bytes=20_000))
+    assert page.tags.count("pre") == 8
+    assert "… and 12 more" in page.text
+    assert len(page.text) < 20_000
+    assert "script" not in page.tags
 
 
 def test_nothing_from_a_rank_becomes_markup() -> None:
     state = after(
         running(2, name=HOSTILE),
         bar(1, name=HOSTILE),
-        wire.Metric(rank=0, values={HOSTILE: 1.0}),
         wire.Notice(text=HOSTILE),
     )
-    page = Tags(render_panel(state, NOW))
+    page = Tags(render_title(state, NOW) + render_panel(state, NOW))
     assert not {"script"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     assert page.text.count("<script>alert('x')</script>") >= 3
@@ -82,16 +142,26 @@ def test_it_is_small_whatever_ranks_print(num_ranks: int, line: str) -> None:
     assert message_bytes(render_panel(state, NOW)) <= MAX_BYTES < 20_000
 
 
-def test_ranks_beyond_the_rows_are_folded_and_failed_ones_are_not() -> None:
-    state = with_failed(running(128), [3, 77, 100])
+def test_of_many_ranks_all_are_in_a_row_and_the_slowest_have_one_each() -> None:
+    state = running(128)
+    for rank in range(128):
+        state = after(state, wire.Sample(rank=rank, batches=50 + rank % 64, total_batches=200))
+    state = with_failed(state, [77])
     page = Tags(render_panel(state, NOW))
-    assert page.tags.count("progress") == 8
-    assert "… and 120 more: 120 running" in page.text
-    assert [name for name, value in page.attributes if value and "rank 77" in value]
+    assert page.tags.count("i") == 128
+    assert page.tags.count("progress") == 6
+    rows = [value for name, value in page.attributes if name == "aria-label"]
+    assert [row.split(":")[0] for row in rows if row] == [
+        f"rank {rank}" for rank in (77, 0, 64, 1, 65, 2)
+    ]
+    assert "slowest first, … and 122 more: 122 running" in page.text
+    # Whoever is picked has a row as well.
+    page = Tags(render_panel(state, Details(now=1042.0, picked=100)))
+    assert any(value and value.startswith("rank 100:") for _, value in page.attributes)
 
 
 def test_the_end_is_drawn_too() -> None:
-    page = Tags(render_panel(succeeded(running(2)), Details(now=9999.0)))
+    page = Tags(render_title(succeeded(running(2)), Details(now=9999.0)))
     assert "succeeded" in page.text
     assert "0:42" in page.text
 

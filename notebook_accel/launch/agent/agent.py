@@ -32,7 +32,7 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.agent.ending import Ending, Stage
 from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.launch.agent.flush import flush_to_kernel
-from notebook_accel.launch.agent.gauges import nvidia_device
+from notebook_accel.launch.agent.gauges import gauges_of
 from notebook_accel.launch.agent.logs import rank_logs
 from notebook_accel.launch.agent.ports import reserve_port
 from notebook_accel.launch.agent.rank_process import CLOSED, GARBAGE, RankProcess
@@ -180,7 +180,7 @@ class Agent:
                     stacks=stacks,
                     disconnect=disconnect,
                     row=self._board.row(spec.local_rank),
-                    device=nvidia_device(self._launch, spec),
+                    gauges=gauges_of(self._launch, spec, process.pid),
                 )
             )
         self._post(wire.AgentReady, pids={rank.rank: rank.pid for rank in self._ranks})

@@ -16,25 +16,23 @@ import psutil
 if TYPE_CHECKING:
     from notebook_accel.launch import wire
 
-__all__ = ["Gauges", "nvidia_device"]
+__all__ = ["Gauges", "gauges_of"]
 
 _SECONDS = 1.0
 
 
-def nvidia_device(launch: wire.Launch, spec: wire.RankSpec) -> str | None:
-    """What NVML calls the device of a rank; None where the rank has none.
-
-    That is its number among all of the machine, or its UUID.
-    """
+def gauges_of(launch: wire.Launch, spec: wire.RankSpec, pid: int | None) -> Gauges:
+    """The gauges of a rank that was just started."""
+    assert pid is not None
     environment = {**launch.environment, **spec.environment}
-    if not os.path.exists("/dev/nvidiactl") or environment.get("ACCELERATE_USE_CPU") == "true":
-        return None
+    if environment.get("ACCELERATE_USE_CPU") == "true":
+        return Gauges(pid, name="CPU")
     index = spec.local_rank if spec.device is None else spec.device
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return str(index)
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    return names[index] if index < len(names) else None
+    names = [str(index)] if visible is None else visible.split(",")
+    at = 0 if visible is None else index
+    has_one = os.path.exists("/dev/nvidiactl") and at < len(names) and names[at].strip()
+    return Gauges(pid, nvidia=names[at].strip() if has_one else None)
 
 
 @lru_cache(maxsize=1)
@@ -57,21 +55,24 @@ class Gauges:
         cpu: percent of a core, since the reading before.
         device_memory: of the device that the process holds, in bytes, as far as NVML tells.
         device_use: percent of its time in which the device computed.
+        device: what a person calls it; "" while unknown.
     """
 
-    def __init__(self, pid: int, device: str | None) -> None:
+    def __init__(self, pid: int, *, nvidia: str | None = None, name: str = "") -> None:
         """Read nothing yet.
 
         Args:
             pid: of the process.
-            device: what NVML calls its device, as :func:`nvidia_device` says it.
+            nvidia: what NVML calls its device: its number among all of the machine, or its UUID.
+            name: what a person calls the device.
         """
+        self.device = name
         self.memory: int | None = None
         self.cpu: int | None = None
         self.device_memory: int | None = None
         self.device_use: int | None = None
         self._pid = pid
-        self._device = device
+        self._nvidia = nvidia
         self._handle: Any = None
         self._process: psutil.Process | None = None
         self._next = 0.0
@@ -85,8 +86,8 @@ class Gauges:
         # A process that has just ended has none of it.
         with contextlib.suppress(psutil.Error):
             self._read_process(now)
-        if self._device is not None:
-            self._read_device(self._device)
+        if self._nvidia is not None:
+            self._read_device(self._nvidia)
 
     def _read_process(self, now: float) -> None:
         if self._process is None:
@@ -99,18 +100,20 @@ class Gauges:
         if then:
             self.cpu = round(100 * (busy - before) / (now - then))
 
-    def _read_device(self, device: str) -> None:
+    def _read_device(self, nvidia: str) -> None:
         nvml = _nvml()
         try:
             if self._handle is None:
-                is_number = device.isdigit()
-                find = (
-                    nvml.nvmlDeviceGetHandleByIndex if is_number else nvml.nvmlDeviceGetHandleByUUID
+                self._handle = (
+                    nvml.nvmlDeviceGetHandleByIndex(int(nvidia))
+                    if nvidia.isdigit()
+                    else nvml.nvmlDeviceGetHandleByUUID(nvidia)
                 )
-                self._handle = find(int(device) if is_number else device)
+                name = nvml.nvmlDeviceGetName(self._handle)
+                self.device = name.decode() if isinstance(name, bytes) else name
             self.device_use = int(nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
             processes = nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
             found = [one.usedGpuMemory for one in processes if one.pid == self._pid]
             self.device_memory = next((used for used in found if used), None)
         except Exception:  # a part of a device, an old driver: what it cannot say stays unknown
-            self._device = None
+            self._nvidia = None

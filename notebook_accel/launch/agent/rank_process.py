@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.agent.ending import SETTLE_SECONDS
-from notebook_accel.launch.agent.gauges import Gauges
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.own_time import OwnTime
 from notebook_accel.launch.worker.main import STACKS_SIGNAL
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from notebook_accel.launch.agent.file_tail import FileTail
+    from notebook_accel.launch.agent.gauges import Gauges
     from notebook_accel.launch.transport.channel import Channel
     from notebook_accel.launch.transport.scoreboard import Row
 
@@ -76,7 +76,7 @@ class RankProcess:
         stacks: int,
         disconnect: int,
         row: Row,
-        device: str | None = None,
+        gauges: Gauges,
     ) -> None:
         assert process.pid is not None
         self.rank = rank
@@ -102,7 +102,7 @@ class RankProcess:
         self._stacks_grew = (0, 0.0)
         self._next_output = 0.0
         self._next_sample = 0.0
-        self._gauges = Gauges(self.pid, device)
+        self._gauges = gauges
         self._sample: tuple[Any, ...] = ()
 
     @property
@@ -243,6 +243,7 @@ class RankProcess:
                 device_memory=device_memory,
                 cpu=gauges.cpu,
                 device_use=gauges.device_use,
+                device=gauges.device,
             )
 
     # ---- stacks ----------------------------------------------------------------------------

@@ -103,6 +103,7 @@ class RankState:
         steps: made by its prepared optimizers.
         memory, device_memory: bytes; None where unknown.
         cpu, device_use: percent of a core, and of its device; None where unknown.
+        device: what it computes on, as a person calls it; "" where unknown.
         quiet_since: since when it made no step and said nothing, by the clock of the run (wall,
             seconds); None while it does.
         metrics: last value of each name, with its step.
@@ -135,6 +136,7 @@ class RankState:
     device_memory: int | None = None
     cpu: int | None = None
     device_use: int | None = None
+    device: str = ""
     quiet_since: float | None = None
     metrics: dict[str, tuple[int | None, float]] = field(default_factory=dict)
     tail: tuple[str, ...] = ()
@@ -365,6 +367,7 @@ def _(message: wire.Sample, state: RunState) -> RunState:
             device_memory=message.device_memory,
             cpu=message.cpu,
             device_use=message.device_use,
+            device=message.device,
         ),
     )
 

@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.interrupts import Latch, held
 from notebook_accel.launch.control.stacks import stacks_text
@@ -96,6 +97,7 @@ class Supervisor(Conductor):
         self._closing_notices = closing_notices
         self._labels = labels
         self._hangs = HangWatch(labels)
+        self.curves: LiveCurves | None = LiveCurves(state.world_size)
         self._is_stopped = False
         self._lost_group = False
         self._stops = 0
@@ -176,6 +178,8 @@ class Supervisor(Conductor):
             self._metrics.add(
                 wall=message.wall, rank=message.rank, step=message.step, values=message.values
             )
+            if self.curves is not None:
+                self.curves.add(message.rank, message.step, message.values)
         elif isinstance(message, wire.Stacks):
             self._hangs.take(message)
         with self._state_lock:
@@ -233,6 +237,7 @@ class Supervisor(Conductor):
                 self._set_final_state(lost)
         finally:
             self._context.run(self._view.close, self.state)
+            self.curves = None
             self.ended.set()
 
     def _set_final_state(self, lost: Sequence[LostAgent]) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "Throughput",
     "current_bars",
     "last_values",
+    "load_of",
     "memory_of",
     "name_of",
     "progress_lines",
@@ -201,6 +202,17 @@ class Throughput:
             while len(samples) > 2 and samples[1][0] <= now - _WINDOW_SECONDS:
                 samples.popleft()
 
+    def of_run(self, state: RunState) -> tuple[float, str] | None:
+        """Items a second of a rank in the mean, and what they are; None while too little is known.
+
+        Of ranks that still go on: one that has ended is no slower for it.
+        """
+        going = [rank for rank in state.ranks if not rank.has_ended]
+        rates = [rate for rank in going if (rate := self.of(rank.rank))]
+        if not rates:
+            return None
+        return sum(rates) / len(rates), "batches" if going[0].batches else "steps"
+
     def of(self, rank: int) -> float | None:
         """Items a second of ``rank``, None while too little is known."""
         samples = self._samples.get(rank)
@@ -218,6 +230,12 @@ def memory_of(rank: RankState) -> str:
     """Memory of the rank's device, or of its process where that is unknown; "" for neither."""
     used = rank.device_memory or rank.memory
     return wording.memory(used) if used else ""
+
+
+def load_of(rank: RankState) -> str:
+    """Percent of its time that the rank's device computes, or of a core where that is unknown."""
+    load = rank.cpu if rank.device_use is None else rank.device_use
+    return "" if load is None or rank.has_ended else f"{load}%"
 
 
 def last_values(state: RunState) -> dict[str, dict[int, float]]:

@@ -33,6 +33,7 @@ __all__ = [
     "num_ranks",
     "rank_facts",
     "ranks_with_row",
+    "slowest_first",
     "summary_lines",
 ]
 
@@ -88,6 +89,18 @@ def hang_line(state: RunState) -> str:
         return ""
     seconds = (state.ended or state.now()) - state.hang.since
     return f"Nothing has moved for {wording.clock(seconds)}: {one_line(state.hang.text, _MAX_HANG)}"
+
+
+def slowest_first(state: RunState) -> list[RankState]:
+    """The ranks, those first at which a person looks: failed, missing, then who is least far."""
+    order = {"failed": 0, "missing": 1, "lost peer": 2, "quiet": 3, "succeeded": 9}
+
+    def key(rank: RankState) -> tuple[int, float, int]:
+        line = progress_lines(rank)[0]
+        far = line.fraction if line.fraction is not None else float(rank.batches or rank.steps)
+        return order.get(live_condition(rank, state), 5), far, rank.rank
+
+    return sorted(state.ranks, key=key)
 
 
 def ranks_with_row(ranks: Sequence[RankState]) -> Sequence[RankState]:

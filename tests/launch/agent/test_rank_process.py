@@ -13,6 +13,7 @@ import pytest
 from notebook_accel.launch import wire
 from notebook_accel.launch.agent.ending import SETTLE_SECONDS
 from notebook_accel.launch.agent.file_tail import FileTail
+from notebook_accel.launch.agent.gauges import Gauges
 from notebook_accel.launch.agent.rank_process import RankProcess
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.scoreboard import Scoreboard
@@ -62,6 +63,7 @@ def watched(process: BaseProcess, folder: Path) -> RankProcess:
         stacks=os.memfd_create("stacks"),
         disconnect=os.eventfd(0),
         row=Scoreboard(1, has_others=False).row(0),
+        gauges=Gauges(process.pid or 0),
     )
     rank.begin_call(CALL, ())
     return rank

@@ -1,0 +1,232 @@
+"""The live charts of metrics as HTML: a pure function of the curves and of what is chosen.
+
+Each chart is one SVG that stretches with the page; its numbers stand beside it as text, where they
+keep their size. Invisible stripes over it carry the values as tooltips, which any page shows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from notebook_accel.launch.control.terminal_text import one_line
+from notebook_accel.launch.view import wording
+from notebook_accel.launch.view.progress import name_of, spread
+from notebook_accel.notebook.charts import COLOURS, thin_out
+from notebook_accel.notebook.markup import Markup, element, shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from notebook_accel.launch.control.plotting import Point
+
+__all__ = ["MAX_LINES", "PAGE_SIZE", "Chart", "Look", "colour_of", "groups_of", "render_charts"]
+
+PAGE_SIZE = 6
+# Of more ranks their mean is drawn, and the range around it.
+MAX_LINES = 8
+_ALL = ""
+# Stands for a rank where the mean of all is drawn.
+_MEAN = -1
+_WIDTH, _HEIGHT = 240, 64
+_MEAN_POINTS = 120
+_STRIPES = 20
+# Of all charts of a page; a point takes seven bytes, a stripe about a hundred.
+_MAX_POINTS = 1_000
+_MAX_STRIPES = 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """How charts are drawn.
+
+    Attributes:
+        is_mean: the mean of all ranks, instead of a line a rank.
+        is_log: a logarithmic scale, where all values are above zero.
+        smoothing: 0 to 1: how much of the smoothed value before each one keeps.
+    """
+
+    is_mean: bool = False
+    is_log: bool = False
+    smoothing: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One metric, by rank.
+
+    Attributes:
+        name: of the metric.
+        points: (step, value), in order of the steps.
+        means: the same, evened out where the curve is long.
+        last: the last values.
+    """
+
+    name: str
+    points: Mapping[int, Sequence[Point]]
+    means: Mapping[int, Sequence[Point]]
+    last: Mapping[int, float]
+
+
+def colour_of(rank: int) -> str:
+    """The colour of a rank's lines, and of the mean's (-1)."""
+    return COLOURS[max(0, rank) % len(COLOURS)]
+
+
+def groups_of(names: Sequence[str]) -> dict[str, list[str]]:
+    """Names by what comes before their first slash; all of them under ""."""
+    groups: dict[str, list[str]] = {_ALL: list(names)}
+    for name in names:
+        prefix, slash, _ = name.partition("/")
+        if slash and prefix:
+            groups.setdefault(prefix, []).append(name)
+    return groups
+
+
+def render_charts(shown: Sequence[Chart], look: Look) -> Markup:
+    """The charts of one page, side by side where there is room."""
+    num_lines = sum(min(len(chart.points), MAX_LINES) for chart in shown)
+    limit = max(16, min(160, _MAX_POINTS // max(1, num_lines)))
+    num_stripes = max(6, min(_STRIPES, _MAX_STRIPES // max(1, len(shown))))
+    cards = [_card(chart, look, limit, num_stripes) for chart in shown]
+    columns = {1: 2, 5: 3, 6: 3}.get(len(shown), len(shown))
+    return element("div", *cards, class_="na-charts", style=f"--columns:{columns}")
+
+
+def _card(chart: Chart, look: Look, limit: int, num_stripes: int) -> Markup:
+    finite = {rank: points for rank, points in chart.points.items() if points}
+    is_mean = len(finite) > 1 and (look.is_mean or len(finite) > MAX_LINES)
+    lines = {_MEAN: _mean(list(chart.means.values()))} if is_mean else finite
+    values = [value for value in chart.last.values() if math.isfinite(value)]
+    mean = sum(values) / len(values) if values else math.nan
+    shown = mean if is_mean else next(iter(chart.last.values()), math.nan)
+    head = element(
+        "div",
+        element(
+            "span",
+            shorten(name_of(chart.name), 60),
+            class_="na-name",
+            title=shorten(one_line(chart.name, 90), 120),
+        ),
+        element("b", wording.number(shown)),
+        element("span", spread(chart.last), class_="na-muted na-spread"),
+        class_="na-chart-head",
+    )
+    smooth = {rank: _smoothed(points, look.smoothing) for rank, points in lines.items()}
+    if not any(len(points) > 1 for points in smooth.values()):
+        # One value is no curve, and its number says it all.
+        return element("div", head, class_="na-chart")
+    is_log = look.is_log and all(y > 0 for points in smooth.values() for _, y in points)
+    return element(
+        "div", head, _plot(smooth, is_log=is_log, limit=limit, num=num_stripes), class_="na-chart"
+    )
+
+
+def _mean(curves: Sequence[Sequence[Point]]) -> list[Point]:
+    """The mean of curves, each of which has points at steps of its own."""
+    curves = [points for points in curves if points]
+    low = min(points[0][0] for points in curves)
+    high = max(points[-1][0] for points in curves)
+    num = min(_MEAN_POINTS, max(len(points) for points in curves))
+    grid = [low + (high - low) * index / max(1, num - 1) for index in range(num)]
+    columns = [_at(points, grid) for points in curves]
+    return [(x, sum(ys) / len(ys)) for x, *ys in zip(grid, *columns, strict=True)]
+
+
+def _at(points: Sequence[Point], grid: Sequence[float]) -> list[float]:
+    """The values of a curve at other steps, on the straight lines between its points."""
+    values, index = [], 0
+    for x in grid:
+        while index + 1 < len(points) and points[index + 1][0] <= x:
+            index += 1
+        (x0, y0), (x1, y1) = points[index], points[min(index + 1, len(points) - 1)]
+        share = (x - x0) / (x1 - x0) if x1 > x0 and x > x0 else 0.0
+        values.append(y0 + share * (y1 - y0))
+    return values
+
+
+def _smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:
+    """An exponential mean, corrected for its begin, as TensorBoard's."""
+    if not weight:
+        return points
+    mean, result = 0.0, []
+    for index, (x, y) in enumerate(points, start=1):
+        mean = weight * mean + (1 - weight) * y
+        result.append((x, mean / (1 - weight**index)))
+    return result
+
+
+def _plot(lines: Mapping[int, Sequence[Point]], *, is_log: bool, limit: int, num: int) -> Markup:
+    scale = math.log10 if is_log else float
+    xs = [x for points in lines.values() for x, _ in points]
+    ys = [y for points in lines.values() for _, y in points]
+    x_low, x_high, low, high = min(xs), max(xs), min(ys), max(ys)
+    bottom, top = scale(low), scale(high)
+    across = _WIDTH / ((x_high - x_low) or 1.0)
+    up = (_HEIGHT - 8) / ((top - bottom) or 1.0)
+    curves = []
+    for rank, points in lines.items():
+        pixels = (
+            f"{(x - x_low) * across:.0f},{_HEIGHT - 4 - (scale(y) - bottom) * up:.0f}"
+            for x, y in thin_out(points, limit)
+        )
+        curves.append(element("polyline", points=" ".join(pixels), stroke=colour_of(rank)))
+    svg = element(
+        "svg",
+        *curves,
+        *_stripes(lines, x_low, x_high, num),
+        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
+        preserveAspectRatio="none",
+        role="img",
+        aria_label=f"from {wording.number(low)} to {wording.number(high)}",
+    )
+    steps = element(
+        "div",
+        element("span", wording.number(round(x_low))),
+        element("span", f"step {wording.number(round(x_high))}"),
+        class_="na-chart-steps",
+    )
+    labels = [
+        element("span", _tick(value), class_=f"na-tick-{side}")
+        for side, value in (("top", high), ("bottom", low))
+    ]
+    return element("div", svg, *labels, steps, class_="na-plot")
+
+
+def _stripes(
+    lines: Mapping[int, Sequence[Point]], x_low: float, x_high: float, number: int
+) -> list[Markup]:
+    """Invisible stripes, each with the values nearest to its middle as a tooltip."""
+    width = _WIDTH / number
+    stripes = []
+    cursors = dict.fromkeys(lines, 0)
+    for index in range(number):
+        middle = x_low + (x_high - x_low) * (index + 0.5) / number
+        values = []
+        for rank, points in lines.items():
+            at = cursors[rank]
+            while at + 1 < len(points) and abs(points[at + 1][0] - middle) <= abs(
+                points[at][0] - middle
+            ):
+                at += 1
+            cursors[rank] = at
+            label = "mean" if rank == _MEAN else f"rank {rank}"
+            values.append(f"{label} {wording.number(points[at][1])}")
+        step = next(iter(lines.values()))[cursors[next(iter(lines))]][0]
+        text = f"step {wording.number(round(step))}: {', '.join(values)}"
+        stripes.append(
+            element(
+                "rect",
+                element("title", shorten(text, 160)),
+                x=round(index * width),
+                width=math.ceil(width),
+                height=_HEIGHT,
+            )
+        )
+    return stripes
+
+
+def _tick(value: float) -> str:
+    text = wording.number(value)
+    return text if len(text) <= 8 else f"{value:.2e}"

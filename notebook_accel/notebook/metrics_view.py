@@ -1,0 +1,153 @@
+"""The metrics of the live panel: which are shown, how, and one widget with their charts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+
+from notebook_accel.notebook.log_view import close_widget
+from notebook_accel.notebook.metric_charts import (
+    PAGE_SIZE,
+    Chart,
+    Look,
+    groups_of,
+    render_charts,
+)
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.control.curves import LiveCurves
+    from notebook_accel.notebook.clicks import ClicksAfterTheCell
+
+__all__ = ["MetricsView"]
+
+# Charts are larger than the rest of the panel, and nobody reads a curve five times a second.
+_DRAW_SECONDS = 1.0
+_SMOOTHING = (
+    ("as logged", 0.0),
+    ("smooth 0.6", 0.6),
+    ("smooth 0.9", 0.9),
+    ("smooth 0.97", 0.97),
+)
+
+
+class MetricsView:
+    """Charts of the metrics, a page of them at a time.
+
+    Args:
+        clicks: how clicks get through.
+    """
+
+    def __init__(self, clicks: ClicksAfterTheCell) -> None:
+        self._page = 0
+        self._drawn: tuple[Any, ...] = ()
+        self._drawn_at = 0.0
+        self._groups: dict[str, list[str]] = {}
+        self._title = ipywidgets.HTML("metrics")
+        self._title.add_class("na-log-title")
+        self._group = ipywidgets.Dropdown(
+            options=[("all", "")], description="Which metrics", tooltip="Metrics by their prefix"
+        )
+        self._lines = ipywidgets.Dropdown(
+            options=[("each rank", False), ("mean", True)],
+            description="Lines",
+            tooltip="A line a rank, or the mean of all ranks",
+        )
+        self._scale = ipywidgets.Dropdown(
+            options=[("linear", False), ("log", True)], description="Scale", tooltip="Scale"
+        )
+        self._smoothing = ipywidgets.Dropdown(
+            options=_SMOOTHING, description="Smoothing", tooltip="Exponential mean over the steps"
+        )
+        choices = [self._group, self._lines, self._scale, self._smoothing]
+        for choice in choices:
+            choice.add_class("na-filter")
+        self._before = ipywidgets.Button(description="←", tooltip="The metrics before these")
+        self._after = ipywidgets.Button(description="→", tooltip="More metrics")
+        for button, step in ((self._before, -1), (self._after, 1)):
+            button.add_class("na-small-button")
+            button.on_click(lambda _, step=step: self._turn(step))
+        self._group.observe(lambda _: self._turn(-self._page), names="value")
+        self._pager = ipywidgets.HBox([self._before, self._after])
+        self._pager.add_class("na-pager")
+        self._lines.layout.display = "none"
+        self._bar = ipywidgets.HBox([self._title, *choices, self._pager])
+        self._bar.add_class("na-log-bar")
+        self._charts = ipywidgets.HTML()
+        self.box = ipywidgets.VBox([self._bar, self._charts])
+        self.box.add_class("na-metrics")
+        self.box.add_class("na-empty")
+        self._parts = [self._title, *choices, self._before, self._after, self._pager, self._bar]
+        for widget in (*choices, self._before, self._after):
+            clicks.let_through(widget)
+
+    def draw(self, curves: LiveCurves, *, now: float) -> None:
+        """Show the curves as they are now, at most once a second, and at once after a click."""
+        chosen = (self._group.value, self._page, self._look())
+        key = (*chosen, curves.version)
+        if key == self._drawn:
+            return
+        if self._drawn[:3] == chosen and now < self._drawn_at + _DRAW_SECONDS:
+            return
+        names = curves.names
+        if not names:
+            return
+        if not self._drawn:
+            self.box.remove_class("na-empty")
+        self._drawn, self._drawn_at = key, now
+        if len(names) != len(self._groups.get("", ())):
+            self._offer(names)
+        shown = self._groups.get(self._group.value, names)
+        pages = -(-len(shown) // PAGE_SIZE)
+        self._page = max(0, min(self._page, pages - 1))
+        first = self._page * PAGE_SIZE
+        page = shown[first : first + PAGE_SIZE]
+        self._title.value = (
+            f"metrics {first + 1}-{first + len(page)} of {len(shown)}" if pages > 1 else "metrics"
+        )
+        # On a narrow page only a title that says something has room.
+        (self._title.remove_class if pages > 1 else self._title.add_class)("na-optional")
+        self._before.disabled = self._page == 0
+        self._after.disabled = self._page >= pages - 1
+        self._pager.layout.display = None if pages > 1 else "none"
+        charts = [_chart(curves, name) for name in page]
+        if any(len(chart.points) > 1 for chart in charts):
+            self._lines.layout.display = None
+        self._charts.value = str(render_charts(charts, self._look()))
+
+    def close(self) -> None:
+        """Close all widgets."""
+        for widget in (*self._parts, self._charts, self.box):
+            close_widget(widget)
+
+    def _look(self) -> Look:
+        return Look(
+            is_mean=self._lines.value, is_log=self._scale.value, smoothing=self._smoothing.value
+        )
+
+    def _offer(self, names: list[str]) -> None:
+        self._groups = groups_of(names)
+        options = [
+            (f"{prefix}/ ({len(found)})" if prefix else f"all ({len(found)})", prefix)
+            for prefix, found in self._groups.items()
+        ]
+        chosen = self._group.value
+        # Setting the options chooses the first one.
+        self._group.options = options
+        self._group.value = chosen
+        self._group.layout.display = None if len(options) > 2 else "none"
+
+    # ---- clicks: they only leave a note, since they may come from another thread ----
+
+    def _turn(self, step: int) -> None:
+        self._page = max(0, self._page + step)
+
+
+def _chart(curves: LiveCurves, name: str) -> Chart:
+    by_rank = curves.of(name)
+    return Chart(
+        name=name,
+        points={rank: curve.points() for rank, curve in by_rank.items()},
+        means={rank: curve.means() for rank, curve in by_rank.items()},
+        last={rank: curve.last for rank, curve in by_rank.items()},
+    )

@@ -1,0 +1,89 @@
+"""The live charts: which lines, how much of them, and what they say in words."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from notebook_accel.notebook.markup import message_bytes
+from notebook_accel.notebook.metric_charts import Chart, Look, groups_of, render_charts
+from tests.notebook.test_markup import HOSTILE, Tags
+
+
+def chart(num_ranks: int = 2, *, name: str = "loss", steps: int = 300) -> Chart:
+    points = {
+        rank: [(float(step), math.exp(-step / 50) + rank) for step in range(steps)]
+        for rank in range(num_ranks)
+    }
+    last = {rank: found[-1][1] for rank, found in points.items()}
+    return Chart(name=name, points=points, means=points, last=last)
+
+
+def heights(markup: str) -> list[list[float]]:
+    """The heights of the points of each line, from the top."""
+    lines = re.findall(r"points='([^']*)'", markup)
+    return [[float(pair.split(",")[1]) for pair in line.split()] for line in lines]
+
+
+def test_a_line_a_rank_with_values_to_hover_over() -> None:
+    page = Tags(render_charts([chart()], Look()))
+    assert page.tags.count("polyline") == 2
+    assert "loss" in page.text
+    assert "step 299" in page.text
+    assert re.search(r"step \d+: rank 0 0\.\d+, rank 1 1\.\d+", page.text)
+    assert ("aria-label", "from 0.002529 to 2") in page.attributes
+
+
+def test_the_mean_is_one_line() -> None:
+    page = Tags(render_charts([chart()], Look(is_mean=True)))
+    assert page.tags.count("polyline") == 1
+    assert "mean 1.36" in page.text
+    # Of many ranks nobody could tell the lines apart.
+    assert Tags(render_charts([chart(64)], Look())).tags.count("polyline") == 1
+
+
+def test_a_logarithmic_scale_is_straight_for_an_exponential_and_left_out_at_zero() -> None:
+    (line,) = heights(render_charts([chart(1)], Look(is_log=True)))
+    middle = line[len(line) // 2]
+    assert middle == pytest.approx((line[0] + line[-1]) / 2, abs=2)
+    below = Chart(name="x", points={0: [(0, -1.0), (1, 1.0)]}, means={}, last={0: 1.0})
+    assert heights(render_charts([below], Look(is_log=True))) == heights(
+        render_charts([below], Look())
+    )
+
+
+def test_smoothing_calms_a_line() -> None:
+    points = [(float(step), float(step % 2)) for step in range(100)]
+    noisy = Chart(name="x", points={0: points}, means={0: points}, last={0: 1.0})
+    page = Tags(render_charts([noisy], Look(smoothing=0.97)))
+    values = [float(value) for value in re.findall(r"rank 0 (0\.\d{1,4}|1)", page.text)]
+    assert all(0.4 < value < 0.6 for value in values[2:])
+
+
+def test_a_single_value_and_one_that_is_no_number() -> None:
+    one = Chart(name="best", points={0: [(3.0, 0.5)]}, means={}, last={0: 0.5})
+    none = Chart(name="bad", points={0: []}, means={}, last={0: math.nan})
+    page = Tags(render_charts([one, none], Look()))
+    assert "best0.5" in page.text
+    assert "badnan" in page.text
+    assert "svg" not in page.tags
+
+
+@pytest.mark.parametrize(("num_charts", "num_ranks"), [(1, 1), (6, 1), (6, 8), (6, 128), (1, 8)])
+def test_a_page_is_small(num_charts: int, num_ranks: int) -> None:
+    shown = [chart(num_ranks, name=f"{HOSTILE}{n}") for n in range(num_charts)]
+    for look in (Look(), Look(is_mean=True)):
+        markup = render_charts(shown, look)
+        assert message_bytes(markup) < 24_000
+        assert "script" not in Tags(markup).tags
+
+
+def test_groups_by_prefix() -> None:
+    names = ["loss", "train/loss", "train/lr", "eval/loss", "/odd"]
+    assert groups_of(names) == {
+        "": names,
+        "train": ["train/loss", "train/lr"],
+        "eval": ["eval/loss"],
+    }
