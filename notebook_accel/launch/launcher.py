@@ -24,7 +24,7 @@ from notebook_accel.launch.engines.base import (
     begin_call,
     sendable,
 )
-from notebook_accel.launch.payload import pack_call
+from notebook_accel.launch.payload import Registry, pack_call
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.system.open_files import naming_what_is_short
 from notebook_accel.launch.view import GuardedView, View
@@ -136,6 +136,7 @@ class Session:
         )
         engine = engine_named(config.engine)
         plan = _plan(engine, self._request)
+        self._sent = Registry()
         with contextlib.ExitStack() as undo:
             # An interrupt that came inside of held() is raised at its end: the ranks are there
             # then, and nobody would have the session.
@@ -164,7 +165,8 @@ class Session:
     ) -> Run:
         """Call ``function(*args, **kwargs)`` on every rank.
 
-        The arguments are those of :func:`launch`.
+        The arguments are those of :func:`launch`. A function of the notebook uses what the ranks
+        have under the names of its globals: those of the notebook do not travel along.
 
         Raises:
             LaunchError: another call goes on, or a rank has ended; the message says what to do.
@@ -183,20 +185,41 @@ class Session:
             advise=False,
         )
         self._pool.check_free()
-        packed = _pack(request)
-        world_size = len(self._pool.processes)
+        packed = _pack(request, self._sent)
         notices = (*packed.notices, *notices)
 
         def begin() -> Run:
             preflight.check_files_of_kernel()
             with (
-                _new_run(request, world_size, notices, session=self._folder) as new,
+                _new_run(request, self.world_size, notices, session=self._folder) as new,
                 sendable(packed) as payload,
             ):
                 begin_call(self._pool, request, new, packed, payload, last=False)
+                self._sent = packed.registry
             return new.run
 
         return _conduct(request, begin, block=block)
+
+    def ask(
+        self, function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """What ``function(**kwargs)`` returns on every rank: a call that nobody sees as a run.
+
+        Raises:
+            LaunchError: another call goes on, or a rank has ended; the message says what to do.
+            WorkerError: a rank failed.
+        """
+        run = self.call(function, kwargs=kwargs, view=View(), block=False)
+        try:
+            run.wait_in_cell()
+            return list(run)
+        finally:
+            run_list.discard(run)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self._pool.processes)
 
     @property
     def status(self) -> str:
@@ -219,6 +242,10 @@ class Session:
     def log_dir(self) -> Path:
         """Folder with a file of all output for each rank."""
         return self._folder.path
+
+    def read_log(self, rank: int) -> str:
+        """All that a rank has printed, in all calls."""
+        return self._folder.read_log(rank)
 
     def stacks(self, rank: int | None = None) -> str:
         """Where each rank's Python stands now."""
@@ -312,8 +339,14 @@ def _conduct(request: CallRequest, begin: Callable[[], Run], *, block: bool) -> 
     return run
 
 
-def _pack(request: CallRequest) -> PackedCall:
-    return pack_call(request.function, request.args, request.kwargs, sources=request.sources)
+def _pack(request: CallRequest, session: Registry | None = None) -> PackedCall:
+    return pack_call(
+        request.function,
+        request.args,
+        request.kwargs,
+        sources=request.sources,
+        session=session,
+    )
 
 
 def _plan(engine: Engine, request: StartRequest) -> RankPlan:

@@ -121,6 +121,10 @@ class Run:
         other._results = other._source = None
         return other
 
+    def remove_files(self) -> None:
+        """Leave no files of a run that nobody will look at."""
+        self._folder.remove()
+
     @property
     def has_begun(self) -> bool:
         """Whether somebody conducts this run."""
@@ -210,6 +214,10 @@ class Run:
     def results(self) -> list[Any]:
         """What each rank returned, None for a rank without a result; waits, and never raises."""
         self._wait_for_end(None)
+        return self.peek()
+
+    def peek(self) -> list[Any]:
+        """What :attr:`results` gives of a run that has ended; shows nothing on the way."""
         return [self._result_or_none(rank) for rank in range(len(self))]
 
     def _result_or_none(self, rank: int) -> Any:

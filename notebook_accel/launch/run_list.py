@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import RunState
 
-__all__ = ["add", "keep", "runs"]
+__all__ = ["add", "discard", "keep", "runs"]
 
 # Without its results a run is small: its last state, with the tails of its output.
 _MAX_RUNS = 50
@@ -52,6 +52,12 @@ def keep(run: Run) -> None:
     for index, known in enumerate(_known):
         if known.handle() is run:
             _known[index] = replace(known, run=run)
+
+
+def discard(run: Run) -> None:
+    """List a run that has ended no longer, and leave no files of it."""
+    _known[:] = [known for known in _known if known.run.id != run.id]
+    run.remove_files()
 
 
 def runs(*, everywhere: bool = False) -> list[Run]:

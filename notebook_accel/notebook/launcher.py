@@ -14,6 +14,7 @@ from notebook_accel.launch.engines import ENGINES, engine_named
 from notebook_accel.launch.launcher import launch
 from notebook_accel.notebook.clicks import clicks_for, find_kernel
 from notebook_accel.notebook.dashboard import Dashboard
+from notebook_accel.notebook.session import session_for
 from notebook_accel.notebook.sources import cell_sources
 from notebook_accel.notebook.tracebacks import show_in_short
 from notebook_accel.notebook.views import choose_view
@@ -32,7 +33,7 @@ __all__ = ["launch_below", "notebook_launcher", "run_cell"]
 P = ParamSpec("P")
 
 # Arguments that need an engine which is not built yet.
-_ABSENT = ("node_rank", "num_nodes", "max_restarts", "session", "join_token")
+_ABSENT = ("node_rank", "num_nodes", "max_restarts", "join_token")
 _SETTINGS = (
     "num_processes",
     "mixed_precision",
@@ -125,7 +126,8 @@ def notebook_launcher(
             notebook's own, for a debugger).
         devices: indices of the accelerators to use, one rank each, or "cpu".
         env: environment variables of the ranks, beside those of the notebook.
-        session: False; persistent workers are not supported yet.
+        session: call it on the ranks that ``%%accelerate`` cells use, which stay; they are started
+            if there are none. Where the function uses globals, it uses the session's.
         debug: check the shapes of every collective across ranks.
         join_token: not supported yet.
         block: wait for the end of the run. With False the notebook stays free, and ``run.wait()``
@@ -156,6 +158,10 @@ def notebook_launcher(
         settings["use_port"] = _as_port(use_port)
     chosen, notices = resolve(settings, config)
     with show_in_short():
+        if session:
+            shell = _notebook_shell()
+            ranks = session_for(shell, chosen, [*notices, *_unused(changed, chosen.engine)])
+            return ranks.call(function, args, kwargs or {}, view=view, block=block, timeout=timeout)
         return launch(
             function,
             args,
@@ -169,22 +175,24 @@ def notebook_launcher(
         )
 
 
-def run_cell(function: Callable[[], Any], settings: Mapping[str, Any], source: CellSource) -> Run:
-    """Run a cell, as a function, on every rank; the end of the run is waited for.
+def run_cell(
+    function: Callable[[], Any], config: LaunchConfig, notices: Sequence[str], source: CellSource
+) -> Run:
+    """Run a cell, as a function, in new workers; the end of the run is waited for.
 
     Args:
         function: the cell.
-        settings: fields of ``LaunchConfig``; None leaves one open.
+        config: how to launch.
+        notices: lines for the person.
         source: where the function comes from.
 
     Raises:
-        ConfigError, LaunchError, WorkerError, RunStopped: as :func:`notebook_launcher`.
+        LaunchError, WorkerError, RunStopped: as :func:`notebook_launcher`.
     """
-    chosen, notices = resolve(settings)
     with show_in_short():
         return launch(
             function,
-            config=chosen,
+            config=config,
             view=choose_view("auto", is_cell=True),
             sources=[source, *cell_sources(get_ipython())],
             notices=notices,
@@ -247,10 +255,20 @@ def _check_absent(given: Mapping[str, Any]) -> None:
     absent = [f"{name}={shown(given[name])}" for name in _ABSENT if name in given]
     if absent:
         raise ConfigError(
-            f"{', '.join(absent)}: several machines, restarts and sessions are not supported yet; "
+            f"{', '.join(absent)}: several machines and restarts are not supported yet; "
             f"there are the engines {', '.join(map(repr, ENGINES))}, on one machine. Leave "
             f"{'it' if len(absent) == 1 else 'them'} out"
         )
+
+
+def _notebook_shell() -> Any:
+    shell = get_ipython()
+    if shell is None:
+        raise ConfigError(
+            "session=True: ranks stay between the cells of a notebook, and this code runs in none; "
+            "leave it out"
+        )
+    return shell
 
 
 def _as_port(text: str) -> int:

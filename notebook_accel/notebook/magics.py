@@ -1,30 +1,42 @@
-"""``%%accelerate``: a cell that runs on every rank. Loaded by ``%load_ext notebook_accel``."""
+"""``%%accelerate`` and ``%accelerate``: cells on the ranks of a session, and what is done to it.
+
+Loaded by ``%load_ext notebook_accel``.
+"""
 
 # IPython's decorators carry no types.
 # mypy: disable-error-code="no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
-from collections import defaultdict
+import ast
+import shlex
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.magic import Magics, cell_magic, magics_class
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
+from notebook_accel.config import resolve
 from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.template.handle import warm
-from notebook_accel.launch.view import wording
+from notebook_accel.notebook import session
 from notebook_accel.notebook.cell_function import cell_function
 from notebook_accel.notebook.launcher import run_cell
+from notebook_accel.notebook.session import CellOptions
 from notebook_accel.notebook.tracebacks import show_in_short
+from notebook_accel.notebook.values import by_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["AccelerateMagics", "CellSyntaxError", "by_rank", "load_ipython_extension"]
+    from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.run import Run
+
+__all__ = ["AccelerateMagics", "CellSyntaxError", "load_ipython_extension"]
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
@@ -58,37 +70,74 @@ def _shown_as_syntax_error(shell: InteractiveShell) -> Iterator[None]:
         raise CellSyntaxError(error, lines) from error
 
 
+_NUM_PROCESSES = argument(
+    "-n", "--num-processes", "--num_processes", type=int, help="number of ranks"
+)
+_MIXED_PRECISION = argument(
+    "--mixed-precision",
+    "--mixed_precision",
+    metavar="PRECISION",
+    help='"no", "bf16" or "fp16", for every Accelerator that does not say its own',
+)
+_CONFIG = argument("--config", metavar="FILE", help="YAML file with the settings of the session")
+
+
 @magics_class
 class AccelerateMagics(Magics):
     """The magics of this package."""
 
     @magic_arguments("%accelerate")
     @argument("-h", "--help", action="store_true", help="show this text; the cell does not run")
-    @argument("-n", "--num-processes", "--num_processes", type=int, help="number of ranks")
-    @argument(
-        "--mixed-precision",
-        "--mixed_precision",
-        metavar="PRECISION",
-        help='"no", "bf16" or "fp16", for every Accelerator that does not say its own',
-    )
-    @cell_magic
-    def accelerate(self, line: str, cell: str) -> None:
-        """Run the cell on every rank of a new run.
+    @_NUM_PROCESSES
+    @argument("--ranks", metavar="RANKS", help="only these run the cell: 0,2-3")
+    @argument("--fresh", action="store_true", help="run it as one function in new workers")
+    @argument("--bg", action="store_true", help="leave the notebook free; gives the Run")
+    @argument("--pull", metavar="NAMES", help="afterwards, take these from the session: a,b")
+    @argument("--push", metavar="NAMES", help="first give these to the session: x,y")
+    @argument("--no-push", "--no_push", action="store_true", help="push no name unasked")
+    @_MIXED_PRECISION
+    @_CONFIG
+    @line_cell_magic
+    def accelerate(self, line: str, cell: str | None = None) -> Run | None:
+        """Run the cell on every rank of a session, whose ranks keep their names between cells.
 
-        The names of the notebook that it uses travel along by value; ``rank``, ``world_size``,
-        ``device`` and ``accelerator`` are there. The value of a last expression is shown for
-        each rank.
+        The session is started at the first use. ``rank``, ``world_size``, ``device`` and
+        ``accelerator`` are there; names of the notebook that the cell uses travel along by value,
+        where the notebook assigned them last. The value of a last expression is shown for each
+        rank.
+
+        As a line: %accelerate start|stop|restart|status|pull NAMES|push NAMES|logs|stacks.
         """
+        if cell is None:
+            with show_in_short():
+                self._command(line)
+            return None
         options = parse_argstring(self.accelerate, line)
         if options.help:
             print(self.accelerate.__doc__)  # noqa: T201
-            return
+            return None
+        if options.fresh:
+            self._run_fresh(line, cell, options)
+            return None
         shell: Any = self.shell
-        # IPython 9 counts a cell before it runs it, older ones after.
-        number = len(shell.user_ns["In"]) - 1
-        # With the magic's own line: the page counts lines from there.
-        text = f"%%accelerate {line}\n{cell}"
-        source = CellSource(shell.compile.cache(text, number), f"Cell In[{number}]", text)
+        source, number = self._source(line, cell)
+        with show_in_short(), _shown_as_syntax_error(shell):
+            chosen = CellOptions(
+                ranks=_parse_ranks(options.ranks),
+                pull=_parse_names(options.pull),
+                push=_parse_names(options.push),
+                pushes_used=not options.no_push,
+                in_background=options.bg,
+            )
+            _check_syntax(shell.transform_cell(cell), source.filename)
+            running = session.session_for(shell, *_settings(options))
+            run = running.run_cell(cell, source, first_line=2, number=number, options=chosen)
+        return run if options.bg else None
+
+    def _run_fresh(self, line: str, cell: str, options: Any) -> None:
+        """Run the cell as one function, in workers that end with it."""
+        shell: Any = self.shell
+        source, number = self._source(line, cell)
         with show_in_short(), _shown_as_syntax_error(shell):
             function = cell_function(
                 cell,
@@ -97,23 +146,150 @@ class AccelerateMagics(Magics):
                 name=f"In[{number}]",
                 first_line=2,
             )
-        settings = {
-            "num_processes": options.num_processes,
-            "mixed_precision": options.mixed_precision,
-        }
-        run = run_cell(function, settings, source)
+        run = run_cell(function, *_settings(options), source)
         print(by_rank(run.results), end="")  # noqa: T201
 
+    def _source(self, line: str, cell: str) -> tuple[CellSource, int]:
+        """The cell as the page has it, and its number."""
+        shell: Any = self.shell
+        # IPython 9 counts a cell before it runs it, older ones after.
+        number = len(shell.user_ns["In"]) - 1
+        # With the magic's own line: the page counts lines from there.
+        text = f"%%accelerate {line}\n{cell}"
+        return CellSource(shell.compile.cache(text, number), f"Cell In[{number}]", text), number
 
-def by_rank(texts: Sequence[str | None]) -> str:
-    """What each rank shows, with a label, equal texts once: ``ranks 0-1: 3``."""
-    alike: dict[str, list[int]] = defaultdict(list)
-    for rank, text in enumerate(texts):
-        if text is not None:
-            alike[text].append(rank)
-    lines: list[str] = []
-    for text, ranks in alike.items():
-        # A text of several lines starts below its label, so that its columns stay aligned.
-        separator = "\n" if "\n" in text else " "
-        lines.append(f"{wording.rank_list(ranks)}:{separator}{text}\n")
-    return "".join(lines)
+    # ---- %accelerate COMMAND ---------------------------------------------------------------
+
+    def _command(self, line: str) -> None:
+        name, *arguments = shlex.split(line) or ["status"]
+        if name in _COMING:
+            raise UsageError(f"%accelerate {name} is not there yet")
+        if name not in _COMMANDS:
+            known = ", ".join(_COMMANDS)
+            raise UsageError(
+                f"%accelerate {name}: expected one of {known}; %%accelerate runs a cell"
+            )
+        _COMMANDS[name](self, arguments)
+
+    def _start(self, arguments: Sequence[str]) -> None:
+        options = parse_argstring(_start_options, shlex.join(arguments))
+        session.start_session(self._notebook, *_settings(options))
+
+    def _restart(self, arguments: Sequence[str]) -> None:
+        running = session.current_session()
+        options = parse_argstring(_start_options, shlex.join(arguments))
+        config, notices = _settings(options)
+        if running is not None and options.config is None:
+            given = {name: getattr(options, name) for name in ("num_processes", "mixed_precision")}
+            changed = {name: value for name, value in given.items() if value is not None}
+            config, notices = replace(running.config, **changed), []
+        session.end_session()
+        session.start_session(self._notebook, config, notices)
+
+    def _stop(self, arguments: Sequence[str]) -> None:
+        was_there = session.end_session()
+        print("the session has ended" if was_there else "there is no session")  # noqa: T201
+
+    def _status(self, arguments: Sequence[str]) -> None:
+        running = session.current_session()
+        none = "there is no session; the first %%accelerate cell starts one"
+        print(none if running is None else running.describe())  # noqa: T201
+
+    def _pull(self, arguments: Sequence[str]) -> None:
+        names = [name for name in arguments if name != _EACH_RANK]
+        self._running().pull(_parse_names(",".join(names)), each_rank=_EACH_RANK in arguments)
+
+    def _push(self, arguments: Sequence[str]) -> None:
+        self._running().push(_parse_names(",".join(arguments)))
+
+    def _logs(self, arguments: Sequence[str]) -> None:
+        print(self._running().logs(_parse_rank(arguments)), end="")  # noqa: T201
+
+    def _stacks(self, arguments: Sequence[str]) -> None:
+        print(self._running().session.stacks(_parse_rank(arguments)))  # noqa: T201
+
+    @property
+    def _notebook(self) -> InteractiveShell:
+        assert self.shell is not None, "a magic that was registered has a shell"
+        return self.shell
+
+    def _running(self) -> session.NotebookSession:
+        running = session.current_session()
+        if running is None:
+            raise UsageError(
+                "there is no session; %accelerate start or an %%accelerate cell starts one"
+            )
+        return running
+
+
+@magic_arguments("%accelerate start")
+@_NUM_PROCESSES
+@_MIXED_PRECISION
+@_CONFIG
+def _start_options() -> None:
+    """Its options, to be parsed."""
+
+
+_EACH_RANK = "--each-rank"
+_COMMANDS: dict[str, Callable[[AccelerateMagics, Sequence[str]], None]] = {
+    "start": AccelerateMagics._start,
+    "stop": AccelerateMagics._stop,
+    "restart": AccelerateMagics._restart,
+    "status": AccelerateMagics._status,
+    "pull": AccelerateMagics._pull,
+    "push": AccelerateMagics._push,
+    "logs": AccelerateMagics._logs,
+    "stacks": AccelerateMagics._stacks,
+}
+_COMING = ("config", "doctor", "debug")
+
+
+def _settings(options: Any) -> tuple[LaunchConfig, list[str]]:
+    """The settings that the options give, with those from elsewhere; and lines for the person."""
+    given = {
+        "num_processes": options.num_processes,
+        "mixed_precision": options.mixed_precision,
+    }
+    return resolve(given, options.config)
+
+
+def _check_syntax(text: str, filename: str) -> None:
+    """Refuse what no rank could run, before one is asked.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    compile("\n" + text, filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+
+
+def _parse_names(text: str | None) -> tuple[str, ...]:
+    """``a,b`` and ``a b`` as names."""
+    names = tuple((text or "").replace(",", " ").split())
+    for name in names:
+        if not name.isidentifier():
+            raise UsageError(f"{name!r} is no name; expected names such as model,loss")
+    return names
+
+
+def _parse_ranks(text: str | None) -> frozenset[int] | None:
+    """``0,2-3`` as ranks; None for all."""
+    if text is None:
+        return None
+    try:
+        ends = [part.split("-") for part in text.replace(" ", "").split(",")]
+        ranks = frozenset(
+            rank for first, *last in ends for rank in range(int(first), int(*last or [first]) + 1)
+        )
+    except (TypeError, ValueError):
+        ranks = frozenset()
+    if not ranks:
+        raise UsageError(f"--ranks {text}: expected ranks such as 0,2-3")
+    return ranks
+
+
+def _parse_rank(arguments: Sequence[str]) -> int | None:
+    if not arguments:
+        return None
+    if len(arguments) > 1 or not arguments[0].isdigit():
+        raise UsageError(f"{' '.join(arguments)}: expected the number of one rank, or nothing")
+    return int(arguments[0])

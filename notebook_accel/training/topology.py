@@ -21,7 +21,15 @@ from notebook_accel.training.settings import DistributedType, InitProcessGroupKw
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Topology", "barrier", "count_ranks", "establish", "forget", "topology"]
+__all__ = [
+    "Topology",
+    "barrier",
+    "count_ranks",
+    "establish",
+    "forget",
+    "is_established",
+    "topology",
+]
 
 _KEY = "topology"
 
@@ -85,6 +93,11 @@ def count_ranks() -> tuple[int, int]:
         context = _find_context()
         return context.world_size, context.local_world_size
     return found.num_processes, found.local_num_processes
+
+
+def is_established() -> bool:
+    """Whether somebody has asked where this rank stands."""
+    return _KEY in current().shared
 
 
 def forget() -> None:

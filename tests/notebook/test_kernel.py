@@ -273,7 +273,7 @@ def test_a_cells_error_names_its_line_as_the_page_shows_it(kernel: Kernel) -> No
     reply = run(kernel, "%%accelerate -n 2\nx = 1\nif rank == 1:\n    raise KeyError(x)")
     text = "\n".join(reply.traceback)
     assert "rank 1 failed: KeyError: 1" in text
-    assert "line 4, in cell" in text
+    assert "line 4, in <module>" in text
 
 
 def test_an_unknown_option_of_the_magic_is_refused(kernel: Kernel) -> None:

@@ -41,8 +41,10 @@ def test_a_syntax_error_looks_as_in_any_other_cell(
     assert magic == (False, plain[1].replace("In[1]", "In[2]"))
 
 
-def test_a_shell_line_is_refused_by_name(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    success, text = shown(shell, "%%accelerate\nx = 1\n!echo hi", capsys)
+def test_a_shell_line_in_new_workers_is_refused_by_name(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    success, text = shown(shell, "%%accelerate --fresh\nx = 1\n!echo hi", capsys)
     assert not success
     assert "line 3\n    !echo hi\n    ^\nSyntaxError: shell lines (!), magics (%)" in text
 
@@ -55,3 +57,19 @@ def test_help_is_shown_and_the_cell_does_not_run(
         assert success
         assert "%%accelerate [-h]" in text
         assert "Run the cell on every rank" in text
+
+
+def test_what_the_line_magic_says_without_a_session(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "the first %%accelerate cell starts one" in shown(shell, "%accelerate", capsys)[1]
+    assert "there is no session" in shown(shell, "%accelerate stop", capsys)[1]
+    shown(shell, "%accelerate pull x", capsys)
+    for command, words in (
+        ("pull x", "an %%accelerate cell starts one"),
+        ("doctor", "%accelerate doctor is not there yet"),
+        ("begin", "expected one of start, stop, restart, status"),
+    ):
+        capsys.readouterr()
+        assert not shell.run_cell(f"%accelerate {command}").success
+        assert words in "".join(capsys.readouterr())

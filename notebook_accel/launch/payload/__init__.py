@@ -27,7 +27,13 @@ from notebook_accel.launch.payload.culprits import (
     cause,
     variables,
 )
-from notebook_accel.launch.payload.pickling import CallPickler, Discard, ResultPickler, load
+from notebook_accel.launch.payload.pickling import (
+    CallPickler,
+    Discard,
+    ResultPickler,
+    SessionPickler,
+    load,
+)
 from notebook_accel.launch.payload.small_views import SmallView, StoragePolicy, Survey, Watch
 
 if TYPE_CHECKING:
@@ -105,7 +111,8 @@ class Call:
     """A function and its arguments, as a rank has them.
 
     Attributes:
-        sent: the notebook's classes and functions, as they were remade here.
+        sent: the notebook's classes and functions, as they were remade here in this call and,
+            in a session, in those before it.
         sources: of the cells that they were written in.
         main: the ``__main__`` that was there before; it must outlive the call.
     """
@@ -127,6 +134,7 @@ def pack_call(
     kwargs: Mapping[str, Any] | None = None,
     *,
     sources: Sequence[CellSource] = (),
+    session: Registry | None = None,
 ) -> PackedCall:
     """Pickle a function, its arguments and what of the notebook it uses.
 
@@ -134,15 +142,22 @@ def pack_call(
         function: to be called on each rank.
         args, kwargs: what it is called with.
         sources: of the notebook's cells; only those of functions that travel go along.
+        session: what earlier calls sent to the same ranks, which may come back from this one.
+            The notebook's functions use what these ranks have under the names of their globals,
+            which do not travel along.
 
     Raises:
         LaunchError: something cannot travel, or would be wrong where it arrives; the message
             names it and says what to do.
     """
     args, kwargs = tuple(args), dict(kwargs or {})
+    make = CallPickler if session is None else SessionPickler
+    before = () if session is None else session.objects
     try:
         # The list is pickled last, when all that it names is known and in the memo.
-        file, buffers, pickler = _dump(CallPickler, lambda own: (function, args, kwargs, own.sent))
+        file, buffers, pickler = _dump(
+            make, lambda own: (function, args, kwargs, len(before), own.sent)
+        )
     except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
         raise cannot_travel(function, args, kwargs, error) from cause(error)
     labelled = tuple(_labelled(function, args, kwargs, pickler))
@@ -150,7 +165,7 @@ def pack_call(
     used_sources = tuple(source for source in sources if source.filename in files)
     return PackedCall(
         packed=_seal_pickle(file, buffers, used_sources),
-        registry=Registry(tuple(pickler.sent)),
+        registry=Registry((*before, *pickler.sent)),
         notices=_moved_notice(pickler.moved, labelled),
         models=_unique(name for name, value in labelled if _is_model(value)),
         uses_torch=any(map(_is_of_torch, (*args, *kwargs.values(), *(v for _, v in labelled))))
@@ -158,27 +173,29 @@ def pack_call(
     )
 
 
-def unpack_call(packed: Packed, *, keep_main: bool = False) -> Call:
+def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> Call:
     """The function and its arguments, in a rank.
 
-    The process gets a new ``__main__`` that holds what the function uses, and ``linecache`` the
-    cells' sources.
+    In the first call a process gets a new ``__main__``. It holds what the function uses, and
+    ``linecache`` the cells' sources.
 
     Args:
         packed: its buffers writable and private to this process: tensors live in them.
-        keep_main: add what the function uses to the ``__main__`` that is there, with the names
-            that calls before this one left.
+        sent_before: :attr:`Call.sent` of the call before, whose ``__main__`` stays, with the
+            names that it left there; None for the first call.
     """
     sources, body, buffers = _open_pickle(packed)
     cells.install_sources(sources)
-    before = None if keep_main else cells.fresh_main()
-    function, args, kwargs, sent = load(body, buffers=buffers)
+    before = cells.fresh_main() if sent_before is None else None
+    function, args, kwargs, num_before, sent = load(body, buffers=buffers)
     cells.fill_main(sent)
+    # A call that could not be unpacked here has left a gap.
+    known = [*(sent_before or ()), *[None] * num_before][:num_before]
     return Call(
         function=function,
         args=args,
         kwargs=kwargs,
-        sent=tuple(sent),
+        sent=(*known, *sent),
         sources=sources,
         main=before,
     )

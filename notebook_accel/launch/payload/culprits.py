@@ -17,7 +17,14 @@ from notebook_accel.launch.payload.refusals import Refused, remedy_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["arguments", "cannot_return", "cannot_travel", "cause", "variables"]
+__all__ = [
+    "arguments",
+    "cannot_be_pushed",
+    "cannot_return",
+    "cannot_travel",
+    "cause",
+    "variables",
+]
 
 # Deeper inside of a value nobody would know a part by its path.
 _MAX_DEPTH = 12
@@ -208,6 +215,14 @@ def cannot_travel(
     used = f"used in {culprit.user}, " if culprit.user else ""
     what = culprit.remedy or f"create it inside ({culprit.reason})"
     return LaunchError(f"{culprit.title}, {used}cannot travel; {what}")
+
+
+def cannot_be_pushed(name: str, value: object, error: BaseException) -> LaunchError:
+    """The error for a name of the notebook whose value could not be pickled."""
+    culprit = _Search(_attempt(CallPickler)).first([Part(name, value, "")])
+    culprit = culprit or Culprit(name, value, "", error)
+    what = culprit.remedy or f"make it in a cell of the session ({culprit.reason})"
+    return LaunchError(f"{culprit.title} cannot travel to the session; {what}")
 
 
 def cannot_return(value: object, sent: Sequence[Any], error: BaseException) -> TypeError:

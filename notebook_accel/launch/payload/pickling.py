@@ -28,7 +28,7 @@ from notebook_accel.launch.payload.small_views import StoragePolicy
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["CallPickler", "Discard", "ResultPickler", "load", "used_globals"]
+__all__ = ["CallPickler", "Discard", "ResultPickler", "SessionPickler", "load", "used_globals"]
 
 # Length of what cloudpickle gives for an object that it sends by value: with a state setter.
 _BY_VALUE = 6
@@ -334,6 +334,27 @@ class CallPickler(_Pickler):
             if name in known:
                 used.setdefault(name, known[name])
         self.used.append((function, used))
+
+
+class SessionPickler(CallPickler):
+    """From the notebook to ranks that keep names of their own between calls.
+
+    A function of the notebook uses what the ranks have under the names of its globals: which of
+    them are sent as well is decided name by name, since a name may belong to the ranks.
+
+    Attributes:
+        names: of the notebook's globals that what was pickled uses.
+    """
+
+    def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None = None) -> None:
+        super().__init__(file, buffer_callback)
+        self.names: set[str] = set()
+
+    def _note_globals(self, function: types.FunctionType, used: dict[str, Any]) -> None:
+        super()._note_globals(function, used)
+        if function.__globals__ is cells.main_namespace():
+            self.names.update(used)
+            used.clear()
 
 
 def used_globals(function: types.FunctionType) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch import payload, wire
@@ -17,7 +17,7 @@ from notebook_accel.launch.transport.packet import pack, unpack
 from notebook_accel.launch.worker.tracebacks import error_text, format_error, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from notebook_accel.launch.rank import LaunchedContext
     from notebook_accel.launch.worker.interrupts import Interrupts
@@ -55,11 +55,14 @@ class Outcome:
         message: what the agent is told.
         fds: descriptors that go along; whoever sends the message closes them then.
         exitcode: what the process ends with, if there is no other call.
+        sent: what this call and those before it brought of the notebook's; None where no call
+            could be unpacked yet.
     """
 
     message: wire.Returned | wire.Raised
     fds: tuple[int, ...] = ()
     exitcode: int = 0
+    sent: tuple[Any, ...] | None = None
 
 
 def run_call(
@@ -69,7 +72,7 @@ def run_call(
     context: LaunchedContext,
     interrupts: Interrupts,
     is_interrupted: Callable[[], bool],
-    keep_main: bool,
+    sent_before: Sequence[Any] | None,
     setup_error: BaseException | None,
 ) -> Outcome:
     """Call the function of ``message``, and say how it ended.
@@ -80,11 +83,11 @@ def run_call(
         context: of this rank.
         interrupts: lets a KeyboardInterrupt through while the call runs.
         is_interrupted: whether the agent has interrupted this call already.
-        keep_main: whether the names of the calls before stay in ``__main__``.
+        sent_before: what the calls before brought of the notebook's; None in the first one.
         setup_error: why the rank could not get ready, which is then how the call ends.
     """
     try:
-        return _run(message, fds, context, interrupts, is_interrupted, keep_main, setup_error)
+        return _run(message, fds, context, interrupts, is_interrupted, sent_before, setup_error)
     except KeyboardInterrupt as error:
         # It came while another end of the call was being noted. There is no second one: the
         # agent sends a single SIGINT a call.
@@ -98,7 +101,7 @@ def _run(
     context: LaunchedContext,
     interrupts: Interrupts,
     is_interrupted: Callable[[], bool],
-    keep_main: bool,
+    sent_before: Sequence[Any] | None,
     setup_error: BaseException | None,
 ) -> Outcome:
     call: payload.Call | None = None
@@ -107,7 +110,7 @@ def _run(
         packed = unpack(message.payload, fds)
         if setup_error is not None:
             raise setup_error
-        call = payload.unpack_call(packed, keep_main=keep_main)
+        call = payload.unpack_call(packed, sent_before=sent_before)
         context.report(wire.CallStarted)
         value = call.function(*call.args, **call.kwargs)
         _end_in_forked_child(context)
@@ -149,7 +152,7 @@ def _returned(value: object, context: LaunchedContext, call: payload.Call | None
         made_group=context.made_group,
         lost_group=context.lost_group,
     )
-    return Outcome(message=message, fds=fds)
+    return Outcome(message=message, fds=fds, sent=call.sent if call is not None else None)
 
 
 def _raised(error: BaseException, context: LaunchedContext, call: payload.Call | None) -> Outcome:
@@ -175,7 +178,7 @@ def _raised(error: BaseException, context: LaunchedContext, call: payload.Call |
         pickled=pickled if pickled is not None and len(pickled) <= _MAX_PICKLED_BYTES else None,
         made_group=context.made_group,
     )
-    return Outcome(message=message, exitcode=exitcode)
+    return Outcome(message=message, exitcode=exitcode, sent=call.sent if call is not None else None)
 
 
 def _classify(error: BaseException) -> tuple[str, int]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from importlib.machinery import ModuleSpec
 
-__all__ = ["install", "mime_bundle"]
+__all__ = ["format_by", "install", "mime_bundle"]
 
 # A page with more of it stands still, and a notebook keeps it for good.
 _MAX_BYTES = 2_000_000
@@ -39,6 +39,15 @@ _METHODS = (
     ("_repr_jpeg_", "image/jpeg"),
     ("_repr_latex_", "text/latex"),
 )
+
+
+_format: Callable[[Any], dict[str, Any]] | None = None
+
+
+def format_by(function: Callable[[Any], dict[str, Any]]) -> None:
+    """Turn values into data by ``function``: the shell of a session knows what was registered."""
+    global _format
+    _format = function
 
 
 def install() -> None:
@@ -100,6 +109,8 @@ def _make_display() -> Callable[..., None]:
     def display(*values: Any, raw: bool = False, **_options: object) -> None:
         for value in values:
             data = dict(value) if raw else mime_bundle(value)
+            if not data:
+                continue
             text = str(data.get("text/plain", ""))
             context = rank.current()
             if set(data) == {"text/plain"} or not isinstance(context, rank.LaunchedContext):
@@ -119,7 +130,15 @@ def _make_display() -> Callable[..., None]:
 
 
 def mime_bundle(value: Any) -> dict[str, str]:
-    """``value`` as data by MIME type, as Jupyter would show it; binary data in base64."""
+    """``value`` as data by MIME type, as Jupyter would show it; binary data in base64.
+
+    It is empty where the value has displayed itself.
+    """
+    found = _format(value) if _format is not None else _found_by_methods(value)
+    return {mime: _as_text(data) for mime, data in found.items() if _as_text(data)}
+
+
+def _found_by_methods(value: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"text/plain": repr(value)}
     # A class has the methods too, but they are for its instances.
     if not isinstance(value, type):
@@ -132,7 +151,7 @@ def mime_bundle(value: Any) -> dict[str, str]:
             found.update(bundle[0] if isinstance(bundle, tuple) else bundle)
     if type(value).__module__ == "matplotlib.figure" and "image/png" not in found:
         found["image/png"] = _png(value)
-    return {mime: _as_text(data) for mime, data in found.items() if _as_text(data)}
+    return found
 
 
 def _png(figure: Any) -> bytes:

@@ -26,7 +26,7 @@ import threading
 import time
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import rank, wire
 from notebook_accel.launch.payload.notebook_state import from_bytes
@@ -139,8 +139,11 @@ class _Worker:
         self._row = inherited.board.row(inherited.spec.local_rank)
         self._setup_error: BaseException | None = None
         self._group_generation = 0
-        # The agent's; the first call puts one of its own in its place, which stays.
+        # The first call puts one of its own in its place; what is defined there must live on.
         self._agents_main = sys.modules["__main__"]
+        # What calls brought of the notebook's, which may go back in a later one; None before
+        # the first.
+        self._sent: tuple[Any, ...] | None = None
         self._may_disconnect = False
         # Held while connections are shut down for a call: the call does not end meanwhile.
         self._end_lock = threading.Lock()
@@ -212,9 +215,11 @@ class _Worker:
             context=self._context,
             interrupts=self._interrupts,
             is_interrupted=lambda: self._row.interrupted_call == message.call,
-            keep_main=sys.modules["__main__"] is not self._agents_main,
+            sent_before=self._sent,
             setup_error=self._setup_error,
         )
+        if outcome.sent is not None:
+            self._sent = outcome.sent
         self._interrupts.install()
         # Before the message: the next call may come as soon as the agent has it.
         with self._end_lock:

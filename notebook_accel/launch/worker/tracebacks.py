@@ -7,7 +7,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
 __all__ = ["error_text", "format_error", "shorten"]
 
@@ -33,10 +33,15 @@ def format_error(error: BaseException, *, caller: str) -> str:
 
 def _users_frames(error: BaseException, caller: str) -> TracebackType | None:
     entry = error.__traceback__
-    while entry is not None and entry.tb_frame.f_code.co_filename == caller:
+    while entry is not None and _is_ours(entry.tb_frame, caller):
         entry = entry.tb_next
     # An error of ours alone, as one that says what cannot be returned, keeps its frames.
     return entry or error.__traceback__
+
+
+def _is_ours(frame: FrameType, caller: str) -> bool:
+    # IPython and pytest ask for the same name; between a cell and us are frames of IPython's.
+    return frame.f_code.co_filename == caller or "__tracebackhide__" in frame.f_locals
 
 
 def error_text(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel.training import devices
+from notebook_accel.training.renewal import note_wrapped
 from notebook_accel.training.settings import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -47,12 +48,18 @@ class DataParallel(TakesSpreadModels):
         if not trains or has_parts(model.parameters()):
             return model
         options = pick_handler(self.handlers, DistributedDataParallelKwargs)
-        wrapped = DistributedDataParallel(
-            model,
-            device_ids=(None if given.device is None else devices.wrapper_device_ids(given.device)),
-            **options.wrapper_kwargs(),
-        )
+        device_ids = None if given.device is None else devices.wrapper_device_ids(given.device)
+        wrapped = DistributedDataParallel(model, device_ids=device_ids, **options.wrapper_kwargs())
         _register_hook(wrapped, options)
+
+        def wrap_again(wrapped: Any) -> None:
+            # In place: the user's names, and the Accelerator, refer to this very object.
+            inner, training = wrapped.module, wrapped.training
+            wrapped.__init__(inner, device_ids=device_ids, **options.wrapper_kwargs())
+            wrapped.training = training
+            _register_hook(wrapped, options)
+
+        note_wrapped(wrapped, wrap_again)
         return wrapped
 
 

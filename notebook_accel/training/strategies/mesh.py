@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from notebook_accel.training.data_group import DataGroup
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.parallelism import fit_sizes
+from notebook_accel.training.renewal import note_mesh
 from notebook_accel.training.settings import DistributedType
 from notebook_accel.training.strategies import dtensors, recipe
 from notebook_accel.training.strategies.given import TakesSpreadModels, has_parts
@@ -125,6 +126,7 @@ def _make_mesh(parallelism: ParallelismConfig, here: Topology) -> DeviceMesh:
         # fully_shard replicates over the first of two dimensions: the second may have one rank.
         dimensions.insert(dimensions.index("dp_replicate") + 1, "dp_shard")
     sizes = [parallelism.sizes[name] for name in dimensions]
+    note_mesh()
     return init_device_mesh(here.device.type, tuple(sizes), mesh_dim_names=tuple(dimensions))
 
 

@@ -1,0 +1,133 @@
+"""Which side of a session assigned a name last: the notebook, or the ranks.
+
+    notebook: x = 1         the notebook's: pushed when a cell of the session uses x
+    session:  x = 2         the session's: the notebook's x stays at home
+    notebook: x = 3         the notebook's again
+    %accelerate pull x      the session's: both have the same, and neither is newer
+
+A name of the notebook's is pushed again when its object changed, as a list does that was appended
+to. What the ranks do to what they got, such as training a model, changes nothing here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch.payload.names import look_at
+from notebook_accel.notebook.used_names import is_history
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["Ownership", "Push"]
+
+_LARGE_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """Names on their way to the session.
+
+    Attributes:
+        values: the notebook's objects.
+        lines: about large ones, for the person.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A name when the two sides last agreed on it.
+
+    Attributes:
+        key: identity of the notebook's object then; None where it had none.
+        digest: of that object; None where the session assigned the name.
+    """
+
+    key: int | None
+    digest: bytes | None
+
+
+class Ownership:
+    """The names that one of the two sides, or both, have.
+
+    Args:
+        namespace: the notebook's.
+        hidden: what of it no person has put there, by name.
+    """
+
+    def __init__(self, namespace: Mapping[str, Any], hidden: Mapping[str, Any]) -> None:
+        self._namespace = namespace
+        self._hidden = hidden
+        self._known: dict[str, _Known] = {}
+        # Assigned in a cell of the notebook since: maybe the very same object again.
+        self._anew: set[str] = set()
+
+    def note_assigned(self, names: Iterable[str]) -> None:
+        """The notebook has assigned these names."""
+        self._anew.update(names)
+
+    def note_session_assigned(self, names: Iterable[str]) -> None:
+        """The session has assigned these names, or both sides have the session's object."""
+        for name in names:
+            self._known[name] = _Known(self._key(name), None)
+            self._anew.discard(name)
+
+    def keep_only(self, names: Iterable[str]) -> None:
+        """The session has no other names than these."""
+        kept = frozenset(names)
+        self._known = {name: known for name, known in self._known.items() if name in kept}
+
+    def plan_push(self, used: Iterable[str], forced: Iterable[str] = ()) -> Push:
+        """What must be pushed before a cell runs.
+
+        Args:
+            used: names that the cell uses. Those that functions and classes use belong to them.
+            forced: names that are pushed whoever assigned them.
+
+        Raises:
+            LaunchError: a value cannot travel.
+        """
+        values: dict[str, Any] = {}
+        lines: list[str] = []
+        forced = frozenset(forced)
+        seen: set[str] = set()
+        waiting = [*used, *forced]
+        while waiting:
+            name = waiting.pop()
+            if name in seen or not self.is_ours(name):
+                continue
+            seen.add(name)
+            known = self._known.get(name)
+            is_newer = known is None or name in forced or self._is_anew(name, known)
+            if not is_newer and known is not None and known.digest is None:
+                continue
+            facts = look_at(name, self._namespace[name])
+            waiting += facts.names
+            if is_newer or known is None or known.digest != facts.digest:
+                values[name] = self._namespace[name]
+                if facts.num_bytes > _LARGE_BYTES:
+                    lines.append(f"pushed `{name}` ({facts.num_bytes / 1e6:,.0f} MB)")
+        return Push(values=values, lines=tuple(lines))
+
+    def note_pushed(self, push: Push) -> None:
+        """The session has what was pushed."""
+        for name, value in push.values.items():
+            # Looked at again: the first pickle of an object may leave something in its class.
+            self._known[name] = _Known(id(value), look_at(name, value).digest)
+            self._anew.discard(name)
+
+    def is_ours(self, name: str) -> bool:
+        """Whether the notebook has such a name that a person gave."""
+        if name not in self._namespace or is_history(name):
+            return False
+        return name not in self._hidden or self._hidden[name] is not self._namespace[name]
+
+    def _is_anew(self, name: str, known: _Known) -> bool:
+        return name in self._anew or self._key(name) != known.key
+
+    def _key(self, name: str) -> int | None:
+        return id(self._namespace[name]) if name in self._namespace else None

@@ -1,0 +1,494 @@
+"""The session of a notebook: ranks that stay, and what the notebook knows of their names.
+
+    %%accelerate --> NotebookSession.run_cell --CellCall + pushed names--> launcher.Session
+                          ^                                                        |
+                          +---- CellOutcome of each rank: value, assigned names <--+
+
+There is one at a time, started at its first use. It says who assigned a name last (ownership.py),
+and shows the values of last expressions. Ranks, calls and their ends are ``launch``'s.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError
+from notebook_accel.launch.launcher import Session
+from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.notebook.ownership import Ownership, Push
+from notebook_accel.notebook.session_hints import SessionHints
+from notebook_accel.notebook.sources import cell_sources
+from notebook_accel.notebook.starting_line import StartingLine
+from notebook_accel.notebook.used_names import names_of
+from notebook_accel.notebook.values import show_values
+from notebook_accel.notebook.views import choose_view
+from notebook_accel.notebook.worker.calls import (
+    CellCall,
+    CellOutcome,
+    FunctionCall,
+    NamesCall,
+    NamesOutcome,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.payload import CellSource
+    from notebook_accel.launch.run import Run
+
+__all__ = [
+    "CellOptions",
+    "NotebookSession",
+    "current_session",
+    "end_session",
+    "session_for",
+    "start_session",
+]
+
+# What the ranks have from the start: a notebook's own of that name must be assigned after it.
+_PROVIDED = ("accelerator", "device", "rank", "world_size")
+_RESTART = "`%accelerate restart` starts new ranks; the names of the old ones are lost"
+_SLICE_SECONDS = 0.05
+_PLAIN = "text/plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellOptions:
+    """How a cell of the session runs.
+
+    Attributes:
+        ranks: which ranks run it; None for all.
+        pull: names that come back afterwards.
+        push: names that go along, whoever assigned them last.
+        pushes_used: whether the notebook's names that the cell uses go along.
+        in_background: whether the notebook stays free meanwhile.
+    """
+
+    ranks: frozenset[int] | None = None
+    pull: tuple[str, ...] = ()
+    push: tuple[str, ...] = ()
+    pushes_used: bool = True
+    in_background: bool = False
+
+
+class NotebookSession:
+    """Ranks that stay between the cells of a notebook.
+
+    Attributes:
+        config: with which they were started.
+        session: the ranks themselves.
+        names: what they have of their own.
+    """
+
+    def __init__(
+        self, shell: InteractiveShell, config: LaunchConfig, notices: Sequence[str] = ()
+    ) -> None:
+        """Start the ranks.
+
+        Raises:
+            ConfigError: the engine has no ranks that could stay, or there are more ranks than
+                accelerators.
+            LaunchError: the ranks could not be started.
+        """
+        self.config = config
+        self.names: frozenset[str] = frozenset(_PROVIDED)
+        self._shell: Any = shell
+        self._owners = Ownership(shell.user_ns, shell.user_ns_hidden)
+        self._owners.note_session_assigned(_PROVIDED)
+        self._notices = tuple(notices)
+        # Waits for a cell in the background, and then shows its values.
+        self._background: threading.Thread | None = None
+        # Whether the ranks have names that they could not tell: a call raised.
+        self._has_untold_names = False
+        # Whether all ranks had a process group in a call that did not end well.
+        self._has_lost_group = False
+        line = StartingLine()
+        try:
+            self.session = Session(config=config, view=line, name="the session")
+        except BaseException:
+            line.abandon()
+            raise
+        line.conclude(self.world_size)
+        self._hints = SessionHints(shell, lambda: self.names, self._owners.note_assigned)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.session.world_size
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether cells can still run."""
+        return self.session.status in ("starting", "ready", "busy")
+
+    # ---- cells -----------------------------------------------------------------------------
+
+    def run_cell(
+        self, text: str, source: CellSource, *, first_line: int, number: int, options: CellOptions
+    ) -> Run:
+        """Run a cell on the ranks, show what it gives, and take back what it is to pull.
+
+        Args:
+            text: of the cell, without the line of its magic.
+            source: of the whole cell.
+            first_line: number of the text's first line there.
+            number: of the cell in the notebook.
+            options: how it runs.
+
+        Raises:
+            ConfigError: there is no such rank, or no such name to push.
+            LaunchError: a name cannot travel, or a rank has ended.
+            WorkerError, RunStopped: as :func:`notebook_launcher`.
+        """
+        self._check_ranks(options.ranks)
+        self._await_turn()
+        found = names_of(self._shell.transform_cell(text))
+        push = self._plan_push(found.used if options.pushes_used else (), options.push)
+        request = CellCall(
+            text=text,
+            source=source,
+            first_line=first_line,
+            label=f"In[{number}]",
+            mentions=found.used,
+            ranks=options.ranks,
+            renews_group=self._has_lost_group,
+            pull=options.pull,
+            pull_from=min(options.ranks) if options.ranks else 0,
+        )
+        # In the background it owns its names from now on: a later cell must not push over them.
+        if options.in_background:
+            self._owners.note_session_assigned(found.assigned)
+        run = self._begin(request, push, block=not options.in_background, source=source)
+        if options.in_background:
+            slot = DisplaySlot()
+            slot.show({_PLAIN: ""})
+            # Its displays go into slots: what a thread prints appears anywhere.
+            self._background = threading.Thread(
+                target=self._follow, args=(run, request, slot), name="notebook-accel-cell"
+            )
+            self._background.daemon = True
+            self._background.start()
+        else:
+            self._owners.note_session_assigned(found.assigned)
+            self._conclude_cell(run, request)
+        return run
+
+    def _follow(self, run: Run, request: CellCall, slot: DisplaySlot) -> None:
+        """Wait for a cell in the background, and conclude it."""
+        while not run.conductor.ended.wait(1.0):
+            continue
+        self._note_end(run)
+        self._conclude_cell(run, request, slot)
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        view: str,
+        block: bool,
+        timeout: float | None,
+    ) -> Run:
+        """Call a function on the ranks; it uses their names where it uses globals.
+
+        Raises:
+            LaunchError, WorkerError, RunStopped, TimeoutError: as :func:`notebook_launcher`.
+        """
+        self._await_turn()
+        name = getattr(function, "__name__", "")
+        # As of a cell that calls the function: what it uses of the notebook goes along.
+        is_ours = self._owners.is_ours(name) and self._shell.user_ns[name] is function
+        mentions = frozenset([name]) if is_ours else frozenset()
+        request = FunctionCall(
+            function=function,
+            args=tuple(args),
+            kwargs=dict(kwargs),
+            mentions=mentions,
+            renews_group=self._has_lost_group,
+        )
+        push = self._plan_push(mentions)
+        return self._begin(request, push, block=block, view=view, timeout=timeout)
+
+    def _begin(
+        self,
+        request: CellCall | FunctionCall,
+        push: Push,
+        *,
+        block: bool,
+        source: CellSource | None = None,
+        view: str = "auto",
+        timeout: float | None = None,
+    ) -> Run:
+        """Send a request with the names that go along; waits for it with ``block``."""
+        notices = (*self._notices, *push.lines)
+        self._notices = ()
+        sources = cell_sources(self._shell)
+        self._has_lost_group = False
+        try:
+            run = self.session.call(
+                request,
+                kwargs=push.values,
+                view=choose_view(view, waits=block, is_cell=block and source is not None),
+                sources=sources if source is None else [source, *sources],
+                block=block,
+                timeout=timeout,
+                notices=notices,
+            )
+        except (Exception, KeyboardInterrupt) as error:
+            failed: Run | None = getattr(error, "run", None)
+            if failed is not None:
+                self._owners.note_pushed(push)
+                self._note_end(failed)
+            raise
+        self._owners.note_pushed(push)
+        if block:
+            self._note_end(run)
+        return run
+
+    def _conclude_cell(self, run: Run, request: CellCall, slot: DisplaySlot | None = None) -> None:
+        """The cell has ended: show its values, and take what was to be pulled.
+
+        Args:
+            run: of the cell.
+            request: what the ranks were asked.
+            slot: where the values go; None for the output of the cell that runs now.
+        """
+        outcomes: list[CellOutcome | None] = run.peek()
+        self._take(outcomes)
+        show_values([None if one is None else one.value for one in outcomes], slot)
+        chosen = outcomes[request.pull_from or 0]
+        if chosen is not None:
+            self._assign(chosen)
+
+    def _note_end(self, run: Run) -> None:
+        """Remember what the next call must know of how this one ended."""
+        ranks = run.state.ranks
+        if not all(rank.returned for rank in ranks):
+            self._has_lost_group = all(rank.made_group for rank in ranks)
+            self._has_untold_names = True
+
+    def _take(self, outcomes: Iterable[NamesOutcome | None]) -> None:
+        """Note what the ranks have, and what of it they have assigned."""
+        answers = [one for one in outcomes if one is not None]
+        if len(answers) < len(self.session.processes):
+            return
+        self._owners.note_session_assigned({name for one in answers for name in one.assigned})
+        self.names = frozenset(_PROVIDED).union(*(one.names for one in answers))
+        self._owners.keep_only(self.names)
+        self._has_untold_names = False
+
+    def _plan_push(self, used: Iterable[str], forced: Sequence[str] = ()) -> Push:
+        missing = [name for name in forced if not self._owners.is_ours(name)]
+        if missing:
+            raise ConfigError(f"the notebook has no {_quoted(missing)} that could be pushed")
+        return self._owners.plan_push(used, forced)
+
+    def _check_ranks(self, ranks: frozenset[int] | None) -> None:
+        absent = sorted(rank for rank in ranks or () if rank >= self.world_size)
+        if absent:
+            raise ConfigError(
+                f"--ranks names rank {absent[0]}, and the session has the ranks 0 to "
+                f"{self.world_size - 1}"
+            )
+
+    def _await_turn(self) -> None:
+        """Wait until the ranks are free, as a cell of a notebook waits for those before it.
+
+        Raises:
+            LaunchError: a rank has ended.
+        """
+        # In short slices: an interrupt leaves the wait, and the cell in the background goes on.
+        while self._background is not None and self._background.is_alive():
+            self._background.join(_SLICE_SECONDS)
+        if not self.is_usable:
+            raise LaunchError(f"{self._how_it_ended()}. {_RESTART}")
+        if self._has_untold_names:
+            self._take(self.session.ask(NamesCall()))
+
+    def _how_it_ended(self) -> str:
+        for process in self.session.processes:
+            if process.signal is not None:
+                return f"rank {process.rank} was killed by signal {process.signal}"
+            if process.exitcode is not None:
+                return f"rank {process.rank} ended with exit code {process.exitcode}"
+        return "the ranks of the session have ended"
+
+    # ---- names -----------------------------------------------------------------------------
+
+    def pull(self, names: Sequence[str], *, each_rank: bool = False) -> None:
+        """Give the notebook the ranks' values under the same names, tensors on the CPU.
+
+        Args:
+            names: of the values.
+            each_rank: a list with one value a rank, in place of rank 0's.
+
+        Raises:
+            NotebookAccelError: rank 0 has no such name.
+            WorkerError: a value cannot travel.
+        """
+        self._await_turn()
+        outcomes: list[NamesOutcome] = self.session.ask(
+            NamesCall(pull=tuple(names), pull_from=None if each_rank else 0)
+        )
+        self._take(outcomes)
+        if each_rank:
+            self._assign(*outcomes)
+        else:
+            self._assign(outcomes[0])
+
+    def push(self, names: Sequence[str]) -> None:
+        """Give the ranks the notebook's values under the same names.
+
+        Raises:
+            ConfigError: the notebook has no such name.
+            LaunchError: a value cannot travel.
+        """
+        self._await_turn()
+        push = self._plan_push((), names)
+        self._take(self.session.ask(NamesCall(), push.values))
+        self._owners.note_pushed(push)
+
+    def _assign(self, *outcomes: NamesOutcome) -> None:
+        """Give the notebook what was pulled: of several ranks a list with one value each."""
+        for number, outcome in enumerate(outcomes):
+            for name in outcome.missing:
+                of = f"rank {number} of the session" if len(outcomes) > 1 else "the session"
+                raise NotebookAccelError(f"{of} has no `{name}` that could be pulled")
+        for name in outcomes[0].pulled:
+            values = [outcome.pulled[name] for outcome in outcomes]
+            self._shell.user_ns[name] = values if len(values) > 1 else values[0]
+            self._owners.note_session_assigned([name])
+
+    # ---- the session -----------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """The session in some lines: its ranks, how they stand, and their names."""
+        lines = [f"session of {_num_ranks(self.world_size)}: {self.session.status}"]
+        lines += [f"rank {one.rank}  pid {one.pid}  {one.status}" for one in self.session.processes]
+        names = sorted(self.names)
+        lines.append(f"names: {', '.join(names)}")
+        lines.append(f"logs: {self.session.log_dir}")
+        return "\n".join(lines)
+
+    def logs(self, rank: int | None = None) -> str:
+        """What the ranks have printed in the session, with labels; or what one of them has."""
+        chosen = range(self.world_size) if rank is None else [rank]
+        texts = {number: self.session.read_log(number) for number in chosen}
+        if rank is not None:
+            return texts[rank]
+        return "".join(
+            f"[rank {number}] {line}\n"
+            for number, text in texts.items()
+            for line in text.splitlines()
+        )
+
+    def end(self, grace: float = 10.0) -> None:
+        """End the ranks; a cell that runs in the background is stopped after ``grace`` seconds."""
+        self._hints.remove()
+        self.session.close(grace)
+
+
+def _num_ranks(world_size: int) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{world_size} rank{'' if world_size == 1 else 's'}"
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+# ---- the one session of this kernel --------------------------------------------------------
+
+_session: NotebookSession | None = None
+
+
+def current_session() -> NotebookSession | None:
+    """The session of this kernel; None where there is none, or where it was ended."""
+    if _session is not None and _session.session.status == "ended":
+        return None
+    return _session
+
+
+def start_session(
+    shell: InteractiveShell, config: LaunchConfig, notices: Sequence[str] = ()
+) -> NotebookSession:
+    """Start the session.
+
+    Args:
+        shell: of the notebook.
+        config: how to launch.
+        notices: lines for the person, shown with the first call.
+
+    Raises:
+        ConfigError: there is one, or it cannot be started so.
+        LaunchError: the ranks could not be started.
+    """
+    global _session
+    running = current_session()
+    if running is not None:
+        raise ConfigError(
+            f"there is a session of {_num_ranks(running.world_size)}: `%accelerate restart` starts "
+            "another one in its place"
+        )
+    _session = NotebookSession(shell, config, notices)
+    return _session
+
+
+def session_for(
+    shell: InteractiveShell, config: LaunchConfig, notices: Sequence[str] = ()
+) -> NotebookSession:
+    """The session, started if there is none; the arguments are those of :func:`start_session`.
+
+    Raises:
+        ConfigError: it was started otherwise, or cannot be started so.
+        LaunchError: the ranks could not be started.
+    """
+    running = current_session()
+    if running is None:
+        return start_session(shell, config, notices)
+    _check_same(running, config)
+    return running
+
+
+def _check_same(running: NotebookSession, config: LaunchConfig) -> None:
+    """Refuse what the session cannot become without new ranks.
+
+    Raises:
+        ConfigError: a setting that is not its default differs.
+    """
+    has = replace(running.config, num_processes=running.world_size)
+    other = [
+        setting.name
+        for setting in fields(config)
+        if getattr(config, setting.name) not in (setting.default, getattr(has, setting.name))
+    ]
+    if not other:
+        return
+    options = [f"{_OPTIONS[name]} {getattr(config, name)}" for name in other if name in _OPTIONS]
+    command = " ".join(["%accelerate restart", *options])
+    if len(options) < len(other):
+        command = "%accelerate stop"
+    held = ", ".join(f"{name}={getattr(has, name)!r}" for name in other)
+    raise ConfigError(
+        f"the session was started with {held}: `{command}` ends it, with all its names, for one "
+        "with other settings; `%%accelerate --fresh` runs a cell in workers of its own"
+    )
+
+
+_OPTIONS = {"num_processes": "-n", "mixed_precision": "--mixed-precision"}
+
+
+def end_session(grace: float = 10.0) -> bool:
+    """End the session; False where there is none."""
+    global _session
+    ending, _session = _session, None
+    if ending is None:
+        return False
+    ending.end(grace)
+    return True

@@ -1,0 +1,64 @@
+"""What the notebook itself knows of a session's names: completion, and a hint where one is missing.
+
+A name of the session is no name of the notebook: ``model.eval()`` in a plain cell is a NameError.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.notebook.used_names import names_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["SessionHints"]
+
+_MAGIC = "%%accelerate"
+
+
+class SessionHints:
+    """Watches the cells of a notebook while there is a session.
+
+    Args:
+        shell: of the notebook.
+        names: gives the names of the session.
+        note_assigned: is told which names cells of the notebook assign.
+    """
+
+    def __init__(
+        self,
+        shell: InteractiveShell,
+        names: Callable[[], Iterable[str]],
+        note_assigned: Callable[[Iterable[str]], None],
+    ) -> None:
+        self._shell: Any = shell
+        self._names = names
+        self._note_assigned = note_assigned
+        self._shell.events.register("post_run_cell", self._after_cell)
+        self._matchers: list[Any] = self._shell.Completer.custom_matchers
+        self._matchers.append(self._complete)
+
+    def remove(self) -> None:
+        """Watch no longer."""
+        self._shell.events.unregister("post_run_cell", self._after_cell)
+        self._matchers[:] = [one for one in self._matchers if one != self._complete]
+
+    def _complete(self, text: str) -> list[str]:
+        """Names of the session that begin with ``text``."""
+        return sorted(name for name in self._names() if text and name.startswith(text))
+
+    def _after_cell(self, result: Any) -> None:
+        text = getattr(getattr(result, "info", None), "raw_cell", None) or ""
+        error = result.error_in_exec
+        if isinstance(error, NameError):
+            self._hint(getattr(error, "name", None))
+        if result.success and not text.lstrip().startswith(_MAGIC):
+            self._note_assigned(names_of(self._shell.transform_cell(text)).assigned)
+
+    def _hint(self, name: str | None) -> None:
+        if name in set(self._names()) and name not in self._shell.user_ns:
+            sys.stderr.write(f"`{name}` lives in the session: `%accelerate pull {name}`\n")

@@ -1,0 +1,185 @@
+"""Which names a cell uses from before, and which it assigns: read from its source.
+
+    import math              assigns math
+    total = rank + 1         uses rank, assigns total
+    print(total)             uses print; total is the cell's own by now
+
+What a cell does by ``exec`` or by magics is not seen, apart from names that stand in the text of a
+magic: in ``%time f(x)`` are ``f`` and ``x``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import symtable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["CellNames", "is_history", "names_of"]
+
+# IPython's own names for what was typed and shown.
+_HISTORY = re.compile(r"_+|_i+|_i?\d+|_[iods]h|_exit_code|In|Out")
+_IDENTIFIER = re.compile(r"[^\W\d]\w*")
+
+
+def is_history(name: str) -> bool:
+    """Whether IPython keeps inputs or outputs under this name."""
+    return _HISTORY.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class CellNames:
+    """Names of a cell.
+
+    Attributes:
+        used: those that the cell reads and has not certainly assigned before.
+        assigned: those that it assigns or deletes at its top, or as ``global`` in a function.
+    """
+
+    used: frozenset[str] = frozenset()
+    assigned: frozenset[str] = frozenset()
+
+
+def names_of(text: str) -> CellNames:
+    """The names of a cell, of which IPython's own syntax was turned into Python.
+
+    A text that is no Python uses and assigns nothing.
+    """
+    try:
+        tree = ast.parse(text)
+        looked_up = set(_looked_up(symtable.symtable(text, "", "exec")))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return CellNames()
+    reader = _Reader()
+    reader.block(tree.body, set())
+    # The reader does not tell the arguments of a function from the names around it.
+    used = (reader.used & looked_up) | reader.named_for_ipython
+    return CellNames(frozenset(used), frozenset(reader.assigned))
+
+
+def _looked_up(table: symtable.SymbolTable) -> Iterator[str]:
+    """Names that are looked up among the globals, by the cell or by functions in it."""
+    is_top = table.get_type() == "module"
+    for symbol in table.get_symbols():
+        # A statement such as ``x += 1`` reads what it assigns.
+        if is_top or (symbol.is_global() and symbol.is_referenced()):
+            yield symbol.get_name()
+    for child in table.get_children():
+        yield from _looked_up(child)
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+class _Reader:
+    """Goes through statements in their order, with the names that are certainly there so far."""
+
+    def __init__(self) -> None:
+        self.used: set[str] = set()
+        self.named_for_ipython: set[str] = set()
+        self.assigned: set[str] = set()
+
+    def block(self, statements: Sequence[ast.stmt], own: set[str]) -> None:
+        """Read statements that run one after the other; adds to ``own`` what they assign."""
+        for statement in statements:
+            self._statement(statement, own)
+
+    def _statement(self, node: ast.stmt, own: set[str]) -> None:
+        blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
+        blocks += [part.body for part in getattr(node, "handlers", [])]
+        blocks += [part.body for part in getattr(node, "cases", [])]
+        is_definition = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        if is_definition or not any(blocks):
+            self._read(node, own)
+            own |= self._bound(node)
+            return
+        # What runs first, such as the header of a loop or the context of a ``with``.
+        inside = [inner for block in blocks for inner in block]
+        for part in ast.iter_child_nodes(node):
+            if part not in inside:
+                self._read(part, own, skip=inside)
+                own |= self._bound(part, skip=inside)
+        # Whether a branch runs is not known: what it assigns is its own alone.
+        for block in blocks:
+            self.block(block, own if isinstance(node, (ast.With, ast.AsyncWith)) else set(own))
+
+    def _read(self, node: ast.AST, own: set[str], skip: Iterable[ast.AST] = ()) -> None:
+        """Note the names that a node reads, functions inside of it included."""
+        for part in _walk(node, skip):
+            if isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Store):
+                if part.id not in own:
+                    self.used.add(part.id)
+            elif isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
+                if part.target.id not in own:
+                    self.used.add(part.target.id)
+            elif isinstance(part, ast.Global):
+                self.assigned.update(part.names)
+            elif isinstance(part, ast.Call):
+                self.named_for_ipython |= _names_for_ipython(part)
+
+    def _bound(self, node: ast.AST, skip: Iterable[ast.AST] = ()) -> set[str]:
+        """The names that a statement assigns here, not those inside of functions and classes."""
+        found: set[str] = set()
+        deleted: set[str] = set()
+        for part in _walk_here(node, skip):
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                found.add(part.id)
+            elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Del):
+                deleted.add(part.id)
+            elif isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                found.add(part.name)
+            elif isinstance(part, ast.alias):
+                found.add((part.asname or part.name).partition(".")[0])
+            elif isinstance(part, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and part.name:
+                found.add(part.name)
+        self.assigned |= found | deleted
+        return found - deleted
+
+
+def _walk(node: ast.AST, skip: Iterable[ast.AST] = ()) -> Iterable[ast.AST]:
+    """A node with all that is in it, apart from ``skip``."""
+    skipped = set(map(id, skip))
+    waiting = [node]
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in skipped:
+            yield part
+            waiting += ast.iter_child_nodes(part)
+
+
+def _walk_here(node: ast.AST, skip: Iterable[ast.AST] = ()) -> Iterable[ast.AST]:
+    """As :func:`_walk`, without what has names of its own."""
+    skipped = set(map(id, skip))
+    waiting = [node]
+    while waiting:
+        part = waiting.pop()
+        if id(part) in skipped:
+            continue
+        yield part
+        if isinstance(part, (*_FUNCTIONS, ast.ClassDef)):
+            continue
+        inner: list[Any] = list(ast.iter_child_nodes(part))
+        if isinstance(part, _COMPREHENSIONS):
+            # Of a comprehension only ``:=`` assigns outside of it.
+            inner = [one for one in ast.walk(part) if isinstance(one, ast.NamedExpr)]
+            inner = [one.target for one in inner]
+        waiting += inner
+
+
+def _names_for_ipython(call: ast.Call) -> set[str]:
+    """Names in the text of a magic or of a shell line: ``get_ipython().system('ls {folder}')``."""
+    function = call.func
+    if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Call):
+        return set()
+    owner = function.value.func
+    if not isinstance(owner, ast.Name) or owner.id != "get_ipython":
+        return set()
+    # The first of several is the name of a magic.
+    texts = [part.value for part in call.args[-2:] if isinstance(part, ast.Constant)]
+    texts = texts[1:] if function.attr.endswith("magic") and len(call.args) == 2 else texts
+    return {name for text in texts for name in _IDENTIFIER.findall(str(text))}

@@ -1,0 +1,189 @@
+"""What a notebook asks of the ranks of its session: each request is called on every rank.
+
+    notebook: CellCall(...) --Session.call--> rank: request(**names) --> CellOutcome
+
+A request is sent as an instance of its class; the names that the notebook pushes along are the
+arguments of its call. Each rank answers with what changed among its names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch import rank
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from notebook_accel.launch.payload import CellSource
+
+__all__ = [
+    "FunctionCall",
+    "CellOutcome",
+    "CellCall",
+    "NamesOutcome",
+    "NamesCall",
+    "ShownValue",
+]
+
+
+@dataclass(frozen=True)
+class ShownValue:
+    """The value of a cell's last expression, as its rank would show it.
+
+    Attributes:
+        data: by MIME type; binary data in base64.
+    """
+
+    data: Mapping[str, str]
+
+    @property
+    def text(self) -> str:
+        """It as plain text."""
+        return self.data.get("text/plain", "")
+
+    def _repr_mimebundle_(self, **_options: Any) -> dict[str, str]:
+        return dict(self.data)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamesOutcome:
+    """What became of a rank's names since its last answer.
+
+    Attributes:
+        assigned: names that refer to other objects now; the rank assigned them.
+        names: all that there are.
+        pulled: values that were asked for.
+        missing: names that were asked for, of which this rank has none.
+    """
+
+    assigned: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
+    pulled: Mapping[str, Any] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellOutcome(NamesOutcome):
+    """What a cell gave in one rank: ``value`` is None where it showed none.
+
+    As the result of a run it looks like the value.
+    """
+
+    value: ShownValue | None = None
+
+    def _repr_mimebundle_(self, **_options: Any) -> dict[str, str]:
+        return {} if self.value is None else dict(self.value.data)
+
+    def __repr__(self) -> str:
+        return "None" if self.value is None else self.value.text
+
+
+@dataclass(kw_only=True)
+class NamesCall:
+    """Take the names that are pushed; give the values that are asked for.
+
+    Attributes:
+        pull: names of values that are to come back.
+        pull_from: the rank whose values those are; None for all.
+    """
+
+    pull: tuple[str, ...] = ()
+    pull_from: int | None = None
+
+    def __call__(self, /, **names: Any) -> NamesOutcome:
+        """Answer for this rank."""
+        namespace = _rank_namespace()
+        namespace.push(names)
+        return NamesOutcome(**self.report(namespace))
+
+    def report(self, namespace: Any) -> dict[str, Any]:
+        """What this rank answers, as arguments of an outcome."""
+        is_asked = self.pull_from in (None, rank.current().rank)
+        report: dict[str, Any] = namespace.report(self.pull if is_asked else ())
+        return report
+
+
+@dataclass(kw_only=True)
+class CellCall(NamesCall):
+    """Run a cell.
+
+    Attributes:
+        text: of the cell, without the line of its magic.
+        source: of the whole cell, as the page has it.
+        first_line: number of the text's first line there.
+        label: what the run is called: "In[3]".
+        mentions: names that the cell may use.
+        ranks: which ranks run it; None for all.
+        renews_group: whether all ranks had a process group in the call before, which did not end
+            well: they make it anew first.
+    """
+
+    text: str
+    source: CellSource
+    first_line: int
+    label: str
+    mentions: frozenset[str] = frozenset()
+    ranks: frozenset[int] | None = None
+    renews_group: bool = False
+
+    def __post_init__(self) -> None:
+        # What lines for the person call the function that a run calls.
+        self.__name__ = self.label
+
+    def __call__(self, /, **names: Any) -> CellOutcome:
+        """Run the cell, if this rank is one that shall.
+
+        Raises:
+            BaseException: whatever the cell raises.
+        """
+        __tracebackhide__ = True
+        namespace = _rank_namespace()
+        namespace.push(names)
+        namespace.get_ready(self.mentions, renews_group=self.renews_group)
+        value = None
+        if self.ranks is None or rank.current().rank in self.ranks:
+            value = namespace.shell.run(self.text, self.source, self.first_line)
+        return CellOutcome(value=value, **self.report(namespace))
+
+
+@dataclass(kw_only=True)
+class FunctionCall(NamesCall):
+    """Call a function, for ``notebook_launcher(..., session=True)``.
+
+    Attributes:
+        function, args, kwargs: what is called.
+        mentions, renews_group: as those of :class:`CellCall`.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mentions: frozenset[str] = frozenset()
+    renews_group: bool = False
+
+    def __post_init__(self) -> None:
+        self.__name__ = getattr(self.function, "__name__", type(self.function).__name__)
+
+    def __call__(self, /, **names: Any) -> Any:
+        """What the function returns.
+
+        Raises:
+            BaseException: whatever the function raises.
+        """
+        __tracebackhide__ = True
+        namespace = _rank_namespace()
+        namespace.push(names)
+        namespace.get_ready(self.mentions, renews_group=self.renews_group)
+        return self.function(*self.args, **self.kwargs)
+
+
+def _rank_namespace() -> Any:
+    # A kernel imports this module too, and must not make a rank's shell of its own.
+    from notebook_accel.notebook.worker.namespace import rank_namespace
+
+    return rank_namespace()

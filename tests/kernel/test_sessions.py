@@ -1,0 +1,350 @@
+"""``%%accelerate`` on persistent workers, in a real kernel: what one cell leaves the next finds."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.engines.processes import eventually
+from tests.kernel.notebooks import open_notebook
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.kernel.notebooks import Notebook
+    from tests.notebook.kernels import Reply
+
+SOON = 20.0
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """One notebook with one session of two ranks for nearly all tests of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path_factory.mktemp("runs")))
+        with open_notebook() as notebook:
+            notebook.run("%load_ext notebook_accel\nimport torch, numpy as np")
+            notebook.run("device = 'mine, from before the session'")
+            notebook.run("%%accelerate -n 2\npids = __import__('os').getpid()")
+            yield notebook
+
+
+def values(reply: Reply) -> list[str]:
+    """The texts of what a cell showed, its header line aside."""
+    assert reply.status == "ok", "\n".join(reply.traceback)
+    texts = [output["data"]["text/plain"] for output in reply.outputs]
+    return [text for text in texts if not re.match(r"In\[\d+\]: ", text)]
+
+
+def cell(book: Notebook, code: str) -> Reply:
+    """Run a cell in which ``%%`` may be left out."""
+    return book.finish(book.start(code))
+
+
+# ---- a cell and the next -------------------------------------------------------------------
+
+
+def test_names_stay_and_values_are_shown_by_rank(book: Notebook) -> None:
+    first = book.run("%%accelerate\nx = rank * 10\nx")
+    assert first == "rank 0: 0\nrank 1: 10\n"
+    assert book.run("%%accelerate\nx + 1, _, world_size, str(device)") == (
+        "rank 0: (1, 0, 2, 'cpu')\nrank 1: (11, 10, 2, 'cpu')\n"
+    )
+    assert book.run("%%accelerate\n'same'") == "ranks 0-1: 'same'\n"
+    assert book.run("%%accelerate\nx;") == ""
+    assert book.run("%%accelerate --ranks 1\nx") == "rank 1: 10\n"
+    assert book.run("%%accelerate -n 2\nIn[-1].splitlines()[-1]") == (
+        "ranks 0-1: 'In[-1].splitlines()[-1]'\n"
+    )
+
+
+def test_a_short_cell_has_one_slim_line_and_no_table(book: Notebook) -> None:
+    reply = cell(book, "%%accelerate\nprint('hello')\n1")
+    headers = [output["data"] for output in reply.outputs]
+    assert [re.sub(r"\d+", "N", one["text/plain"]) for one in headers] == [
+        "In[N]: succeeded, N ranks, N.N s"
+    ]
+    assert "<table" not in headers[0]["text/html"]
+    assert "hello" in headers[0]["text/html"]
+    assert reply.text == "ranks 0-1: 1\n"
+
+
+def test_magics_shell_lines_and_top_level_await(book: Notebook) -> None:
+    reply = cell(
+        book,
+        """
+        %%accelerate
+        import asyncio
+        await asyncio.sleep(0)
+        total = %sx echo {rank + 1}
+        %time counted = sum(range(5))
+        total[0], counted
+        """,
+    )
+    assert reply.text == "rank 0: ('1', 10)\nrank 1: ('2', 10)\n"
+    assert "Wall time" in book.run("%accelerate logs 0")
+
+
+def test_tables_figures_and_html_are_shown_richly(book: Notebook) -> None:
+    reply = cell(
+        book,
+        """
+        %%accelerate
+        import pandas, matplotlib.pyplot as plt
+        from IPython.display import HTML, display
+        display(HTML(f"<b>of {rank}</b>"))
+        plt.plot([1, 2])
+        pandas.DataFrame({"rank": [rank]})
+        """,
+    )
+    kinds = [set(output["data"]) - {"text/plain"} for output in reply.outputs]
+    assert {"image/png"} in kinds, "the figure is shown without plt.show()"
+    html = [output["data"].get("text/html", "") for output in reply.outputs]
+    assert "<b>of 0</b>" in html
+    assert sum('class="dataframe"' in text for text in html) == 2
+    assert values(reply)[-4:-3] == ["rank 0"]
+    assert values(reply)[-2:-1] == ["rank 1"]
+
+
+def test_an_error_has_the_lines_of_its_cell_and_the_names_before_it_stay(book: Notebook) -> None:
+    text = book.fails("%%accelerate\nkept = 'before'\nif rank == 1:\n    raise ValueError('bad')")
+    assert "rank 1 failed: ValueError: bad" in text
+    assert re.search(r"Cell In\[\d+\], line 4, in <module>\n    raise ValueError", text)
+    assert "notebook_accel/" not in text.replace("notebook_accel.runs", "")
+    assert book.run("%%accelerate\nkept") == "ranks 0-1: 'before'\n"
+    text = book.fails("kept")
+    assert "NameError" in text
+
+
+def test_a_syntax_error_and_bad_options_reach_no_rank(book: Notebook) -> None:
+    assert "line 3" in book.fails("%%accelerate\na = 1\nb = = 2")
+    assert "`%accelerate restart -n 3`" in book.fails("%%accelerate -n 3\n1")
+    assert "the session has the ranks 0 to 1" in book.fails("%%accelerate --ranks 0,2\n1")
+    assert "expected ranks such as 0,2-3" in book.run("%%accelerate --ranks all\n1")
+
+
+# ---- names of the notebook -----------------------------------------------------------------
+
+
+def test_what_the_cell_uses_is_pushed_until_the_session_assigns_it(book: Notebook) -> None:
+    book.run("""
+        factor, rows = 3, [1]
+        def scaled(value):
+            return value * factor
+        class Point:
+            def __init__(self, x): self.x = scaled(x)
+    """)
+    assert book.run("%%accelerate\nscaled(2), Point(5).x, rows") == "ranks 0-1: (6, 15, [1])\n"
+    book.run("factor = 4\nrows.append(2)")
+    assert book.run("%%accelerate\nscaled(2), rows") == "ranks 0-1: (8, [1, 2])\n"
+    # Changed in place by the ranks, but unchanged here: it is not pushed over their work.
+    book.run("%%accelerate\nrows.append(rank)")
+    assert book.run("%%accelerate\nrows") == "rank 0: [1, 2, 0]\nrank 1: [1, 2, 1]\n"
+    # The session assigns it: the notebook's stays at home, also where a function uses it.
+    book.run("%%accelerate\nfactor = 100")
+    assert book.run("%%accelerate\nscaled(2)") == "ranks 0-1: 200\n"
+    # The notebook assigns it anew, if only the same.
+    book.run("factor = 4")
+    assert book.run("%%accelerate\nscaled(2)") == "ranks 0-1: 8\n"
+    assert book.run("factor, rows") == ""
+
+
+def test_an_optimizer_and_its_model_stay_together(book: Notebook) -> None:
+    book.run("""
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    """)
+    text = book.run("""
+        %%accelerate
+        before = model.weight.detach().clone()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        torch.allclose(model.weight, before - 0.1)
+    """)
+    assert text == "ranks 0-1: True\n"
+    # What was trained there is not pushed over by the next cell that names it.
+    again = "%%accelerate\ntorch.allclose(model.weight, before - 0.1)"
+    assert book.run(again) == "ranks 0-1: True\n"
+    book.run("with torch.no_grad(): model.weight.zero_()")
+    assert book.run("%%accelerate\nfloat(model.weight.abs().sum())") == "ranks 0-1: 0.0\n"
+
+
+def test_pull_and_push_by_name(book: Notebook) -> None:
+    book.run("""
+        class Net(torch.nn.Linear):
+            pass
+        alone = 1
+    """)
+    book.run("%%accelerate --push alone --no-push\nassert alone == 1 and 'Net' not in globals()")
+    book.run("%%accelerate --pull net,number\nnet = Net(2, 2)\nnumber = rank")
+    book.run("""
+        assert type(net) is Net and number == 0
+        net.weight.data.zero_()
+        %accelerate pull --each-rank number
+        assert number == [0, 1]
+    """)
+    # What was pulled belongs to the session still.
+    assert book.run("%%accelerate\nnumber, bool(net.weight.any())") == (
+        "rank 0: (0, True)\nrank 1: (1, True)\n"
+    )
+    book.run("number = 7\n%accelerate push number")
+    assert book.run("%%accelerate\nnumber") == "ranks 0-1: 7\n"
+    assert "the session has no `nothing`" in book.fails("%accelerate pull nothing")
+    assert "the notebook has no `nothing`" in book.fails("%accelerate push nothing")
+
+
+def test_what_cannot_travel_is_named(book: Notebook) -> None:
+    book.run("import threading\nlock = threading.Lock()\ndef locked(): return lock")
+    text = book.fails("%%accelerate\nlocked()")
+    assert "`lock` (_thread.lock) cannot travel to the session" in text
+    assert book.run("%%accelerate\nlock = 5\nlock") == "ranks 0-1: 5\n"
+
+
+def test_the_notebook_knows_the_names_of_the_session(book: Notebook) -> None:
+    book.run("%%accelerate\nfar_away_name = 1")
+    reply = cell(book, "far_away_name")
+    assert "`far_away_name` lives in the session: `%accelerate pull far_away_name`" in reply.text
+    content = book.kernel.client.complete("%%accelerate\nfar_away_n", reply=True)["content"]
+    assert content["matches"] == ["far_away_name"]
+    assert "far_away_name" in book.run("%accelerate status")
+
+
+# ---- Accelerator, failures, interrupts -----------------------------------------------------
+
+
+def test_accelerators_are_made_again_with_other_settings(book: Notebook) -> None:
+    both = "%%accelerate\nint(accelerator.reduce(torch.ones(1)))"
+    assert book.run(both) == "ranks 0-1: 2\n"
+    text = book.run("""
+        %%accelerate
+        from notebook_accel import Accelerator
+        own = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
+        own.mixed_precision, own.gradient_accumulation_steps, own.num_processes
+    """)
+    assert text == "ranks 0-1: ('bf16', 4, 2)\n"
+    assert book.run("%%accelerate\nAccelerator().mixed_precision") == "ranks 0-1: 'no'\n"
+
+
+def test_a_prepared_model_trains_on_after_a_call_that_failed(book: Notebook) -> None:
+    book.run("""
+        %%accelerate
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 1)
+        net, sgd = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        def step():
+            sgd.zero_grad()
+            accelerator.backward(net(torch.full((2, 4), rank + 1.0)).sum())
+            sgd.step()
+            return [round(float(w.abs().sum()), 4) for w in net.parameters()]
+        first = step()
+    """)
+    for how in (
+        "if rank == 1: raise ValueError('bad')",
+        "if rank == 0: net.module.weight.data += 1; 1/0",
+    ):
+        text = book.fails(f"%%accelerate\n{how}\nstep()")
+        assert "failed: " in text
+        reply = cell(book, "%%accelerate\nstep()")
+        assert reply.text.startswith("ranks 0-1: ["), reply.text
+        html = reply.outputs[0]["data"]["text/html"]
+        assert "the process group was made anew" in html
+
+
+def test_an_interrupt_ends_the_cell_and_keeps_the_session(book: Notebook, tmp_path: Path) -> None:
+    before = book.run("%%accelerate\npids")
+    book.run(f"from pathlib import Path\nfolder = Path({str(tmp_path)!r})")
+    started = book.start("""
+        %%accelerate
+        import time
+        (folder / str(rank)).touch()
+        if rank == 0:
+            time.sleep(600)
+        accelerator.wait_for_everyone()
+    """)
+    both = [tmp_path / "0", tmp_path / "1"]
+    eventually(lambda: all(path.exists() for path in both), within=SOON, what="it runs")
+    book.interrupt()
+    reply = book.finish(started)
+    assert reply.status == "error"
+    assert "KeyboardInterrupt" in "\n".join(reply.traceback)
+    assert book.run("%%accelerate\npids") == before
+    assert book.run("%%accelerate\nint(accelerator.reduce(torch.ones(1)))") == "ranks 0-1: 2\n"
+
+
+def test_a_cell_in_the_background_leaves_the_notebook_free(book: Notebook, tmp_path: Path) -> None:
+    book.run(f"from pathlib import Path\ngo = Path({str(tmp_path / 'go')!r})")
+    reply = cell(
+        book,
+        """
+        %%accelerate --bg --pull late
+        import time
+        while not go.exists():
+            time.sleep(0.01)
+        late = rank + 5
+        late
+        """,
+    )
+    run = values(reply)[-1]
+    assert re.match(r"<Run .* of In\[\d+\]: (starting|running), 2 ranks>", run)
+    assert book.run("print('free')") == "free\n"
+    queued = book.start("%%accelerate\nlate + 1")
+    (tmp_path / "go").touch()
+    assert book.finish(queued).text == "rank 0: 6\nrank 1: 7\n"
+    assert book.run("print(late)") == "5\n"
+    assert any(
+        "rank 0: 5\nrank 1: 6" in shown["data"].get("text/plain", "")
+        for shown in book.kernel.displays.values()
+    )
+
+
+def test_a_function_is_launched_on_the_warm_workers(book: Notebook) -> None:
+    book.run("%%accelerate\nweight = 20")
+    text = book.run("""
+        from notebook_accel import notebook_launcher
+        weight = 1
+        bias = 3
+        %accelerate push weight
+        def work(x):
+            import os
+            return os.getpid(), x * weight + bias
+        run = notebook_launcher(work, (2,), session=True)
+        print([value for _, value in run])
+    """)
+    assert "[5, 5]" in text
+    assert book.run("%%accelerate\nweight = 20") == ""
+    assert book.run("print([v for _, v in notebook_launcher(work, (2,), session=True)])").endswith(
+        "[43, 43]\n"
+    )
+    text = book.fails("notebook_launcher(work, (2,), 3, session=True)")
+    assert "the session was started with num_processes=2" in text
+
+
+# ---- ends ----------------------------------------------------------------------------------
+
+
+def test_a_dead_rank_says_how_to_start_again(book: Notebook) -> None:
+    text = book.fails("""
+        %%accelerate
+        import os, signal
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        accelerator.wait_for_everyone()
+    """)
+    assert "SIGKILL" in text
+    text = book.fails("%%accelerate\n1")
+    assert "rank 1 was killed" in text
+    assert "`%accelerate restart`" in text
+    book.run("%accelerate restart")
+    assert book.run("%%accelerate\nworld_size, 'x' in globals()") == "ranks 0-1: (2, False)\n"
+
+
+def test_the_session_ends_with_its_kernel(book: Notebook) -> None:
+    others = {process.pid for process in book.others()}
+    assert len(others) >= 3
+    os.kill(book.pid, signal.SIGKILL)
+    eventually(lambda: not book.others(), within=SOON, what="every process of the session ended")
