@@ -26,6 +26,7 @@ from notebook_accel import (
     GradientState,
     ProfileKwargs,
     ProjectConfiguration,
+    notebook_launcher,
 )
 from tests.training.harness import run_ranks
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
@@ -234,6 +235,35 @@ def test_a_profile_leaves_a_trace(tmp_path: Path) -> None:
         torch.ones(3).sum()
     assert profiler.key_averages()
     assert json.loads((tmp_path / "traces" / "profile_0.json").read_text())["traceEvents"]
+
+
+def profiled(folder: str) -> int:
+    """A schedule that records the last two of four steps."""
+    options = ProfileKwargs(
+        activities=["cpu"],
+        schedule_option={"wait": 1, "warmup": 1, "active": 2},
+        output_trace_dir=folder,
+    )
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+    model = nn.Linear(8, 8)
+    with accelerator.profile() as profiler:
+        for _ in range(4):
+            model(torch.ones(2, 8)).sum().backward()
+            profiler.step()
+    return accelerator.process_index
+
+
+def test_a_profile_of_each_rank_shows_a_table(tmp_path: Path) -> None:
+    run = notebook_launcher(profiled, (str(tmp_path),), num_processes=2, view="none")
+    for rank in run:
+        trace = tmp_path / f"profile_{rank}.json"
+        names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+        assert "aten::linear" in names
+        (table,) = run.state.ranks[rank].displays
+        html = str(table["text/html"])
+        assert f"Rank {rank}: operators by their own time" in html
+        assert "<td>aten::addmm</td><td>2</td>" in html
+        assert "Self CPU" in str(table["text/plain"])
 
 
 # ---- many ranks
