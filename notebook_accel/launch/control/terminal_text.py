@@ -48,6 +48,8 @@ def as_shown(line: str) -> str:
     ``"10%\\r20%\\r"`` is ``"20%"``: the last rewrite that is not empty. A terminal would leave the
     end of a longer rewrite standing; nobody means that.
     """
+    if "\r" not in line:
+        return line
     parts = [part for part in line.split("\r") if part]
     return parts[-1] if parts else ""
 
