@@ -35,6 +35,7 @@ __all__ = ["RankError", "run_ranks"]
 _ROOT = Path(__file__).parents[2]
 _LENGTH = struct.Struct("!Q")
 _SETTLE_SECONDS = 1.0
+_IS_RANK = "NOTEBOOK_ACCEL_TESTS_RANK"
 
 
 class RankError(AssertionError):
@@ -49,6 +50,9 @@ def run_ranks(
     The function is a module-level one of a test file; on each rank ``torch.distributed`` is
     initialised (not so for one rank) and RANK, WORLD_SIZE and their like are set.
     """
+    # A test module that runs ranks when it is imported is imported by its ranks too, and so on
+    # until the machine has no memory left.
+    assert _IS_RANK not in os.environ, "ranks cannot be started in a rank"
     place = (inspect.getfile(function), function.__module__, function.__qualname__)
     replies = _helper().ask((*place, args, num_ranks, timeout), timeout)
     failed = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(replies) if not ok]
@@ -63,7 +67,7 @@ class _Helper:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             environment.pop(name, None)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.training.harness"],
+            [sys.executable, "-m", "tests.training.harness", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=_ROOT,
@@ -112,6 +116,8 @@ def _read(stream: Any) -> Any:
 
 def _serve() -> None:
     """What the helper does: fork ranks, for each request."""
+    # Killed tests read no end of this helper, and it reads none of theirs while it imports.
+    die_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints of ranks
     import pytest  # noqa: F401
@@ -170,6 +176,7 @@ def _be_rank(call: list[Any], rank: int, num_ranks: int, timeout: float, folder:
     import torch.distributed as dist
 
     faulthandler.dump_traceback_later(max(timeout - 1, 1))
+    os.environ[_IS_RANK] = "1"
     numbers = {"RANK": rank, "LOCAL_RANK": rank}
     sizes = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ.update({name: str(value) for name, value in {**numbers, **sizes}.items()})
