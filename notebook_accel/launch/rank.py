@@ -68,6 +68,7 @@ class RankContext:
         shared: what the state classes of ``training`` keep for this rank; they are views of it.
         launched: whether notebook_accel started this rank.
         call: number of the call that the ranks serve; it is the same on all of them.
+        before_return: what has to be done before the function's end is told, by who asked for it.
         store: where the ranks of one machine meet; None leaves it to MASTER_ADDR and MASTER_PORT.
     """
 
@@ -90,6 +91,7 @@ class RankContext:
         self.local_world_size = local_world_size
         self.device_index = local_rank if device is None else device
         self.shared: dict[Any, Any] = {}
+        self.before_return: dict[Any, Callable[[], None]] = {}
 
     @classmethod
     def from_environment(cls) -> RankContext:

@@ -425,10 +425,12 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
         """Finish the trackers and give back what the training made.
 
         Outside the launcher, which ends its own, the process group is closed too; all of it
-        also where a tracker fails to finish.
+        also where a tracker fails to finish. A checkpoint that is still being written is waited
+        for.
         """
         try:
             self._tracking.finish()
+            self._checkpoints.wait()
         finally:
             self._strategy.close()
             if not current().launched:

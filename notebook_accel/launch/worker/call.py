@@ -113,6 +113,8 @@ def _run(
         call = payload.unpack_call(packed, sent_before=sent_before)
         context.report(wire.CallStarted)
         value = call.function(*call.args, **call.kwargs)
+        for finish in (*context.before_return.values(),):
+            finish()
         _end_in_forked_child(context)
         outcome = _returned(value, context, call)
         interrupts.end_call()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import time
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +11,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.launch.rank import current
 from notebook_accel.training.checkpoint.atomic import (
     complete_version,
-    publish_folder,
     replacing_file,
-    staging_folder,
-    sweep,
 )
+from notebook_accel.training.checkpoint.background import Pending, make_writer
 from notebook_accel.training.checkpoint.folders import (
     NUMBERED,
     Numbering,
@@ -33,9 +30,16 @@ from notebook_accel.training.checkpoint.gradients import (
     gradients_file,
     restore_gradients,
 )
-from notebook_accel.training.checkpoint.meeting import Meetings, Plan, describe, meetings
-from notebook_accel.training.checkpoint.parts import Parts
+from notebook_accel.training.checkpoint.meeting import Meetings, describe, meetings
+from notebook_accel.training.checkpoint.parts import Parts, state_file
+from notebook_accel.training.checkpoint.pieces import (
+    Piece,
+    torch_file,
+    write_one_by_one,
+    write_prepared,
+)
 from notebook_accel.training.checkpoint.random_states import get_random_states, set_random_states
+from notebook_accel.training.checkpoint.roles import Follow, Lead, Role
 from notebook_accel.training.checkpoint.start import (
     Start,
     as_plain,
@@ -43,7 +47,7 @@ from notebook_accel.training.checkpoint.start import (
     find_damage,
     read_start,
 )
-from notebook_accel.training.checkpoint.state_files import explain, read_state, write_state
+from notebook_accel.training.checkpoint.state_files import explain, read_state
 from notebook_accel.training.checkpoint.weights import numbered, save_model
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
 from notebook_accel.training.data.loaders import PreparedLoader
@@ -60,8 +64,6 @@ __all__ = ["Checkpoints"]
 
 # What of a loader's state is each rank's own.
 _OF_RANK = ("generators", "reader")
-# How long a rank of another machine waits for its folder to appear: a shared disk may be slow.
-_FOLDER_SECONDS = 30.0
 
 
 class Checkpoints:
@@ -81,6 +83,8 @@ class Checkpoints:
         self._plan = preparation.plan
         self._project = project
         self.numbering = Numbering(project)
+        self._writer = make_writer()
+        self._pending: Pending | None = None
 
     def register(self, objects: Sequence[Any]) -> None:
         """Keep these objects' states in checkpoints too.
@@ -108,78 +112,75 @@ class Checkpoints:
         """Call ``hook(models, folder)`` on every rank before weights are read."""
         return _add_hook(self.load_hooks, hook)
 
-    def save(self, output_dir: str | os.PathLike[str] | None, *, safe: bool) -> str:
+    def save(
+        self, output_dir: str | os.PathLike[str] | None, *, safe: bool, in_background: bool = False
+    ) -> str:
         """Write a checkpoint and give its folder; it is whole when this returns.
 
         All ranks call it, or rank 0 alone, which then writes what is its own; a rank that does
         not call it has no random state in the checkpoint.
+
+        Args:
+            output_dir: the folder; None takes the next number.
+            safe: whole weights as safetensors.
+            in_background: return once the state is out of reach of the training.
         """
+        self.wait()
         if output_dir is None:
             self.numbering.folder()  # raises on every rank alike where there is none
-        asked = "" if output_dir is None else str(resolved(output_dir))
-        if self._meetings.is_lead:
-            return str(self._lead_save(asked, safe=safe))
-        final = self._follow_save(asked, safe=safe)
+        role = self._role("" if output_dir is None else str(resolved(output_dir)))
+        if role.is_late:
+            # Rank 0 had no patience left: the checkpoint is complete but for what is added here.
+            role.open()
+            self._run_save_hooks(self._parts.collect_weights(), role.final)
+            if role.final.is_dir():
+                self._random_states().write(role.final)
+        else:
+            self._save_as(role, safe=safe, in_background=in_background)
         if output_dir is None:
-            self.numbering.follow(final)
-        return str(final)
+            self.numbering.follow(role.final)
+        return str(role.final)
+
+    def _role(self, asked: str) -> Role:
+        meetings = self._meetings
+        if not meetings.is_lead:
+            return Follow(meetings, asked)
+        needs_all = self._plan.strategy.saves_together
+        return Lead(meetings, asked, self.numbering, needs_all=needs_all)
+
+    def _save_as(self, role: Role, *, safe: bool, in_background: bool) -> None:
+        try:
+            role.open()
+            pieces = self._pieces(role.staged, safe=safe)
+            if not in_background:
+                role.finish(*write_one_by_one(pieces, role.staged))
+                return
+            taken = self._writer.take(list(pieces))
+            for piece in taken:
+                piece.prepare(role.staged)
+            wait = self._writer.start(lambda: write_prepared(taken, role.staged))
+        except BaseException as error:
+            role.fail(error)
+            raise
+        self._pending = Pending(
+            role.final, wait, lambda results: role.finish(taken, results), role.fail
+        )
+        current().before_return[self] = self.wait
+
+    def wait(self) -> None:
+        """Wait for the save that is being written, if there is one.
+
+        Raises:
+            NotebookAccelError: it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            current().before_return.pop(self, None)
+            pending.wait()
 
     @property
     def _meetings(self) -> Meetings:
         return meetings(self._plan.topology)
-
-    def _lead_save(self, asked: str, *, safe: bool) -> Path:
-        """Rank 0's way: it makes the folder, and puts it in its place once all have written."""
-        plan = self._meetings.lead(
-            asked,
-            lambda: self._make_folder(asked),
-            call="save_state()",
-            needs_all=self._plan.strategy.saves_together,
-        )
-        staged, final = Path(plan.staged), Path(plan.final)
-        try:
-            self._write(staged, safe=safe)
-            self._meetings.wait_for_members(plan)
-            publish_folder(staged, final, is_ours=is_ours)
-            if not asked:
-                self.numbering.follow(final)
-                self.numbering.remove_oldest()
-        except BaseException as error:
-            # In this order: a rank that finds the folder gone finds the reason too.
-            self._meetings.finish(plan, describe(error))
-            shutil.rmtree(staged, ignore_errors=True)
-            raise
-        self._meetings.finish(plan)
-        return final
-
-    def _follow_save(self, asked: str, *, safe: bool) -> Path:
-        """The other ranks' way: they add their files to rank 0's folder."""
-        plan = self._meetings.follow(asked, call="save_state()")
-        staged, final = Path(plan.staged), Path(plan.final)
-        if self._plan.topology.process_index not in plan.members:
-            # Rank 0 had no patience left: the checkpoint is complete but for what is added here.
-            self._meetings.wait_until_done(plan)
-            self._run_save_hooks(self._parts.collect_weights(), final)
-            if final.is_dir():
-                self._write_random_states(final)
-            return final
-        makes_own = False
-        try:
-            makes_own = self._make_on_other_disk(plan)
-            self._write(staged, safe=safe)
-        except BaseException as error:
-            # Rank 0 removes the folder when it fails: what fails here then is no cause.
-            self._meetings.raise_failure(plan)
-            self._meetings.report_written(plan, describe(error))
-            if makes_own:
-                shutil.rmtree(staged, ignore_errors=True)
-            raise
-        self._meetings.report_written(plan)
-        if makes_own:
-            self._meetings.wait_for_members(plan)
-            publish_folder(staged, final, is_ours=is_ours)
-        self._meetings.wait_until_done(plan)
-        return final
 
     def save_model(
         self,
@@ -232,6 +233,7 @@ class Checkpoints:
         Raises:
             FileNotFoundError: there is no such checkpoint, or something prepared is not in it.
         """
+        self.wait()
         asked = self.numbering.newest() if input_dir is None else Path(input_dir)
         folder = complete_version(asked)
         if not any(is_ours(name) for name in entries(folder)) and not self.load_hooks:
@@ -266,6 +268,7 @@ class Checkpoints:
             NotebookAccelError: the files of each looked whole, and none could be loaded.
             RuntimeError, ValueError: it holds another model or optimizer.
         """
+        self.wait()
         root = resolved(folder)
         failed: list[str] = []
         found: list[Path]
@@ -336,26 +339,6 @@ class Checkpoints:
         epoch, batch, samples = loaders[index].progress()
         return as_plain(Start(epoch=epoch, batch=batch, step=step, samples=samples), index)
 
-    def _make_folder(self, asked: str) -> tuple[str, str]:
-        """Make the folder in which rank 0 writes; gives where the checkpoint will be, and this."""
-        final = Path(asked) if asked else self.numbering.next()
-        sweep(final)
-        staged = staging_folder(final)
-        staged.mkdir(parents=True)
-        return str(final), str(staged)
-
-    def _make_on_other_disk(self, plan: Plan) -> bool:
-        """Make the folder where this machine does not see rank 0's; whether this rank did."""
-        staged = Path(plan.staged)
-        if plan.staged and self._plan.topology.local_process_index == 0 and not staged.exists():
-            staged.mkdir(parents=True)
-            return True
-        deadline = time.monotonic() + _FOLDER_SECONDS
-        while not (plan.staged and staged.exists()) and time.monotonic() < deadline:
-            self._meetings.raise_failure(plan)
-            time.sleep(0.01)
-        return False
-
     @property
     def _parts(self) -> Parts:
         return Parts(
@@ -369,29 +352,30 @@ class Checkpoints:
         for hook in tuple(self.save_hooks.values()):
             hook(models, weights, str(staged))
 
-    def _write(self, folder: Path, *, safe: bool) -> None:
-        """Write this rank's part of a checkpoint."""
+    def _pieces(self, folder: Path, *, safe: bool) -> Iterator[Piece]:
+        """This rank's part of a checkpoint, collected piece by piece; hooks may write into it."""
         parts = self._parts
         weights = parts.collect_weights()
         self._run_save_hooks(weights, folder)
         here, strategy = self._plan.topology, self._plan.strategy
         each_machine = self._project.save_on_each_node and here.local_process_index == 0
         writes = here.process_index == 0 or each_machine
-        parts.write(weights, folder, safe=safe, writes=writes)
+        yield from parts.pieces(weights, safe=safe, writes=writes)
         if writes:
             for name, item in self._stateful():
-                write_state(item.state_dict(), folder / name, type(item).__name__)
+                yield state_file(item.state_dict(), name, type(item).__name__)
             for name, loader in self._stateful_loaders():
-                shared = {k: v for k, v in loader.state_dict().items() if k != "reader"}
-                torch.save(shared, folder / name)
+                yield torch_file(
+                    {k: v for k, v in loader.state_dict().items() if k != "reader"}, name
+                )
             if strategy.scaling is not None:
-                torch.save(strategy.scaling.scaler.state_dict(), folder / "scaler.pt")
+                yield torch_file(strategy.scaling.scaler.state_dict(), "scaler.pt")
         gradients = collect_gradients(strategy, parts.models, self._prepared.optimizers)
         if gradients is not None:
-            torch.save(gradients, folder / gradients_file(here.process_index))
-        self._write_random_states(folder)
+            yield torch_file(gradients, gradients_file(here.process_index))
+        yield self._random_states()
 
-    def _write_random_states(self, folder: Path) -> None:
+    def _random_states(self) -> Piece:
         here = self._plan.topology
         states = get_random_states(here.device)
         states["step"] = self._plan.accumulation.step
@@ -400,8 +384,12 @@ class Checkpoints:
             {k: v for k, v in loader.state_dict().items() if k in _OF_RANK}
             for _, loader in self._stateful_loaders()
         ]
-        with replacing_file(folder / f"random_states_{here.process_index}.pkl") as path:
-            torch.save(states, path)
+
+        def write(states: Any, folder: Path) -> None:
+            with replacing_file(folder / f"random_states_{here.process_index}.pkl") as path:
+                torch.save(states, path)
+
+        return Piece(states, write)
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
         """The files of everything that has a ``state_dict``, models and optimizers aside."""

@@ -19,6 +19,7 @@ everybody, and after a while an error names the ranks that are missing.
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 import time
 from dataclasses import dataclass, field
@@ -186,20 +187,26 @@ class Meetings:
             fields = json.loads(text)
             yield Plan(**{**fields, "members": tuple(fields["members"])})
 
-    def report_written(self, plan: Plan, error: str = "") -> None:
-        """Tell rank 0 that this rank has written its part, or why it could not."""
+    def report_written(self, plan: Plan, error: str = "", results: Any = None) -> None:
+        """Tell rank 0 that this rank has written its part, with what it has to know, or why not."""
+        own = self.topology.process_index
+        self._store.set(f"results/{plan.number}/{own}", pickle.dumps(results))
         self._store.set(f"wrote/{plan.number}/{self.topology.process_index}", error)
 
-    def wait_for_members(self, plan: Plan) -> None:
-        """Wait until every member has written its part.
+    def wait_for_members(self, plan: Plan) -> list[Any]:
+        """Wait until every member has written its part; gives what each has told with that.
 
         Raises:
             NotebookAccelError: one of them could not.
         """
+        results = []
         for rank in plan.members:
             error = self._wait_for(f"wrote/{plan.number}/{rank}", f"rank {rank}")
             if error:
                 raise NotebookAccelError(f"rank {rank} could not write its part: {error}")
+            # A rank of this training wrote it, as it writes what collectives of objects unpickle.
+            results.append(pickle.loads(self._store.get(f"results/{plan.number}/{rank}")))
+        return results
 
     def finish(self, plan: Plan, error: str = "") -> None:
         """Tell the others that the checkpoint is there, or why not; rank 0 calls it."""

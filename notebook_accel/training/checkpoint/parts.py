@@ -6,8 +6,10 @@ kind loads under every strategy, one process included.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.training.checkpoint.pieces import Piece
 from notebook_accel.training.checkpoint.state_files import read_state, write_state
 from notebook_accel.training.checkpoint.weights import (
     load_weights,
@@ -18,7 +20,7 @@ from notebook_accel.training.checkpoint.weights import (
 from notebook_accel.training.models import uncompiled
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from torch.nn import Module
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.strategies import Strategy
 
-__all__ = ["Parts"]
+__all__ = ["Parts", "state_file"]
 
 
 class Parts:
@@ -67,14 +69,13 @@ class Parts:
         full = not self.strategy.saves_shards
         return [self.strategy.state_dict(model, full=full) for model in self.models]
 
-    def write(
-        self, weights: Sequence[dict[str, Any]], folder: Path, *, safe: bool, writes: bool
-    ) -> None:
-        """Write the weights and the optimizers' states.
+    def pieces(
+        self, weights: Sequence[dict[str, Any]], *, safe: bool, writes: bool
+    ) -> Iterator[Piece]:
+        """The weights and the optimizers' states, collected one after the other.
 
         Args:
             weights: from :meth:`collect_weights`; hooks may have taken some out.
-            folder: of the checkpoint.
             safe: whole weights as safetensors.
             writes: whether this rank writes what is whole.
         """
@@ -83,20 +84,21 @@ class Parts:
             from notebook_accel.training.checkpoint import sharded
 
             for index, state in enumerate(weights):
-                sharded.write_model(state, folder, index)
+                yield sharded.model_piece(state, index)
             names = sharded.names_of(self.models)
             for index, optimizer in enumerate(self.optimizers):
-                sharded.write_optimizer(optimizer, names, folder, index)
+                yield sharded.optimizer_piece(optimizer, names, index)
             return
         if writes:
             for index, state in enumerate(weights):
-                save_weights(state, folder, index, safe=safe)
+                yield Piece(state, partial(_write_weights, index=index, safe=safe))
         for index, optimizer in enumerate(self.optimizers):
             # Every rank takes part in joining what is in parts; one at a time for the memory.
             state = self.strategy.optimizer_state(optimizer)
             if writes:
-                path = folder / numbered("optimizer", index, ".bin")
-                write_state(state, path, type(optimizer).__name__)
+                name = numbered("optimizer", index, ".bin")
+                yield state_file(state, name, type(optimizer).__name__)
+            del state
 
     def read(
         self, models: Sequence[Module], folder: Path, options: dict[str, Any], *, strict: bool
@@ -140,3 +142,12 @@ class Parts:
         if not path.exists():
             raise FileNotFoundError(path.name)
         self.strategy.load_optimizer_state(optimizer, read_state(path, options))
+
+
+def state_file(state: Any, name: str, owner: str) -> Piece:
+    """A piece with the state of one of the user's objects."""
+    return Piece(state, lambda state, folder: write_state(state, folder / name, owner))
+
+
+def _write_weights(state: Any, folder: Path, *, index: int, safe: bool) -> None:
+    save_weights(state, folder, index, safe=safe)

@@ -13,17 +13,19 @@ plain values) is kept beside it, where it is read without trusting the file.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from notebook_accel.launch.rank import has_process_group
+from notebook_accel.training.checkpoint.pieces import Piece
 from notebook_accel.training.collectives import gather_object, this_rank
 
 if TYPE_CHECKING:
@@ -34,12 +36,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = [
+    "model_piece",
     "names_of",
+    "optimizer_piece",
     "read_model",
     "read_optimizer",
     "sizes_of_files",
-    "write_model",
-    "write_optimizer",
 ]
 
 
@@ -51,12 +53,57 @@ def _optimizer_folder(folder: Path, index: int) -> Path:
     return folder / f"optimizer_{index}"
 
 
-def write_model(state: Mapping[str, Any], folder: Path, index: int) -> None:
-    """Write this rank's parts of a model's weights; all ranks call it."""
-    _write(
-        {name: value for name, value in state.items() if torch.is_tensor(value)},
-        _model_folder(folder, index),
-    )
+_COPY_AHEAD_BYTES = 10_000_000  # DCP's own default
+
+
+class ShardedPiece(Piece):
+    """This rank's parts of the tensors in one folder.
+
+    DCP's own ``save`` does all of this at once, collectives between the steps; here what needs the
+    other ranks comes first, and writing needs none of them, so that it can go on in the background.
+    """
+
+    def __init__(self, state: dict[str, Any], name: str, beside: Any = None) -> None:
+        super().__init__(state, _write_nothing)
+        self._name = name
+        self._beside = beside
+
+    def prepare(self, folder: Path) -> None:
+        path = folder / self._name
+        self._beside_path = path / "groups.bin"
+        # Copying ahead is for tensors on a GPU, and a forked process must not touch one.
+        ahead = _COPY_AHEAD_BYTES if _is_on_gpu(self.state) else 0
+        self._writer = FileSystemWriter(path, per_thread_copy_ahead=ahead)
+        self._planner = DefaultSavePlanner(flatten_state_dict=False)
+        is_lead = this_rank() == 0
+        self._planner.set_up_planner(self.state, is_coordinator=is_lead)
+        self._writer.set_up_storage_writer(is_lead)
+        own = self._writer.prepare_local_plan(self._planner.create_local_plan())
+        # Each rank makes the plan of all, from the same plans of each, rather than wait for rank 0.
+        plans, self._metadata = self._planner.create_global_plan(gather_object([own]))
+        self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[this_rank()])
+
+    def write(self, folder: Path) -> Any:
+        if self._beside is not None:
+            torch.save(self._beside, self._beside_path)
+        return self._writer.write_data(self._plan, self._planner).wait()
+
+    def complete(self, results: Sequence[Any]) -> None:
+        self._writer.finish(self._metadata, list(results))
+
+
+def _write_nothing(state: Any, folder: Path) -> None:
+    """The base class's way; parts are written by the plan."""
+
+
+def _is_on_gpu(state: Mapping[str, torch.Tensor]) -> bool:
+    return any(value.device.type != "cpu" for value in state.values())
+
+
+def model_piece(state: Mapping[str, Any], index: int) -> Piece:
+    """This rank's parts of a model's weights."""
+    tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
+    return ShardedPiece(tensors, f"pytorch_model_fsdp_{index}")
 
 
 def read_model(model: Module, folder: Path, index: int, *, strict: bool) -> None:
@@ -84,26 +131,22 @@ def names_of(models: Sequence[Module]) -> dict[torch.Tensor, str]:
     }
 
 
-def write_optimizer(
-    optimizer: Optimizer, names: Mapping[torch.Tensor, str], folder: Path, index: int
-) -> None:
-    """Write this rank's parts of an optimizer's state; all ranks call it."""
-    path = _optimizer_folder(folder, index)
+def optimizer_piece(optimizer: Optimizer, names: Mapping[torch.Tensor, str], index: int) -> Piece:
+    """This rank's parts of an optimizer's state; all ranks call it."""
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, Any] = {}
     for weight, name in _named(optimizer, names):
         for entry, value in optimizer.state.get(weight, {}).items():
             kept: dict[str, Any] = tensors if torch.is_tensor(value) else plain
             kept[f"state.{name}.{entry}"] = value
-    _write(tensors, path)
     # A stage of a pipeline has other weights than the next.
     everywhere = dict(item for each in gather_object([plain]) for item in each.items())
-    if this_rank() == 0:
-        settings = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.state_dict()["param_groups"]
-        ]
-        torch.save({"groups": settings, "plain": everywhere}, path / "groups.bin")
+    settings = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.state_dict()["param_groups"]
+    ]
+    beside = {"groups": copy.deepcopy(settings), "plain": everywhere}
+    return ShardedPiece(tensors, f"optimizer_{index}", beside if this_rank() == 0 else None)
 
 
 def read_optimizer(
@@ -168,15 +211,6 @@ def sizes_of_files(path: Path) -> dict[str, int]:
 def _tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     return {key: one for key, one in stored.items() if isinstance(one, TensorStorageMetadata)}
-
-
-def _write(state: dict[str, Any], path: Path) -> None:
-    with _without_hint():
-        save(
-            state,
-            storage_writer=FileSystemWriter(path),
-            no_dist=not has_process_group(),
-        )
 
 
 def _read(state: dict[str, Any], path: Path) -> None:

@@ -84,9 +84,16 @@ class CheckpointView(ConfiguredView):
         self,
         output_dir: Path_ | None = None,
         safe_serialization: bool = True,
+        *,
+        async_save: bool = False,
         **save_model_func_kwargs: Any,
     ) -> str:
         """Write a checkpoint of everything prepared and registered.
+
+        With ``async_save`` the training goes on while it is written, as it was when this was
+        called; the folder appears once it is whole on every rank. The next save waits for it, and
+        so do ``load_state``, ``wait_for_checkpoint``, ``end_training`` and the end of a launched
+        function: they raise if it could not be written.
 
         All ranks call it. Rank 0 alone may where each rank has the whole model; the checkpoint
         then has no random state of the others.
@@ -95,6 +102,7 @@ class CheckpointView(ConfiguredView):
             output_dir: the folder, replaced in one step if it exists; None takes the next
                 number in ``project_dir/checkpoints``.
             safe_serialization: weights as safetensors.
+            async_save: write in the background.
             **save_model_func_kwargs: accepted, for engines that save models themselves.
 
         Returns:
@@ -104,7 +112,15 @@ class CheckpointView(ConfiguredView):
             ConfigError: no folder was given and checkpoints are not numbered, or a state holds
                 what could not be read again without trusting the file.
         """
-        return self._checkpoints.save(output_dir, safe=safe_serialization)
+        return self._checkpoints.save(output_dir, safe=safe_serialization, in_background=async_save)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until what ``save_state(async_save=True)`` began is in its place.
+
+        Raises:
+            NotebookAccelError: it could not be written.
+        """
+        self._checkpoints.wait()
 
     def load_state(
         self,

@@ -1,0 +1,185 @@
+"""Writing a checkpoint while the training goes on.
+
+::
+
+    rank             fork                                    next step, next step, ...
+                      |--> child: writes its pieces, ends
+    a thread of it    '--> waits for the child, tells the other ranks, publishes
+
+The child has the rank's memory as it was at the fork, for the price of copying page tables: some
+hundredths of the time that writing takes. What the training changes meanwhile, the system copies
+page by page. Nobody but the child holds those pages; they are gone when it ends, and it ends with
+its rank. It computes nothing, since threads do not survive a fork: it only writes, as the workers
+of torch's DataLoader only read.
+
+Where a process cannot fork, a thread writes a copy.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import contextvars
+import copy
+import ctypes
+import gc
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.training.checkpoint.meeting import describe
+from notebook_accel.training.checkpoint.staging import HostCopies
+from notebook_accel.training.notices import notice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from notebook_accel.training.checkpoint.pieces import Piece
+
+__all__ = ["Pending", "Writer", "make_writer"]
+
+_SLICE_SECONDS = 0.1
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+class Writer:
+    """Writes in the background; this one by a thread."""
+
+    def take(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces, out of reach of the training."""
+        return [piece.with_state(copy.deepcopy(piece.state)) for piece in pieces]
+
+    def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """Begin to do ``work``; gives what waits for its end and gives its result."""
+        return work
+
+
+class ForkingWriter(Writer):
+    """Writes by a forked process."""
+
+    def __init__(self) -> None:
+        self._copies = HostCopies()
+
+    def take(self, pieces: Sequence[Piece]) -> list[Piece]:
+        staging = self._copies.begin()
+        taken = [piece.with_state(staging.copy(piece.state)) for piece in pieces]
+        staging.finish()
+        return taken
+
+    def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        # Not a pipe: another process that is forked meanwhile would hold its end open.
+        answer = tempfile.TemporaryFile()  # noqa: SIM115 (closed by who waits)
+        is_main = threading.current_thread() is threading.main_thread()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+            child = os.fork()
+        if not child:
+            # The signal comes when the thread that forked ends.
+            _write_in_child(work, answer, parent if is_main else None)
+
+        def wait() -> Any:
+            with contextlib.suppress(ChildProcessError):  # the user's code waits for any child
+                os.waitpid(child, 0)
+            with answer:
+                answer.seek(0)
+                told = answer.read()
+            if not told:
+                raise NotebookAccelError("the process that wrote it was killed")
+            ok, result = pickle.loads(told)
+            if not ok:
+                raise NotebookAccelError(result)
+            return result
+
+        return wait
+
+
+def _write_in_child(work: Callable[[], Any], answer: Any, parent: int | None) -> None:
+    code = 1
+    try:
+        if parent is not None:
+            ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+        # An Interrupt is the rank's; and the collector would touch, and so copy, every page.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        gc.disable()
+        torch.set_num_threads(1)
+        try:
+            told = (True, work())
+        except BaseException as error:  # the process boundary: the rank is told
+            told = (False, describe(error))
+        answer.write(pickle.dumps(told))
+        answer.flush()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def make_writer() -> Writer:
+    """The way to write in the background on this system."""
+    return ForkingWriter() if sys.platform == "linux" else Writer()
+
+
+class Pending:
+    """A save that is being written.
+
+    Args:
+        final: where the checkpoint will be.
+        wait: waits until this rank has written its pieces; gives what rank 0 has to know.
+        finish: publishes it, with that; called in a thread.
+        fail: tells the other ranks that it failed.
+    """
+
+    def __init__(
+        self,
+        final: Path,
+        wait: Callable[[], Any],
+        finish: Callable[[Any], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self.final = final
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                try:
+                    finish(wait())
+                except BaseException as error:
+                    fail(error)
+                    raise
+            except BaseException as error:
+                self._error = error
+                notice(f"{final} could not be written: {describe(error)}")
+
+        target = contextvars.copy_context().run
+        self._thread = threading.Thread(
+            target=target, args=(run,), name="notebook_accel save", daemon=True
+        )
+        # A script that ends without waiting ends once its last checkpoint is in its place.
+        atexit.register(self._thread.join)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is in its place.
+
+        Raises:
+            NotebookAccelError: it could not be written.
+        """
+        while self._thread.is_alive():  # in slices, so that an interrupt is heard
+            self._thread.join(_SLICE_SECONDS)
+        atexit.unregister(self._thread.join)
+        if self._error is not None:
+            raise NotebookAccelError(
+                f"{self.final} could not be written: {describe(self._error)}. Earlier checkpoints "
+                "are as they were"
+            ) from self._error

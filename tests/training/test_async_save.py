@@ -1,0 +1,242 @@
+"""``save_state(async_save=True)``: what was there at the call is written while training goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from notebook_accel import (
+    Accelerator,
+    NotebookAccelError,
+    ProjectConfiguration,
+    WorkerError,
+    notebook_launcher,
+)
+from notebook_accel.training.checkpoint import background, pieces
+from tests.training.harness import run_ranks
+from tests.training.meshes import accelerator_for, data, loss_of, make
+from tests.training.single import fresh_rank  # noqa: F401
+from tests.training.test_checkpoint import FILES, Counter, setup, state_of, step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SECONDS = 20.0
+
+
+def wait_until(happens: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(params=["fork", "thread"])
+def writer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to write, as each system has one."""
+    if request.param == "thread":
+        from notebook_accel.training import checkpoint
+
+        monkeypatch.setattr(checkpoint, "make_writer", background.Writer)
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def held_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Whoever writes in the background waits until this file is there."""
+    gate = tmp_path / "gate"
+    plain = pieces.write_prepared
+
+    def write(*args: Any) -> Any:
+        wait_until(gate.exists)
+        return plain(*args)
+
+    from notebook_accel.training import checkpoint
+
+    monkeypatch.setattr(checkpoint, "write_prepared", write)
+    return gate
+
+
+@pytest.mark.usefixtures("writer")
+def test_what_is_written_is_what_was_there_at_the_call(held_back: Path, tmp_path: Path) -> None:
+    parts = setup()
+    step(*parts)
+    folder = tmp_path / "state"
+    expected = state_of(*parts)
+    assert parts[0].save_state(folder, async_save=True) == str(folder)
+    assert not folder.exists(), "published before it is whole"
+    step(*parts)
+    nn.init.zeros_(parts[1].embed.weight)
+    held_back.touch()
+    parts[0].wait_for_checkpoint()
+    assert set(os.listdir(folder)) == FILES
+    assert sorted(os.listdir(tmp_path)) == ["gate", "state"], "nothing of the writing is left"
+    resumed = setup()
+    resumed[0].load_state(folder)
+    assert state_of(*resumed) == expected
+    assert resumed[1].head.weight is resumed[1].embed.weight
+
+
+@pytest.mark.usefixtures("writer")
+def test_a_save_waits_for_the_one_before_and_numbers_go_on(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    parts = setup(project)
+    names = []
+    for number in range(4):
+        step(*parts)
+        names.append(Path(parts[0].save_state(async_save=True)).name)
+        there = sorted(os.listdir(tmp_path / "checkpoints"))
+        whole = [name for name in there if not name.startswith(".")]
+        assert whole[-2:] in (
+            [f"checkpoint_{n}" for n in range(number + back)][-2:] for back in (0, 1)
+        )
+    parts[0].end_training()
+    assert names == [f"checkpoint_{number}" for number in range(4)]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == names[-2:]
+
+
+class Unsafe(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": nn.Linear(1, 1)}
+
+
+@pytest.mark.usefixtures("writer")
+def test_what_could_not_be_written_is_told_at_once_and_raised_next(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(folder)
+    accelerator.register_for_checkpointing(Unsafe())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for wait in (
+            lambda: accelerator.save_state(tmp_path / "next"),
+            accelerator.wait_for_checkpoint,
+            lambda: accelerator.load_state(folder),
+            lambda: accelerator.resume_or_start(tmp_path),
+        ):
+            accelerator.save_state(folder, async_save=True)
+            with pytest.raises(NotebookAccelError, match=r"state could not be written.*Linear"):
+                wait()
+        accelerator.save_state(folder, async_save=True)
+        with pytest.raises(NotebookAccelError, match="Earlier checkpoints are as they were"):
+            accelerator.end_training()
+    accelerator.wait_for_checkpoint()
+    assert os.listdir(tmp_path) == ["state"], "the one before is there, and nothing else"
+
+
+def test_a_writer_that_is_killed_is_told(
+    held_back: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children: list[int] = []
+    plain = os.fork
+
+    def fork() -> int:
+        children.append(plain())
+        return children[-1]
+
+    monkeypatch.setattr(os, "fork", fork)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(tmp_path / "state", async_save=True)
+    os.kill(children[0], signal.SIGKILL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(NotebookAccelError, match="was killed"):
+            accelerator.wait_for_checkpoint()
+    assert os.listdir(tmp_path) == []
+
+
+def test_tensors_that_processes_share_are_copied(held_back: Path, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2).share_memory()
+    model = accelerator.prepare(model)
+    expected = model.weight.detach().clone()
+    for _ in range(2):
+        accelerator.save_state(tmp_path / "state", async_save=True)
+        nn.init.zeros_(model.weight)
+        held_back.touch()
+        accelerator.load_state(tmp_path / "state")
+        assert torch.equal(model.weight, expected)
+
+
+def test_a_script_ends_once_its_checkpoint_is_there(tmp_path: Path) -> None:
+    script = """
+        import sys, torch
+        from notebook_accel import Accelerator
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(torch.nn.Linear(500, 500))
+        accelerator.save_state(sys.argv[1], async_save=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "state")]
+    subprocess.run(command, check=True, timeout=60)
+    assert "model.safetensors" in os.listdir(tmp_path / "state")
+
+
+def train(folder: str, fails: bool) -> float:
+    """A launched function that leaves the end of its save to the launcher."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(300, 300))
+    if fails and accelerator.is_main_process:
+        accelerator.register_for_checkpointing(Unsafe())
+    accelerator.save_state(folder, async_save=True)
+    return float(model.module.weight.detach().sum())
+
+
+def test_a_launched_function_has_ended_once_its_checkpoint_is_there(tmp_path: Path) -> None:
+    run = notebook_launcher(train, (str(tmp_path / "a"), False), num_processes=2, view="none")
+    assert len(set(run.results)) == 1
+    assert "random_states_1.pkl" in os.listdir(tmp_path / "a")
+    with pytest.raises(WorkerError, match=r"b could not be written.*Linear"):
+        notebook_launcher(train, (str(tmp_path / "b"), True), num_processes=2, view="none")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def on_ranks(folder: str, mesh: str | None, is_async: bool, stop: int) -> dict[str, Any]:
+    """Train, save after each step, end after ``stop`` of them; all losses of this attempt."""
+    accelerator = accelerator_for(mesh, gradient_accumulation_steps=2)
+    model, optimizer = make({})
+    loader = torch.utils.data.DataLoader(data(8), batch_size=1, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    start = accelerator.resume_or_start(folder)
+    losses = {}
+    for epoch in range(start.epoch, 2):
+        begin = start.batch if epoch == start.epoch else 0
+        for batch, (inputs, targets) in enumerate(loader, begin):
+            with accelerator.accumulate(model):
+                loss = loss_of(model(inputs), targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses[f"{epoch} {batch}"] = loss.item().hex()
+            accelerator.save_state(async_save=is_async)
+            if len(losses) == stop:
+                accelerator.wait_for_checkpoint()
+                return losses
+    accelerator.wait_for_checkpoint()
+    return losses
+
+
+@pytest.mark.parametrize("mesh", [None, "fsdp, blocks"])
+def test_ranks_write_while_they_train(mesh: str | None, tmp_path: Path) -> None:
+    whole = run_ranks(on_ranks, 2, str(tmp_path / "whole"), mesh, False, 99)
+    first = run_ranks(on_ranks, 2, str(tmp_path / "parts"), mesh, True, 3)
+    rest = run_ranks(on_ranks, 2, str(tmp_path / "parts"), mesh, True, 99)
+    for one, before, after in zip(whole, first, rest, strict=True):
+        assert {**before, **after} == one
+        assert len(after) == 8 - 3
+    folders = [tmp_path / name / "checkpoint_2" for name in ("whole", "parts")]
+    files = [sorted(str(p.relative_to(folder)) for p in folder.rglob("*")) for folder in folders]
+    assert files[0] == files[1]
