@@ -55,7 +55,7 @@ test-soak: $(READY)
 	$(BIN)/python -m tests.soak $(ARGS)
 
 bench: $(READY)
-	@for script in launch step loader closure flood panel faults; do \
+	@for script in launch session step loader closure flood panel faults; do \
 	  echo; echo "== benchmarks/$$script.py $(ARGS)"; \
 	  $(BIN)/python benchmarks/$$script.py $(ARGS) || exit 1; \
 	done

@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.display import display
 
 from notebook_accel.config import resolve
 from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.template.handle import warm
 from notebook_accel.notebook import session
 from notebook_accel.notebook.cell_function import cell_function
+from notebook_accel.notebook.doctor import diagnose
 from notebook_accel.notebook.launcher import run_cell
+from notebook_accel.notebook.picker import config_picker
 from notebook_accel.notebook.session import CellOptions
 from notebook_accel.notebook.tracebacks import show_in_short
 from notebook_accel.notebook.values import by_rank
@@ -106,7 +109,8 @@ class AccelerateMagics(Magics):
         where the notebook assigned them last. The value of a last expression is shown for each
         rank.
 
-        As a line: %accelerate start|stop|restart|status|pull NAMES|push NAMES|logs|stacks.
+        As a line: %accelerate start|stop|restart|status|pull NAMES|push NAMES|logs|stacks, and
+        config (the settings as a form) and doctor (what is wrong with this machine).
         """
         if cell is None:
             with show_in_short():
@@ -213,6 +217,14 @@ class AccelerateMagics(Magics):
         assert self.shell is not None, "a magic that was registered has a shell"
         return self.shell
 
+    def _config(self, arguments: Sequence[str]) -> None:
+        if len(arguments) > 1:
+            raise UsageError(f"{' '.join(arguments)}: expected one YAML file, or nothing")
+        display(config_picker(*arguments))
+
+    def _doctor(self, arguments: Sequence[str]) -> None:
+        display(diagnose())
+
     def _running(self) -> session.NotebookSession:
         running = session.current_session()
         if running is None:
@@ -240,8 +252,10 @@ _COMMANDS: dict[str, Callable[[AccelerateMagics, Sequence[str]], None]] = {
     "push": AccelerateMagics._push,
     "logs": AccelerateMagics._logs,
     "stacks": AccelerateMagics._stacks,
+    "config": AccelerateMagics._config,
+    "doctor": AccelerateMagics._doctor,
 }
-_COMING = ("config", "doctor", "debug")
+_COMING = ("debug",)
 
 
 def _settings(options: Any) -> tuple[LaunchConfig, list[str]]:
