@@ -4,6 +4,7 @@ from .errors import LaunchError as LaunchError
 from .errors import NotebookAccelError as NotebookAccelError
 from .errors import RunStopped as RunStopped
 from .errors import WorkerError as WorkerError
+from .launch.compare import compare as compare
 from .launch.run import Run as Run
 from .launch.run_list import runs as runs
 from .notebook.launcher import notebook_launcher as notebook_launcher

@@ -57,6 +57,7 @@ def launch(
     imports: Sequence[str] = (),
     notices: Sequence[str] = (),
     advise: bool = True,
+    name: str | None = None,
 ) -> Run:
     """Call ``function(*args, **kwargs)`` on every rank of a new run.
 
@@ -72,6 +73,7 @@ def launch(
         imports: modules that each rank imports first.
         notices: lines for the person that are known already.
         advise: say at the end what a training function seems to have forgotten.
+        name: what the person calls the run; None: as the function.
 
     Raises:
         ConfigError: an argument makes no sense, or there are more ranks than accelerators.
@@ -89,6 +91,7 @@ def launch(
         timeout=timeout,
         imports=tuple(imports),
         advise=advise,
+        name=name,
     )
     try:
         begin = _ready_to_begin(request, list(notices))
@@ -276,16 +279,19 @@ def _checked_request(
     advise: bool,
     environment: dict[str, str] | None = None,
     imports: tuple[str, ...] = (),
+    name: str | None = None,
 ) -> CallRequest:
     """What is called, by arguments that make sense; an ``environment`` of None is a new one."""
     preflight.check_wait(block=block, timeout=timeout)
     preflight.check_call(function, args, kwargs)
+    if name is None:
+        name = str(getattr(function, "__name__", type(function).__name__))
     return CallRequest(
         function=function,
         args=tuple(args),
         kwargs=dict(kwargs or {}),
         # Whoever makes functions names them freely, and the name stands in lines for the person.
-        name=one_line(str(getattr(function, "__name__", type(function).__name__)), _MAX_NAME),
+        name=one_line(name, _MAX_NAME),
         config=config,
         environment=rank_environment(config) if environment is None else environment,
         sources=tuple(sources),

@@ -266,8 +266,7 @@ class Output(Message, frozen=True, kw_only=True):
 class Sample(Message, frozen=True, kw_only=True):
     """What a rank's counters say now.
 
-    Memory in bytes; ``cpu`` in percent of a core, ``device_use`` in percent of the device's time;
-    ``device`` as a person calls it ("CPU", "NVIDIA H200"), "" where nobody knows.
+    Memory in bytes, ``cpu`` and ``device_use`` in percent of a core and of the device's time.
     """
 
     batches: int = 0

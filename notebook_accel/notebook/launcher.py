@@ -96,6 +96,7 @@ def notebook_launcher(
     view: str = "auto",
     timeout: float | None = None,
     grace: float = 10.0,
+    name: str | None = None,
 ) -> Run:
     """Call ``function(*args, **kwargs)`` on every rank of a new run, and show the run live.
 
@@ -136,6 +137,8 @@ def notebook_launcher(
             "text" or "none".
         timeout: seconds after which the run is ended; None for never.
         grace: seconds that ranks get to leave after Stop or Interrupt.
+        name: what you call the run, in its panel, in ``runs()`` and in ``compare``; None: as the
+            function.
 
     Returns:
         The run: results, logs, metrics and progress, while it goes on and afterwards.
@@ -156,6 +159,11 @@ def notebook_launcher(
     settings = {name: given[name] for name in _SETTINGS if name in given}
     if isinstance(use_port, str):
         settings["use_port"] = _as_port(use_port)
+    if name is not None and (session or not isinstance(name, str) or not name.strip()):
+        expected = "nothing with session=True, whose calls go by their functions' names"
+        raise ConfigError(
+            f"name={shown(name)}: expected {expected if session else 'a text, as lr=0.1'}"
+        )
     chosen, notices = resolve(settings, config)
     with show_in_short():
         if session:
@@ -172,6 +180,7 @@ def notebook_launcher(
             block=block,
             timeout=timeout,
             notices=[*notices, *_unused(changed, chosen.engine)],
+            name=name,
         )
 
 

@@ -11,7 +11,14 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-__all__ = ["Curves", "Point", "metric_curves", "number_steps", "plot_metrics"]
+__all__ = [
+    "Curves",
+    "Point",
+    "metric_curves",
+    "number_steps",
+    "plot_metrics",
+    "plot_together",
+]
 
 Point = tuple[float, float]
 # Points (step, value) of each rank, of each metric by name.
@@ -74,4 +81,43 @@ def plot_metrics(metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ()
         axis.set_xlabel("step")
         if len(by_rank) > 1:
             axis.legend()
+    return list(axes[0])
+
+
+def plot_together(
+    runs: Mapping[str, Sequence[Mapping[str, Any]]], names: Sequence[str]
+) -> list[Axes]:
+    """Draw one axes a metric, each run in a colour of its own, with a line a rank; gives the axes.
+
+    Args:
+        runs: rows as ``run.metrics`` has them, by what each run is called.
+        names: which metrics, in this order; all that a run has, where none is named.
+
+    Raises:
+        ConfigError: no run has a metric of one of the names.
+        ImportError: matplotlib is not installed.
+    """
+    curves = {label: metric_curves(metrics) for label, metrics in runs.items()}
+    known = list(dict.fromkeys(name for found in curves.values() for name in found))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        logged = ", ".join(map(repr, known)) or "none"
+        raise ConfigError(f"no metric is called {unknown[0]!r}; these runs logged {logged}")
+    try:
+        from matplotlib import pyplot as plt
+    except ImportError:
+        raise ImportError("compare() needs matplotlib: pip install matplotlib") from None
+    shown = list(names) or known
+    if not shown:
+        return []
+    _, axes = plt.subplots(1, len(shown), figsize=(4.5 * len(shown), 3), squeeze=False)
+    for axis, name in zip(axes[0], shown, strict=True):
+        for index, (label, found) in enumerate(curves.items()):
+            for number, points in enumerate(found.get(name, {}).values()):
+                # One entry in the legend for all ranks of a run.
+                text = label if number == 0 else None
+                axis.plot(*zip(*points, strict=True), color=f"C{index}", label=text)
+        axis.set_title(name)
+        axis.set_xlabel("step")
+        axis.legend()
     return list(axes[0])

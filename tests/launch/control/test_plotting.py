@@ -38,3 +38,35 @@ def test_a_table_has_steps_and_datetimes() -> None:
     assert list(table["step"]) == [0, 1]
     assert pandas.api.types.is_datetime64_any_dtype(table["time"])
     assert abs(table["time"].iloc[0] - pandas.Timestamp.now("UTC")) < pandas.Timedelta(minutes=5)
+
+
+def test_runs_are_drawn_together_by_their_names() -> None:
+    pytest.importorskip("matplotlib").use("agg")
+    from notebook_accel import Accelerator, ConfigError, compare, notebook_launcher
+
+    def train(factor: float) -> None:
+        accelerator = Accelerator()
+        for step in range(3):
+            accelerator.log({"loss": factor * step, "lr": 0.1}, step=step)
+
+    runs = [
+        notebook_launcher(train, (factor,), num_processes=1, view="none", name=name)
+        for factor, name in ((1.0, "slow"), (2.0, "fast"), (3.0, None), (4.0, None))
+    ]
+    assert [run.name for run in runs] == ["slow", "fast", "train", "train"]
+    loss, lr = compare(*runs)
+    assert (loss.get_title(), lr.get_title()) == ("loss", "lr")
+    drawn = {line.get_label(): list(line.get_ydata()) for line in loss.get_lines()}
+    assert drawn["slow"] == [0.0, 1.0, 2.0]
+    assert drawn["fast"] == [0.0, 2.0, 4.0]
+    assert list(drawn)[2:] == [f"train ({run.id})" for run in runs[2:]]
+    assert [axis.get_title() for axis in compare(runs[0], names=["lr"])] == ["lr"]
+    with pytest.raises(ConfigError, match="no metric is called 'acc'; these runs logged 'loss'"):
+        compare(*runs, names=["acc"])
+    with pytest.raises(ConfigError, match=r"compare\(\) got 3"):
+        compare(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="got nothing"):
+        compare()
+    for wrong, session in (("", False), (7, False), ("a", True)):
+        with pytest.raises(ConfigError, match="name="):
+            notebook_launcher(train, (1.0,), name=wrong, session=session)  # type: ignore[arg-type]
