@@ -3,6 +3,8 @@
 from notebook_accel.training.data import skip_first_batches as skip_first_batches
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
 from notebook_accel.training.data.loaders import DataLoaderShard as DataLoaderShard
+from notebook_accel.training.data.loaders import PreparedLoader as DataLoaderStateMixin
+from notebook_accel.training.data.loaders import get_sampler as get_sampler
 from notebook_accel.training.data.samplers import BatchSamplerShard as BatchSamplerShard
 from notebook_accel.training.data.samplers import IterableDatasetShard as IterableDatasetShard
 from notebook_accel.training.data.samplers import SeedableRandomSampler as SeedableRandomSampler

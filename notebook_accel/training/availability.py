@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from functools import partial
+from importlib import import_module
+from typing import Any
 
 import torch
 
 from notebook_accel.training import environment
+from notebook_accel.training.versions import compare_versions, is_torch_version
 
 
 def _is_installed(*modules: str) -> bool:
@@ -48,7 +52,6 @@ def is_cuda_available() -> bool:
     return _has_device("cuda")
 
 
-is_mps_available = partial(_has_device, "mps")
 is_xpu_available = partial(_has_device, "xpu")
 is_npu_available = partial(_has_device, "npu")
 is_mlu_available = partial(_has_device, "mlu")
@@ -57,16 +60,74 @@ is_sdaa_available = partial(_has_device, "sdaa")
 is_hpu_available = partial(_has_device, "hpu")
 is_neuron_available = partial(_has_device, "neuron")
 
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Whether torch, of this version at least, sees Apple's device."""
+    return is_torch_version(">=", min_version) and _has_device("mps")
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Whether bitsandbytes is there, of this version at least."""
+    if not _is_installed("bitsandbytes"):
+        return False
+    return min_version is None or compare_versions("bitsandbytes", ">=", min_version)
+
+
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """Whether bitsandbytes runs on more than CUDA: so since 0.46, and in its older preview."""
+    if is_bnb_available("0.46"):
+        return True
+    features = getattr(sys.modules.get("bitsandbytes"), "features", ())
+    return "multi_backend" in features
+
+
+def is_torchdata_stateful_dataloader_available() -> bool:
+    """Whether torchdata is there with its ``StatefulDataLoader`` (0.8)."""
+    return _is_installed("torchdata") and compare_versions("torchdata", ">=", "0.8.0")
+
+
+def is_fp8_available() -> bool:
+    """Whether a library that computes in 8 bits is there."""
+    return _is_installed("torchao") or _is_installed("transformer_engine")
+
+
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Whether Transformer Engine is there and this device has its block-scaled 8-bit numbers."""
+    if not _is_installed("transformer_engine"):
+        return False
+    return bool(import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
+
+
+def is_habana_gaudi1() -> bool:
+    """Whether the device is the first Gaudi."""
+    if not _has_device("hpu"):
+        return False
+    experimental = import_module("habana_frameworks.torch.utils.experimental")
+    return bool(experimental._get_device_type() == experimental.synDeviceType.synDeviceGaudi)
+
+
+def is_weights_only_available() -> bool:
+    """Whether torch loads files without trusting them: every torch that this package takes."""
+    return True
+
+
+def is_xccl_available() -> bool:
+    """Whether torch has Intel's backend for process groups."""
+    distributed: Any = torch.distributed
+    return bool(getattr(distributed, "is_xccl_available", lambda: False)())
+
+
 is_aim_available = partial(_is_installed, "aim")
-is_bnb_available = partial(_is_installed, "bitsandbytes")
-is_4bit_bnb_available = is_bnb_available
-is_8bit_bnb_available = is_bnb_available
+is_4bit_bnb_available = partial(_is_installed, "bitsandbytes")
+is_8bit_bnb_available = is_4bit_bnb_available
+is_amdsmi_available = partial(_is_installed, "amdsmi")
 is_boto3_available = partial(_is_installed, "boto3")
 is_clearml_available = partial(_is_installed, "clearml")
 is_comet_ml_available = partial(_is_installed, "comet_ml")
 is_datasets_available = partial(_is_installed, "datasets")
 is_deepspeed_available = partial(_is_installed, "deepspeed")
 is_dvclive_available = partial(_is_installed, "dvclive")
+is_import_timer_available = partial(_is_installed, "import_timer")
 is_lomo_available = partial(_is_installed, "lomo_optim")
 is_matplotlib_available = partial(_is_installed, "matplotlib")
 is_megatron_lm_available = partial(_is_installed, "megatron")
@@ -93,6 +154,15 @@ is_triton_available = partial(_is_installed, "triton")
 is_wandb_available = partial(_is_installed, "wandb")
 
 __all__ = [
+    "is_xccl_available",
+    "is_weights_only_available",
+    "is_transformer_engine_mxfp8_available",
+    "is_torchdata_stateful_dataloader_available",
+    "is_import_timer_available",
+    "is_habana_gaudi1",
+    "is_fp8_available",
+    "is_bitsandbytes_multi_backend_available",
+    "is_amdsmi_available",
     "is_4bit_bnb_available",
     "is_8bit_bnb_available",
     "is_aim_available",

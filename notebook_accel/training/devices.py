@@ -31,6 +31,7 @@ __all__ = [
     "distributed_type",
     "empty_cache",
     "free_memory",
+    "get_current_device_type",
     "get_rng_state",
     "inventory",
     "memory_reader",
@@ -148,6 +149,14 @@ def default_backend(device: torch.device) -> str:
 def distributed_type(device: torch.device) -> DistributedType:
     """What several ranks on such devices are called."""
     return _DISTRIBUTED_TYPES.get(device.type, DistributedType.MULTI_GPU)
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """The kind of accelerator that torch was built for ("cuda" for none), and what several ranks
+    with one each are called; no device is used."""
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cuda" if accelerator is None else accelerator.type
+    return kind, str(_DISTRIBUTED_TYPES.get(kind, DistributedType.MULTI_GPU))
 
 
 def wrapper_device_ids(device: torch.device) -> list[torch.device] | None:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from notebook_accel.config import parse_flag
 from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = [
+    "CPUInformation",
+    "convert_dict_to_env_variables",
+    "disable_fsdp_ram_efficient_loading",
+    "enable_fsdp_ram_efficient_loading",
+    "get_cpu_distributed_information",
     "are_libraries_initialized",
     "clear_environment",
     "get_int_from_env",
@@ -29,6 +35,7 @@ __all__ = [
     "str_to_bool",
 ]
 
+_log = logging.getLogger(__name__)
 _PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_")
 
 
@@ -174,3 +181,52 @@ def _find(name: str) -> str | None:
 def are_libraries_initialized(*library_names: str) -> list[str]:
     """Those of the libraries that this process has imported."""
     return [name for name in library_names if name in sys.modules]
+
+
+class CPUInformation(NamedTuple):
+    """Which rank the environment says that this process is, of how many."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """What torchrun's variables say, or those of MPI (Intel's, Open MPI's, MVAPICH2's)."""
+    return CPUInformation(
+        rank=get_int_from_env(_of_mpi("RANK", "PMI_RANK", "RANK"), 0),
+        world_size=get_int_from_env(_of_mpi("WORLD_SIZE", "PMI_SIZE", "SIZE"), 1),
+        local_rank=get_int_from_env(_of_mpi("LOCAL_RANK", "MPI_LOCALRANKID", "LOCAL_RANK"), 0),
+        local_world_size=get_int_from_env(
+            _of_mpi("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "LOCAL_SIZE"), 1
+        ),
+    )
+
+
+def _of_mpi(torchrun: str, intel: str, others: str) -> list[str]:
+    return [torchrun, intel, f"OMPI_COMM_WORLD_{others}", f"MV2_COMM_WORLD_{others}"]
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """Lines ``NAME=value`` of an environment; what a shell takes only in quotes is left out."""
+    lines = []
+    for name, value in current_env.items():
+        if not name or not value or set(f"{name}{value}") & set(";\n<> "):
+            _log.warning(
+                "%s=%s is left out: it is empty or has one of ';<>' or a space", name, value
+            )
+        else:
+            lines.append(f"{name}={value}\n")
+    return lines
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Have Transformers read a checkpoint on rank 0 alone; the others get its parts."""
+    os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Have Transformers read a checkpoint on every rank."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"

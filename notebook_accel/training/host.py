@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,13 @@ from torch.torch_version import TorchVersion
 
 from notebook_accel.training import environment
 
-__all__ = ["check_os_kernel", "set_numa_affinity"]
+__all__ = [
+    "check_cuda_p2p_ib_support",
+    "check_os_kernel",
+    "get_gpu_info",
+    "is_port_in_use",
+    "set_numa_affinity",
+]
 
 _PCI = Path("/sys/bus/pci/devices")
 _HANGS_BEFORE = "5.5"
@@ -67,3 +75,39 @@ def parse_cores(text: str) -> set[int]:
         first, _, last = part.partition("-")
         cores |= set(range(int(first), int(last or first) + 1))
     return cores
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Whether somebody listens on a port of this machine (29500, torch's own, unless given)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
+        return tried.connect_ex(("localhost", 29500 if port is None else port)) == 0
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Names and number of NVIDIA's devices, asked of ``nvidia-smi``, which uses none of them.
+
+    Raises:
+        FileNotFoundError: there is no ``nvidia-smi``.
+    """
+    names = _ask_nvidia("name")
+    return names, len(names)
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Whether several devices may speak to each other directly.
+
+    GeForce cards of the 40 series cannot with drivers before 550.40.07.
+    """
+    try:
+        names, drivers = _ask_nvidia("name"), _ask_nvidia("driver_version")
+    except (OSError, subprocess.SubprocessError):
+        return True
+    is_concerned = len(names) > 1 and any("RTX 40" in name for name in names)
+    return not is_concerned or TorchVersion(drivers[0]) >= "550.40.07"
+
+
+def _ask_nvidia(field: str) -> list[str]:
+    """A field of each device."""
+    asked = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+    answer = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=30).stdout
+    return [line.strip() for line in answer.splitlines() if line.strip()]

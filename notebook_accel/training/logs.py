@@ -9,7 +9,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training import environment, topology
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Mapping, MutableMapping
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 
@@ -17,8 +17,8 @@ __all__ = ["MultiProcessAdapter", "get_logger"]
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     """A logger whose calls take ``main_process_only`` (True) and ``in_order`` (False)."""
 
-    def __init__(self, logger: logging.Logger) -> None:
-        super().__init__(logger, {})
+    def __init__(self, logger: logging.Logger, extra: Mapping[str, Any] | None = None) -> None:
+        super().__init__(logger, extra or {})
         self._warned: set[str] = set()
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,9 @@ __all__ = [
     "find_batch_size",
     "find_device",
     "honor_type",
+    "ignorant_find_batch_size",
     "is_namedtuple",
+    "is_torch_tensor",
     "leaves",
     "listify",
     "merge_dicts",
@@ -29,27 +31,27 @@ __all__ = [
 Value = TypeVar("Value")
 
 
-def is_tensor(value: object) -> bool:
+def is_torch_tensor(tensor: object) -> bool:
     """The test that :func:`recursively_apply` makes unless it is given another."""
-    return isinstance(value, torch.Tensor)
+    return isinstance(tensor, torch.Tensor)
 
 
-def is_namedtuple(value: object) -> bool:
-    """Whether ``value`` is an instance of a named tuple."""
-    return isinstance(value, tuple) and hasattr(value, "_fields")
+def is_namedtuple(data: object) -> bool:
+    """Whether ``data`` is an instance of a named tuple."""
+    return isinstance(data, tuple) and hasattr(data, "_fields")
 
 
-def honor_type(like: Sequence[Any], values: Iterator[Any]) -> Any:
-    """``values`` as a sequence of the type of ``like``, named tuples included."""
-    kind: Any = type(like)
-    return kind(*values) if is_namedtuple(like) else kind(values)
+def honor_type(obj: Sequence[Any], generator: Iterator[Any]) -> Any:
+    """What ``generator`` gives, as a sequence of the type of ``obj``, named tuples included."""
+    kind: Any = type(obj)
+    return kind(*generator) if is_namedtuple(obj) else kind(generator)
 
 
 def recursively_apply(
     func: Callable[..., Any],
     data: Any,
     *args: Any,
-    test_type: Callable[[Any], bool] = is_tensor,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -167,6 +169,10 @@ def find_batch_size(data: Any) -> int | None:
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return leaf.shape[0]
     return None
+
+
+# Ours raises nothing to ignore.
+ignorant_find_batch_size = find_batch_size
 
 
 def find_device(data: Any) -> torch.device | None:

@@ -21,6 +21,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from notebook_accel.launch.rank import current
+from notebook_accel.training.accumulation import current_accumulation
+from notebook_accel.training.loss_scaling import LossScaling
 from notebook_accel.training.notices import notice
 
 if TYPE_CHECKING:
@@ -29,13 +31,15 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from notebook_accel.training.accumulation import Accumulation
-    from notebook_accel.training.loss_scaling import LossScaling
 
 __all__ = ["AcceleratedOptimizer", "UnpreparedWatch", "owners", "shares_parameters"]
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer; schedulers and other code see an optimizer like any other.
+
+    ``prepare`` makes it. One that is made by hand steps in the windows of the newest
+    ``Accelerator``, and by ``scaler`` where one is given.
 
     Within a window of gradient accumulation ``step`` does nothing until the window ends, and
     ``zero_grad`` clears only gradients that a step has used, or that the loop drops.
@@ -52,11 +56,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: Optimizer,
+        device_placement: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
         *,
-        accumulation: Accumulation,
+        accumulation: Accumulation | None = None,
         scaling: LossScaling | None = None,
         device_memory: Callable[[], int | None] | None = None,
     ) -> None:
+        if device_placement and optimizer.state:
+            # Loading moves a state that was made elsewhere to the device of its parameters.
+            optimizer.load_state_dict(optimizer.state_dict())
+        if scaler is not None:
+            scaling = LossScaling(scaler)
         self.optimizer = optimizer
         self.num_steps = 0
         self._used = False
@@ -65,7 +76,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # whether zero_grad was called before any of its own came.
         self._at_start: list[tuple[int, int]] | None = None
         self._was_held_back = False
-        self.join(accumulation, scaling, device_memory)
+        self.join(accumulation or current_accumulation(), scaling, device_memory)
 
     def join(
         self,
@@ -210,17 +221,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Windows and loss scale are the process's; one that is unpickled takes those it finds.
-        return _reprepare, (self.optimizer,)
+        return AcceleratedOptimizer, (self.optimizer, False)
 
     def __notebook_accel_unwrap__(self) -> Optimizer:
         """What a rank sends back instead: the wrapped optimizer."""
         return self.optimizer
-
-
-def _reprepare(optimizer: Optimizer) -> AcceleratedOptimizer:
-    from notebook_accel.training.accumulation import current_accumulation
-
-    return AcceleratedOptimizer(optimizer, accumulation=current_accumulation())
 
 
 def owners(

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 
-__all__ = ["ParallelismConfig", "fit_sizes", "resolve_parallelism"]
+__all__ = [
+    "ParallelismConfig",
+    "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
+    "fit_sizes",
+    "resolve_parallelism",
+]
 
 _SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 
@@ -227,3 +233,43 @@ def fit_sizes(
             f"{asked.total_size}, or set dp_shard_size"
         )
     return asked
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """More about tensor parallelism (``ParallelismConfig(tp_handler=...)``).
+
+    Raises:
+        ConfigError: ``enable_async_tp`` is asked for.
+    """
+
+    enable_async_tp: bool = False
+    """Overlapping of communication and compute within a layer: not there."""
+
+    def __post_init__(self) -> None:
+        if self.enable_async_tp:
+            raise ConfigError(
+                "TorchTensorParallelConfig(enable_async_tp=True): layers that are divided wait for "
+                "each other here; leave it out"
+            )
+
+
+@dataclass
+class TorchTensorParallelPlugin:
+    """Accelerate's older way to ask for tensor parallelism.
+
+    Raises:
+        ConfigError: it asks for more than one rank: ``ParallelismConfig(tp_size=...)`` does that.
+    """
+
+    tp_size: int = 1
+    """Ranks that compute each layer together."""
+    torch_device_mesh: Any = None
+    """Accepted."""
+
+    def __post_init__(self) -> None:
+        if self.tp_size != 1:
+            raise ConfigError(
+                f"TorchTensorParallelPlugin(tp_size={self.tp_size}): pass "
+                f"Accelerator(parallelism_config=ParallelismConfig(tp_size={self.tp_size})) instead"
+            )

@@ -185,11 +185,9 @@ class Preparation:
         for known in self.optimizers:
             if known.optimizer is stepped:
                 return known
-        if self._device(placement) is not None and stepped.state:
-            # Loading moves a state that was made elsewhere to the device of its parameters.
-            stepped.load_state_dict(stepped.state_dict())
         prepared = AcceleratedOptimizer(
             stepped,
+            self._device(placement) is not None,
             accumulation=self.plan.accumulation,
             scaling=self.plan.strategy.scaling,
             device_memory=devices.memory_reader(self.plan.topology.device),
@@ -275,7 +273,10 @@ def _refuse_spread_model(model: Module, num_processes: int) -> None:
 
 
 def extract_model_from_parallel(
-    model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    model: Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
 ) -> Module:
     """The user's model inside the wrappers that ``prepare`` put around it.
 
@@ -285,8 +286,12 @@ def extract_model_from_parallel(
             forward that it had, for good.
         keep_torch_compile: leave it compiled, by ``prepare`` or before; False gives the model
             that was compiled. One that was spread over ranks is compiled where it is, and stays so.
+        recursive: take wrappers off the modules inside it, too.
     """
     inner = unwrap(model)
+    for module in list(inner.modules()) if recursive else ():
+        for name, child in module.named_children():
+            setattr(module, name, unwrap(child))
     if not keep_torch_compile or unwrap(uncompiled(inner)) is not uncompiled(inner):
         inner = unwrap(uncompiled(inner))
     if not keep_fp32_wrapper:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from notebook_accel.training import topology
 from notebook_accel.training.accumulation import current_accumulation
 from notebook_accel.training.notices import notice_once
 
@@ -28,7 +29,8 @@ class AcceleratedScheduler:
 
     An optimizer's step of P ranks uses P such batches, so the schedule moves P steps with it;
     none while gradients are accumulated or when the step was skipped. A scheduler that is given
-    a metric (``ReduceLROnPlateau``) moves once a call.
+    a metric (``ReduceLROnPlateau``) moves once a call. ``prepare`` makes it; one that is made by
+    hand moves with the windows of the newest ``Accelerator``.
 
     Attributes:
         scheduler: the scheduler that it wraps.
@@ -42,19 +44,23 @@ class AcceleratedScheduler:
     def __init__(
         self,
         scheduler: LRScheduler,
-        optimizers: Sequence[AcceleratedOptimizer],
-        *,
-        accumulation: Accumulation,
-        num_steps: int = 1,
+        optimizers: Sequence[AcceleratedOptimizer] | AcceleratedOptimizer,
         step_with_optimizer: bool = True,
+        split_batches: bool = False,
+        *,
+        accumulation: Accumulation | None = None,
+        num_steps: int | None = None,
     ) -> None:
+        if num_steps is None:
+            num_steps = 1 if split_batches else topology.topology().num_processes
         self.scheduler = scheduler
-        self.optimizers = list(optimizers)
+        several: Any = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self.optimizers: list[AcceleratedOptimizer] = list(several)
         self.num_steps = num_steps
         self.step_with_optimizer = step_with_optimizer
         self._peak = 0.0
         self._ran_out = False
-        self.join(accumulation)
+        self.join(accumulation or current_accumulation())
 
     def join(self, accumulation: Accumulation) -> None:
         """Move with the steps of these windows."""

@@ -30,6 +30,7 @@ __all__ = [
     "ProjectConfiguration",
     "RNGType",
     "pick_handler",
+    "SageMakerDistributedType",
 ]
 
 
@@ -63,6 +64,14 @@ class DistributedType(_Text):
     FSDP = "FSDP"
     XLA = "XLA"
     MEGATRON_LM = "MEGATRON_LM"
+
+
+class SageMakerDistributedType(_Text):
+    """Kinds of distributed training on SageMaker, as Accelerate's configuration files say."""
+
+    NO = "NO"
+    DATA_PARALLEL = "DATA_PARALLEL"
+    MODEL_PARALLEL = "MODEL_PARALLEL"
 
 
 class DDPCommunicationHookType(_Text):

@@ -10,13 +10,21 @@ from typing import Any
 
 from notebook_accel.launch.rank import current
 from notebook_accel.training import topology
-from notebook_accel.training.accumulation import current_accumulation, forget_accumulation
+from notebook_accel.training.accumulation import (
+    Accumulation,
+    current_accumulation,
+    forget_accumulation,
+)
 from notebook_accel.training.agreement import is_debugging
 from notebook_accel.training.data.active import active_loaders
 from notebook_accel.training.precision import resolve_precision
 from notebook_accel.training.process_group import close_process_group
 from notebook_accel.training.processes import ProcessView
-from notebook_accel.training.settings import DistributedType, InitProcessGroupKwargs
+from notebook_accel.training.settings import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+)
 
 __all__ = [
     "AcceleratorSettings",
@@ -24,6 +32,8 @@ __all__ = [
     "DistributedType",
     "GradientState",
     "PartialState",
+    "do_nothing",
+    "is_initialized",
 ]
 
 _SETTINGS = "accelerator settings"
@@ -128,7 +138,17 @@ class AcceleratorState(PartialState):
 
 
 class GradientState:
-    """Where the training stands in its window of batches, and in the loader that it reads."""
+    """Where the training stands in its window of batches, and in the loader that it reads.
+
+    Args:
+        gradient_accumulation_plugin: begins windows of these settings; None shows those there are.
+    """
+
+    def __init__(
+        self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+    ) -> None:
+        if gradient_accumulation_plugin is not None:
+            Accumulation(gradient_accumulation_plugin).show()
 
     @property
     def num_steps(self) -> int:
@@ -200,3 +220,12 @@ class GradientState:
     def _reset_state() -> None:
         forget_accumulation()
         active_loaders().clear()
+
+
+def is_initialized() -> bool:
+    """Whether this rank has made an ``Accelerator`` or an ``AcceleratorState``."""
+    return _SETTINGS in current().shared
+
+
+def do_nothing(*_args: Any, **_kwargs: Any) -> None:
+    """What stands for a function on ranks that must not run it."""

@@ -6,6 +6,7 @@ from .bnb import *
 from .constants import *
 from .dataclasses import *
 from .environment import *
+from .fsdp_utils import *
 from .imports import *
 from .memory import *
 from .modeling import *

@@ -10,6 +10,13 @@ from notebook_accel.training.data.config import DataLoaderConfiguration as DataL
 from notebook_accel.training.fsdp_plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
+from notebook_accel.training.megatron import MegatronLMPlugin as MegatronLMPlugin
+from notebook_accel.training.parallelism import (
+    TorchTensorParallelConfig as TorchTensorParallelConfig,
+)
+from notebook_accel.training.parallelism import (
+    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
+)
 from notebook_accel.training.settings import AutocastKwargs as AutocastKwargs
 from notebook_accel.training.settings import ComputeEnvironment as ComputeEnvironment
 from notebook_accel.training.settings import DDPCommunicationHookType as DDPCommunicationHookType
@@ -28,3 +35,4 @@ from notebook_accel.training.settings import PrecisionType as PrecisionType
 from notebook_accel.training.settings import ProfileKwargs as ProfileKwargs
 from notebook_accel.training.settings import ProjectConfiguration as ProjectConfiguration
 from notebook_accel.training.settings import RNGType as RNGType
+from notebook_accel.training.settings import SageMakerDistributedType as SageMakerDistributedType

@@ -7,13 +7,14 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.nn import Module
 
 __all__ = [
     "check_tied_parameters_in_config",
     "check_tied_parameters_on_same_device",
+    "ensure_weights_retied",
     "find_tied_parameters",
     "retie_parameters",
 ]
@@ -82,3 +83,32 @@ def _device_of(name: str, device_map: Mapping[str, Any]) -> Any:
     while name and name not in device_map:
         name = name.rpartition(".")[0]
     return device_map.get(name)
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[Module], Module],
+    model: Module,
+    device: Any,  # noqa: ARG001
+) -> Callable[[Module], Module]:
+    """A ``param_init_fn`` after which the weights that a Transformers model ties are one again.
+
+    Args:
+        param_init_fn: gives one module memory, and gives it back.
+        model: names its tied weights in ``_tied_weights_keys``; without them nothing changes.
+        device: accepted.
+    """
+    names = getattr(model, "_tied_weights_keys", None)
+    if not names:
+        return param_init_fn
+    tied = {id(model.get_parameter(name)) for name in names}
+    made: dict[int, Any] = {}  # the weight with memory, by the id of the one before
+
+    def initialize(module: Module) -> Module:
+        own = module.named_parameters(recurse=False)
+        before = {name: id(weight) for name, weight in own if id(weight) in tied}
+        module = param_init_fn(module)
+        for name, identity in before.items():
+            setattr(module, name, made.setdefault(identity, getattr(module, name)))
+        return module
+
+    return initialize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 __all__ = [
+    "clean_state_dict_for_safetensors",
     "load_weights",
     "numbered",
     "save_model",
@@ -37,6 +39,7 @@ __all__ = [
     "write_safely",
 ]
 
+_log = logging.getLogger(__name__)
 # What save_model writes of its one model. Checkpoints number their models instead.
 _MODEL_FILE = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -102,6 +105,15 @@ def _memory_of(value: torch.Tensor) -> Any:
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return id(value)  # one in parts has no memory of its own
     return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state that safetensors takes: tied weights under one name, no memory shared by two."""
+    others = {name: value for name, value in state_dict.items() if not torch.is_tensor(value)}
+    tensors, ties = _untie({name: state_dict[name] for name in state_dict if name not in others})
+    if ties:
+        _log.warning("left out of the file, since tied to others: %s", ", ".join(ties))
+    return {**tensors, **others}
 
 
 def save_object(obj: Any, target: Any, *, safe: bool) -> None:
@@ -220,5 +232,6 @@ def _untie(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], 
         storage = tensor.untyped_storage().data_ptr()
         shares = storage in storages and tensor.numel() > 0
         storages.add(storage)
-        tensors[name] = tensor.clone() if shares else tensor.contiguous()
+        own = torch.contiguous_format  # safetensors refuses a transposed view, and its clone
+        tensors[name] = tensor.clone(memory_format=own) if shares else tensor.contiguous()
     return tensors, ties

@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch.rank import current
@@ -45,7 +45,7 @@ from notebook_accel.training.seeding import synchronize_rng_state
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["DataLoaderShard", "LoaderOptions", "PreparedLoader"]
+__all__ = ["DataLoaderShard", "LoaderOptions", "PreparedLoader", "get_sampler"]
 
 _NO_BATCH = object()
 # Seeds of neighbouring ranks land far apart by multiples of 2**64 divided by the golden ratio
@@ -510,6 +510,14 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def _marks_last_round(self) -> bool:
         return isinstance(self.collate_fn, LastRoundCollate)
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """The sampler that gives a loader its indices one by one; None where it has none."""
+    batches: Any = dataloader.batch_sampler
+    if isinstance(dataloader.sampler, BatchSampler):
+        batches = dataloader.sampler
+    return getattr(batches, "sampler", None)
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:

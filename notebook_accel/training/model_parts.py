@@ -1,0 +1,76 @@
+"""What is inside a model, or another object: its modules in order, attributes by path, its kind."""
+
+from __future__ import annotations
+
+import sys
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.training.prepare import extract_model_from_parallel
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+__all__ = [
+    "get_model_tp_size",
+    "get_module_children_bottom_up",
+    "get_pretty_name",
+    "is_peft_model",
+    "model_has_dtensor",
+    "recursive_getattr",
+]
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """The attribute at a path: ``recursive_getattr(model, "encoder.layer")``."""
+    return reduce(getattr, attr.split("."), obj)
+
+
+def get_pretty_name(obj: Any) -> str:
+    """The name of a class or function, or that of the class of another object."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(named, "__qualname__", None) or named.__name__)
+
+
+def get_module_children_bottom_up(model: Module, return_fqns: bool = False) -> list[Any]:
+    """The modules of a model, each after all those inside it; the model itself is the last.
+
+    Args:
+        model: the model.
+        return_fqns: give ``(name, module)`` for each, the model's name being "".
+    """
+    ordered: list[tuple[str, Module]] = []
+    waiting = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        ordered.append((path, module))
+        for name, child in module.named_children():
+            waiting.append((f"{path}.{name}" if path else name, child))
+    ordered.reverse()
+    return list(ordered) if return_fqns else [module for _, module in ordered]
+
+
+def model_has_dtensor(model: Module) -> bool:
+    """Whether weights of the model are in parts over a device mesh."""
+    # Who has made one has imported the class; asking torch for it would import it (a second).
+    parts: Any = sys.modules.get("torch.distributed.tensor")
+    return parts is not None and any(isinstance(one, parts.DTensor) for one in model.parameters())
+
+
+def get_model_tp_size(model: Module) -> int | None:
+    """Over how many ranks Transformers divided the layers of a model; None for none.
+
+    Older versions note it on the model, newer ones (5) in its configuration.
+    """
+    found = getattr(model, "tp_size", None)
+    if found is not None:
+        return int(found)
+    noted = getattr(getattr(model, "config", None), "distributed_config", None)
+    size = noted.get("tp_size") if isinstance(noted, dict) else getattr(noted, "tp_size", None)
+    return None if size is None else int(size)
+
+
+def is_peft_model(model: Module) -> bool:
+    """Whether the model, as ``prepare`` gave it or before, is one of PEFT's."""
+    peft: Any = sys.modules.get("peft")
+    return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)

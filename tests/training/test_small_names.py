@@ -1,0 +1,182 @@
+"""Small functions under Accelerate's names do what they do there."""
+
+from __future__ import annotations
+
+import socket
+from collections import namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate.utils as peer
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+import notebook_accel
+from notebook_accel import ConfigError, utils
+from notebook_accel.training.optimizer import AcceleratedOptimizer
+from notebook_accel.training.scheduler import AcceleratedScheduler
+from tests.training.single import fresh_rank  # noqa: F401
+
+Pair = namedtuple("Pair", "left right")  # noqa: PYI024
+PROBES = [
+    "is_amdsmi_available",
+    "is_habana_gaudi1",
+    "is_import_timer_available",
+    "is_mps_available",
+    "is_torchdata_stateful_dataloader_available",
+    "is_transformer_engine_mxfp8_available",
+    "is_weights_only_available",
+    "is_xccl_available",
+]
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        self.last = nn.Linear(2, 1)
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_probes_agree_with_accelerates(name: str) -> None:
+    assert getattr(utils, name)() == bool(getattr(peer, name)())
+
+
+def test_versions_of_what_is_probed() -> None:
+    assert utils.is_bnb_available("0.1") == peer.is_bnb_available("0.1")
+    assert not utils.is_bnb_available("999")
+    assert not utils.is_mps_available("999")
+
+
+def test_modules_and_attributes_by_path() -> None:
+    model = Nested()
+    for ours, theirs in zip(
+        utils.get_module_children_bottom_up(model, return_fqns=True),
+        peer.get_module_children_bottom_up(model, return_fqns=True),
+        strict=True,
+    ):
+        assert ours[0] == theirs[0]
+        assert ours[1] is theirs[1]
+    assert utils.get_module_children_bottom_up(model)[-1] is model
+    assert utils.recursive_getattr(model, "first.0.weight") is model.first[0].weight
+    for thing in (Nested, model, len, 3):
+        assert utils.get_pretty_name(thing) == peer.get_pretty_name(thing)
+    assert not utils.model_has_dtensor(model)
+    assert not utils.is_peft_model(model)
+    divided: Any = SimpleNamespace(config=SimpleNamespace(distributed_config={"tp_size": 4}))
+    assert utils.get_model_tp_size(divided) == 4
+    assert utils.get_model_tp_size(model) is None
+
+
+def test_tensors_without_their_values() -> None:
+    data = {"a": torch.zeros(2, 3), "b": [torch.ones(1, dtype=torch.int64), "text"]}
+    layout = utils.get_data_structure(data)
+    assert utils.is_tensor_information(layout["a"])
+    assert layout["b"] == [utils.TensorInformation(torch.Size([1]), torch.int64), "text"]
+    made = utils.initialize_tensors(layout)
+    assert (made["a"].shape, made["b"][0].dtype) == ((2, 3), torch.int64)
+    assert utils.is_torch_tensor(made["a"])
+    assert utils.ignorant_find_batch_size(data) == 2
+    assert utils.ignorant_find_batch_size("text") is None
+    assert utils.honor_type(obj=Pair(1, 2), generator=iter([3, 4])) == Pair(3, 4)
+    assert utils.is_namedtuple(data=Pair(1, 2))
+
+
+def test_states_for_safetensors_hold_tied_weights_once() -> None:
+    weight = torch.ones(2, 2)
+    cleaned = utils.clean_state_dict_for_safetensors({"a": weight, "b": weight, "c": weight.T})
+    assert sorted(cleaned) == ["a", "c"]
+    assert all(value.is_contiguous() for value in cleaned.values())
+
+
+def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    monkeypatch.setenv("PMI_SIZE", "4")
+    theirs = peer.get_cpu_distributed_information()
+    ours = utils.get_cpu_distributed_information()
+    assert ours._asdict() == vars(theirs)
+    given = {"A": "1", "B": "x y", "": "z", "C": "a;b"}
+    assert utils.convert_dict_to_env_variables(given) == ["A=1\n"]
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "x")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "True")
+    utils.enable_fsdp_ram_efficient_loading()
+    assert peer.parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    utils.disable_fsdp_ram_efficient_loading()
+    assert not peer.parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    assert utils.get_current_device_type() == peer.get_current_device_type()
+
+
+def test_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listening:
+        listening.bind(("localhost", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        assert utils.is_port_in_use(port)
+    assert not utils.is_port_in_use(port)
+    from notebook_accel.training import host
+
+    assert utils.check_cuda_p2p_ib_support() is True
+    for driver, expected in (("535.10", False), ("560.28", True)):
+        answers = {"name": ["NVIDIA GeForce RTX 4090"] * 2, "driver_version": [driver] * 2}
+        monkeypatch.setattr(host, "_ask_nvidia", answers.__getitem__)
+        assert utils.check_cuda_p2p_ib_support() is expected
+    assert utils.get_gpu_info() == (["NVIDIA GeForce RTX 4090"] * 2, 2)
+
+
+def test_weights_are_tied_again_after_they_got_memory() -> None:
+    model = nn.Module()
+    model.embed, model.head = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    model.head.weight = model.embed.weight
+    assert utils.ensure_weights_retied(nn.Module.cpu, model, None) is nn.Module.cpu
+    model._tied_weights_keys = ["embed.weight", "head.weight"]  # type: ignore[assignment]
+
+    def give_memory(module: nn.Module) -> nn.Module:
+        for name, weight in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty_like(weight)))
+        return module
+
+    initialize = utils.ensure_weights_retied(give_memory, model, None)
+    for part in model.children():
+        initialize(part)
+    assert model.head.weight is model.embed.weight
+
+
+def test_what_is_not_supported_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"Megatron-LM is not supported.*ParallelismConfig"):
+        utils.MegatronLMPlugin(tp_degree=2)
+    with pytest.raises(ConfigError, match=r"ParallelismConfig\(tp_size=2\)"):
+        utils.TorchTensorParallelPlugin(tp_size=2)
+    with pytest.raises(ConfigError, match="enable_async_tp"):
+        utils.TorchTensorParallelConfig(enable_async_tp=True)
+    assert utils.TorchTensorParallelPlugin().tp_size == 1
+    assert utils.SageMakerDistributedType("NO") == peer.SageMakerDistributedType("NO")
+
+
+def test_classes_are_made_by_hand_as_there() -> None:
+    from notebook_accel.data_loader import DataLoaderStateMixin, get_sampler
+    from notebook_accel.state import do_nothing, is_initialized
+
+    assert not is_initialized()
+    notebook_accel.GradientState(notebook_accel.GradientAccumulationPlugin(num_steps=2))
+    assert notebook_accel.GradientState().num_steps == 2
+    plain = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    optimizer = AcceleratedOptimizer(plain, True, torch.amp.GradScaler("cpu", init_scale=4.0))
+    half = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 0.5**step)
+    scheduler = AcceleratedScheduler(half, optimizer, split_batches=True)
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.5]
+    accelerator = notebook_accel.Accelerator(cpu=True)
+    assert is_initialized()
+    assert do_nothing(1, a=2) is None  # type: ignore[func-returns-value]
+    loader = DataLoader(range(4), batch_size=2)  # type: ignore[arg-type]
+    assert isinstance(get_sampler(loader), SequentialSampler)
+    whole: Any = DataLoader(
+        range(4),  # type: ignore[arg-type]
+        sampler=BatchSampler(SequentialSampler(range(4)), 2, False),
+        batch_size=None,
+    )
+    assert isinstance(get_sampler(whole), SequentialSampler)
+    assert isinstance(accelerator.prepare(loader), DataLoaderStateMixin)
