@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch.distributed.algorithms.join import Join
 
+from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
 from notebook_accel.training import collectives, devices
 from notebook_accel.training.accumulation import Window
@@ -256,6 +257,27 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients of the loss, which is divided by the batches of a window."""
         self._strategy.backward(loss, self._accumulation.num_steps, **kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Backward and step in one, for prepared optimizers that do both (LOMO, AdaLomo).
+
+        Raises:
+            ConfigError: there is no learning rate, or no such optimizer was prepared.
+        """
+        given = [known.optimizer for known in self._prepared.optimizers]
+        fused: list[Any] = [one for one in given if hasattr(one, "fused_backward")]
+        if learning_rate is None or not fused:
+            raise ConfigError(
+                f"lomo_backward(learning_rate={learning_rate}) needs a learning rate, and an "
+                "optimizer with fused_backward (lomo_optim's Lomo or AdaLomo) given to prepare(); "
+                f"prepared are {[type(one).__name__ for one in given]}"
+            )
+        for optimizer in fused:
+            optimizer.fused_backward(loss, learning_rate)
+
+    def verify_device_map(self, model: Module) -> bool:
+        """Whether a model, or a part of it, is spread over devices (``device_map``)."""
+        return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
 
     def forward_backward(
         self,

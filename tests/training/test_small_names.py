@@ -180,3 +180,26 @@ def test_classes_are_made_by_hand_as_there() -> None:
     )
     assert isinstance(get_sampler(whole), SequentialSampler)
     assert isinstance(accelerator.prepare(loader), DataLoaderStateMixin)
+
+
+class Fused(torch.optim.SGD):
+    """Steps within its backward, as LOMO does."""
+
+    def fused_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.param_groups[0]["lr"] = learning_rate
+        self.step()
+
+
+def test_methods_for_lomo_and_device_maps() -> None:
+    accelerator = notebook_accel.Accelerator(cpu=True)
+    model = nn.Linear(1, 1, bias=False)
+    assert not accelerator.verify_device_map(model)
+    model.hf_device_map = {"a": 0, "b": "cpu"}  # type: ignore[assignment]
+    assert accelerator.verify_device_map(nn.Sequential(model))
+    before = model.weight.item()
+    with pytest.raises(ConfigError, match="lomo_optim"):
+        accelerator.lomo_backward(model(torch.ones(1)).sum(), 0.5)
+    accelerator.prepare(Fused(model.parameters(), lr=1.0))
+    accelerator.lomo_backward(model(torch.ones(1)).sum(), 0.5)
+    assert model.weight.item() == pytest.approx(before - 0.5)
