@@ -424,6 +424,8 @@ def _keep_for_its_error(run: Run, error: BaseException) -> None:
             error.run = run  # type: ignore[attr-defined]
             run.kill()
             run.conductor.ended.wait(_KILL_SECONDS)
+            if run.conductor.rescued_as and not error.args:
+                error.args = (f"what was being trained is kept: {run.conductor.rescued_as}",)
 
 
 def _script(request: CallRequest, world_size: int, file: str) -> str:

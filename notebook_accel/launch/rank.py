@@ -14,15 +14,16 @@ import os
 import sys
 import threading
 import time
+import weakref
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch import wire
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from notebook_accel.launch.transport.scoreboard import Scoreboard
 
@@ -56,6 +57,13 @@ class StorePort(NamedTuple):
         """The address of a bound socket, and the socket itself for the rank that listens."""
         host, port = bound.getsockname()
         return cls(host, port, bound if listens else None)
+
+
+class Training(Protocol):
+    """What is being trained, as whoever rescues it sees it."""
+
+    def parts_to_rescue(self, num_steps: int) -> Iterator[object]:
+        """What this rank has of it, in forms of which the first may not be picklable."""
 
 
 class RankContext:
@@ -141,6 +149,9 @@ class RankContext:
         """True, on all ranks at the same read, once a stop was asked for."""
         return False
 
+    def note_training(self, training: Training) -> None:
+        """What is being trained from now on, to be rescued should the run be stopped."""
+
 
 class LaunchedContext(RankContext):
     """A rank that notebook_accel started."""
@@ -180,6 +191,9 @@ class LaunchedContext(RankContext):
         self._next_memory = 0.0
         self._reported_total: int | None = None
         self._pass_end = 0.0
+        # Within a call it is kept; between calls it is the user's to drop.
+        self._training: Training | None = None
+        self._any_training: weakref.ref[Training] | None = None
 
     @property
     def is_own_process(self) -> bool:
@@ -198,6 +212,21 @@ class LaunchedContext(RankContext):
         self.lost_group = False
         self._reported_total = None
         self._pass_end = 0.0
+
+    def end_call(self) -> None:
+        """The call has ended: what was being trained in it is no longer kept here."""
+        self._training = None
+
+    def note_training(self, training: Training) -> None:
+        self._training, self._any_training = training, weakref.ref(training)
+
+    def parts_to_rescue(self) -> Iterator[object]:
+        """What this rank has of what is being trained; nothing where nothing is."""
+        training = self._training
+        # Prepared in a call before, it is trained in this one where that has taken a batch or step.
+        if training is None and self._any_training and (self._row.batches or self._row.steps):
+            training = self._any_training()
+        return iter(()) if training is None else training.parts_to_rescue(self._row.steps)
 
     def report(self, message: type[wire.Message], /, **fields: Any) -> None:
         """Send a message of this rank, unless this is a child process of it."""

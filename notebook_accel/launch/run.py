@@ -49,6 +49,8 @@ class Conductor:
         ended: set once the run has ended and the view has drawn its end.
         timed_out: whether the run's own time-out ended it.
         curves: its metrics while it goes on; None where nobody collects them.
+        rescued_as: what a person types for what was being trained when it was stopped; "" where
+            nothing of it is kept.
     """
 
     state: RunState
@@ -56,6 +58,7 @@ class Conductor:
     results: Results | None = None
     ended: Latch
     timed_out = False
+    rescued_as = ""
 
     def failure(self) -> Failure | None:
         """What failed, once the run has ended."""
@@ -220,6 +223,29 @@ class Run:
         """What :attr:`results` gives of a run that has ended; shows nothing on the way."""
         return [self._result_or_none(rank) for rank in range(len(self))]
 
+    @property
+    def rescued(self) -> Any:
+        """What was being trained when the run was stopped or interrupted; else None. Waits.
+
+        It has ``models`` (those that were prepared by the newest ``Accelerator``, unwrapped, on
+        the CPU), their whole ``weights`` as state dicts, the state dicts of ``optimizers`` and
+        ``schedulers``, and the ``step``; ``missing`` says in lines what could not be rescued.
+        A function that reads ``should_stop`` ends by itself, so that its results are kept instead;
+        so are those of one that catches the interrupt.
+
+        Raises:
+            NotebookAccelError: it is gone with the results, whose handle nobody holds any more.
+        """
+        self._wait_for_end(None)
+        if self._results is None and self.conductor.rescued_as:
+            raise self._about_this(
+                NotebookAccelError(
+                    f"what run {self.id} was training is gone: it lived as long as the handle that "
+                    "notebook_launcher gave. Keep the handle: run = notebook_launcher(...)"
+                )
+            )
+        return None if self._results is None else self._results.rescued()
+
     def _result_or_none(self, rank: int) -> Any:
         try:
             return None if self._results is None else self._results.get(rank)
@@ -294,7 +320,9 @@ class Run:
             return self._about_this(TimeoutError("the run was ended by its time-out"))
         has_result = any(rank.returned for rank in self.state.ranks)
         if self.status == "stopped" and not has_result:
-            return self._about_this(RunStopped("the run was stopped before it had a result"))
+            kept = self.conductor.rescued_as
+            kept = f"; what was being trained is kept: {kept}" if kept else ""
+            return self._about_this(RunStopped(f"the run was stopped before it had a result{kept}"))
         return None
 
     def _worker_error(self, failure: Failure) -> WorkerError:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import RunState
 
-__all__ = ["add", "discard", "keep", "runs"]
+__all__ = ["add", "discard", "expression", "keep", "runs"]
 
 # Without its results a run is small: its last state, with the tails of its output.
 _MAX_RUNS = 50
@@ -58,6 +58,13 @@ def discard(run: Run) -> None:
     """List a run that has ended no longer, and leave no files of it."""
     _known[:] = [known for known in _known if known.run.id != run.id]
     run.remove_files()
+
+
+def expression(run_id: str) -> str:
+    """What a person types for the run of that id, of those of this process."""
+    ids = [known.run.id for known in _known]
+    index = ids.index(run_id) - len(ids) if run_id in ids else -1
+    return f"import notebook_accel; notebook_accel.runs()[{index}]"
 
 
 def runs(*, everywhere: bool = False) -> list[Run]:

@@ -163,8 +163,7 @@ class Returned(Message, frozen=True, kw_only=True):
         value: what it returned.
         is_none: whether that was None.
         made_group: whether a process group was made in this call, or was there before it.
-        lost_group: whether the rank's connections to the others were shut down in this call, so
-            that the group is of no use any more.
+        lost_group: whether the rank was disconnected from the others: the group is of no use.
     """
 
     value: Packet
@@ -186,7 +185,7 @@ class Raised(Message, frozen=True, kw_only=True):
         pickled: the exception, where it could be pickled.
         after_interrupt: whether the agent had interrupted, terminated or killed the ranks before,
             by the clock of its machine; filled in by the agent.
-        made_group: as in ``Returned``.
+        rescued: what it has of what was being trained, where it was stopped; made_group: as above.
         ended_by_agent: whether its agent had interrupted it because another rank failed.
     """
 
@@ -196,6 +195,7 @@ class Raised(Message, frozen=True, kw_only=True):
     traceback: str
     exitcode: int = 1
     pickled: bytes | None = None
+    rescued: Packet | None = None
     made_group: bool = False
     ended_by_agent: bool = False
     after_interrupt: bool = False
@@ -285,8 +285,7 @@ class RankEnded(Message, frozen=True, kw_only=True):
 
     Attributes:
         exitcode, signal: how it ended; one of them is None.
-        ended_by_agent: whether its agent had sent it SIGTERM or SIGKILL.
-        after_interrupt: as in ``Raised``.
+        ended_by_agent: whether its agent had sent it a signal; after_interrupt: as in ``Raised``.
     """
 
     exitcode: int | None = None

@@ -11,11 +11,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.launch.rank import current
 from notebook_accel.training import devices
 from notebook_accel.training.data import prepare_data_loader
 from notebook_accel.training.models import strip_forward, uncompiled
 from notebook_accel.training.notices import notice_once
 from notebook_accel.training.optimizer import AcceleratedOptimizer, UnpreparedWatch, owners
+from notebook_accel.training.rescue import parts_of
 from notebook_accel.training.scheduler import AcceleratedScheduler
 from notebook_accel.training.strategies import ModelToPrepare, PrepareCall, unwrap
 
@@ -158,6 +160,16 @@ class Preparation:
     def _keep(self, prepared: PreparedModel) -> None:
         self.models = [known for known in self.models if known.inner is not prepared.inner]
         self.models.append(prepared)
+        # Should the run be stopped, this is what was being trained.
+        current().note_training(self)
+
+    def parts_to_rescue(self, num_steps: int) -> Iterator[object]:
+        """What this rank has of what is being trained, in forms of which the first may not travel.
+
+        Args:
+            num_steps: that the optimizers have made.
+        """
+        return parts_of(self, num_steps)
 
     def loader(
         self,

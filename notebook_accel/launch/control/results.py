@@ -1,4 +1,6 @@
-"""What the ranks of a run gave back: pickled until somebody asks for it, then as the object.
+"""What the ranks of a run gave back, or had when they were stopped.
+
+It is pickled until somebody asks for it, then the object.
 
 While the run goes on its conductor and its handle share one :class:`Results`; once it has ended,
 the handle alone holds it. So a result of gigabytes is freed with the last handle, while the lists
@@ -36,6 +38,8 @@ class Results:
         self._lock = threading.RLock()
         self._packed: dict[int, payload.Packed] = {}
         self._values: dict[int, Any] = {}
+        self._parts: dict[int, payload.Packed] = {}
+        self._rescued: Any = None
 
     def keep(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
         """Keep what a rank sent; closes the descriptors."""
@@ -58,6 +62,31 @@ class Results:
                 self._values[rank] = payload.unpack_result(packed, self._registry)
                 del self._packed[rank]
             return self._values[rank]
+
+    def keep_part(self, rank: int, packet: wire.Packet, fds: list[int]) -> None:
+        """Keep what a rank had of what was being trained; closes the descriptors."""
+        self._parts[rank] = unpack(packet, fds)
+
+    @property
+    def has_rescued(self) -> bool:
+        """Whether ranks sent what was being trained."""
+        return bool(self._parts) or self._rescued is not None
+
+    def rescued(self) -> Any:
+        """What was being trained, put together of what the ranks sent; None where they did not.
+
+        Raises:
+            Exception: whatever its classes raise when they are remade here.
+        """
+        with self._lock:
+            if self._parts:
+                first, *others = (
+                    payload.unpack_result(packed, self._registry)
+                    for _, packed in sorted(self._parts.items())
+                )
+                self._rescued = first.join(others)
+                self._parts.clear()
+            return self._rescued
 
     def exception(self, pickled: bytes | None) -> BaseException | None:
         """What a rank raised, from its pickle; None where it does not unpickle."""

@@ -24,7 +24,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch import wire
+from notebook_accel.launch import run_list, wire
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.interrupts import Latch, held
@@ -171,8 +171,12 @@ class Supervisor(Conductor):
             self._lost_group = self._lost_group or message.lost_group
             self.results.keep(message.rank, message.value, list(fds))
             fds = ()
+        elif isinstance(message, wire.Raised) and message.rescued and message.rank is not None:
+            assert self.results is not None, "nothing comes after the end"
+            self.results.keep_part(message.rank, message.rescued, list(fds))
+            fds = ()
         for fd in fds:
-            # A rank's own code can write to its channel: only a result brings any.
+            # A rank's own code can write to its channel: only results bring any.
             os.close(fd)
         if isinstance(message, wire.Metric) and message.rank is not None:
             self._metrics.add(
@@ -252,6 +256,10 @@ class Supervisor(Conductor):
         lines = [self._metrics.loss] if self._metrics.loss else []
         for line in (*lines, *self._closing_notices(self.state)):
             state = apply(wire.Notice(text=line), state)
+        if self.results is not None and self.results.has_rescued:
+            self.rescued_as = run_list.expression(self._folder.id) + ".rescued"
+            kept = f"what was being trained is kept: {self.rescued_as}"
+            state = apply(wire.Notice(text=kept), state)
         # What is large, and what holds the notebook's function: the handle has it, nobody else.
         self.results = None
         self._closing_notices = lambda _: ()

@@ -121,7 +121,7 @@ def _run(
     except BaseException as error:  # the process boundary: whatever it is, the notebook is told
         interrupts.end_call()
         _end_in_forked_child(context, error)
-        return _raised(error, context, call)
+        return _raised(error, context, call, is_ending=interrupts.num_seen > 0)
     return outcome
 
 
@@ -157,7 +157,14 @@ def _returned(value: object, context: LaunchedContext, call: payload.Call | None
     return Outcome(message=message, fds=fds, sent=call.sent if call is not None else None)
 
 
-def _raised(error: BaseException, context: LaunchedContext, call: payload.Call | None) -> Outcome:
+def _raised(
+    error: BaseException,
+    context: LaunchedContext,
+    call: payload.Call | None,
+    *,
+    is_ending: bool = False,
+) -> Outcome:
+    """How a call ended that raised; ``is_ending`` where somebody had interrupted it before."""
     if isinstance(error, SystemExit) and error.code in (None, 0):
         return _returned(None, context, call)
     kind, exitcode = _classify(error)
@@ -168,6 +175,10 @@ def _raised(error: BaseException, context: LaunchedContext, call: payload.Call |
         _write_error(text)
     _flush_output()
     pickled = payload.pack_exception(error, call) if call is not None else None
+    rescued: wire.Packet | None = None
+    fds: tuple[int, ...] = ()
+    if call is not None and (kind in ("stopped", "interrupted") or is_ending):
+        rescued, fds = _pack_training(context, call)
     message = wire.Raised(
         run=context.run,
         call=context.call,
@@ -178,9 +189,29 @@ def _raised(error: BaseException, context: LaunchedContext, call: payload.Call |
         traceback=shorten(text),
         exitcode=exitcode,
         pickled=pickled if pickled is not None and len(pickled) <= _MAX_PICKLED_BYTES else None,
+        rescued=rescued,
         made_group=context.made_group,
     )
-    return Outcome(message=message, exitcode=exitcode, sent=call.sent if call is not None else None)
+    sent = call.sent if call is not None else None
+    return Outcome(message=message, fds=fds, exitcode=exitcode, sent=sent)
+
+
+def _pack_training(
+    context: LaunchedContext, call: payload.Call
+) -> tuple[wire.Packet | None, tuple[int, ...]]:
+    """What this rank has of what was being trained, as the first form of it that can travel."""
+    problem: Exception | None = None
+    try:
+        for part in context.parts_to_rescue():
+            try:
+                return pack(payload.pack_result(part, call))
+            except Exception as error:  # whatever classes of the user's do when they are pickled
+                problem = error
+    except Exception as error:  # or when they are asked for their state
+        problem = error
+    if problem is not None:
+        context.notice(f"what was being trained could not be rescued: {error_text(problem)}")
+    return None, ()
 
 
 def _classify(error: BaseException) -> tuple[str, int]:

@@ -220,6 +220,7 @@ class _Worker:
         )
         if outcome.sent is not None:
             self._sent = outcome.sent
+        self._context.end_call()
         self._interrupts.install()
         # Before the message: the next call may come as soon as the agent has it.
         with self._end_lock:

@@ -131,6 +131,13 @@ class Strategy:
         """The whole state of an optimizer."""
         return optimizer.state_dict()
 
+    def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """What this rank has of an optimizer's state, parts as they are; no other rank is asked.
+
+        None where it says nothing without the parts of the others.
+        """
+        return optimizer.state_dict()
+
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Put a whole state into an optimizer."""
         optimizer.load_state_dict(state)

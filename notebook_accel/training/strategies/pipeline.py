@@ -194,6 +194,9 @@ class PipelineParallel(MeshParallel):
             return {key: self.make_whole(value) for key, value in values.items()}
         return values
 
+    def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        return None
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         local, names = optimizer.state_dict(), self._own_names(optimizer)
         own = {names[index]: state for index, state in local["state"].items()}

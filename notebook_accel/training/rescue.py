@@ -1,0 +1,195 @@
+"""What was being trained when a run was stopped or interrupted: from the ranks to the notebook.
+
+    each rank:  parts_of(preparation) -> RankPart --pickled, with the rank's end of the call--+
+    notebook:   RankPart.join(those of the other ranks) -> Rescued <--------------------------+
+
+A rank tells what it has itself: nothing is gathered, so that no rank waits for another one that
+was interrupted somewhere else. Where weights are spread over ranks, each sends its pieces with
+their places in the whole, and the notebook puts them together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from notebook_accel.training.models import uncompiled
+from notebook_accel.training.nested import recursively_apply
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.nn import Module
+
+    from notebook_accel.training.prepare import Preparation
+
+__all__ = ["Piece", "RankPart", "Rescued", "parts_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rescued:
+    """What was being trained, as far as it was prepared by the newest ``Accelerator``.
+
+    After an Interrupt it is what rank 0 had at that instant, which may lie in the middle of a step.
+    """
+
+    models: list[Module | None]
+    """The models in the order in which they were prepared, unwrapped and on the CPU. None for one
+    whose weights were spread over ranks, or that cannot be pickled: make it anew and load its
+    ``weights``."""
+
+    weights: list[dict[str, Any] | None]
+    """The whole state dict of each model, on the CPU; None where a piece of it is missing."""
+
+    optimizers: list[dict[str, Any] | None]
+    """The state dict of each optimizer, whole as well."""
+
+    schedulers: list[dict[str, Any]]
+    """The state dict of each scheduler."""
+
+    step: int
+    """Steps that rank 0's optimizers had made in the call."""
+
+    missing: list[str] = field(default_factory=list)
+    """A line for each thing that could not be rescued, or not as it should be."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor that is spread over ranks: its values, and where they lie in the whole."""
+
+    values: torch.Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """What one rank has of what is rescued.
+
+    ``weights`` is None for a model that travels itself, and holds a :class:`Piece` in place of
+    each tensor of which others have the rest.
+    """
+
+    models: list[Module | None]
+    weights: list[dict[str, Any] | None]
+    optimizers: list[dict[str, Any] | None]
+    schedulers: list[dict[str, Any]]
+    step: int
+
+    def join(self, others: Sequence[RankPart]) -> Rescued:
+        """What was being trained, from this part of rank 0 and those of the others."""
+        parts = [self, *others]
+        missing: list[str] = []
+        if len({part.step for part in parts}) > 1:
+            steps = ", ".join(str(part.step) for part in parts)
+            missing.append(
+                f"ranks were interrupted after different numbers of steps ({steps}), so that "
+                "pieces of weights do not belong together: Stop leaves all ranks at one step"
+            )
+        weights = [
+            _weights_of(model, [part.weights[index] for part in parts], f"model {index}", missing)
+            for index, model in enumerate(self.models)
+        ]
+        optimizers = [
+            _whole([part.optimizers[index] for part in parts], f"optimizer {index}", missing)
+            for index in range(len(self.optimizers))
+        ]
+        return Rescued(
+            models=self.models,
+            weights=weights,
+            optimizers=optimizers,
+            schedulers=self.schedulers,
+            step=self.step,
+            missing=missing,
+        )
+
+
+def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
+    """This rank's part: with the models, and then without, should those not be picklable.
+
+    Args:
+        preparation: what was prepared.
+        num_steps: that the optimizers have made.
+    """
+    strategy = preparation.plan.strategy
+    is_spread = strategy.mesh is not None
+    if not preparation.models or not (is_spread or preparation.plan.topology.process_index == 0):
+        return
+    models = [uncompiled(known.inner) for known in preparation.models]
+    optimizers = [strategy.own_optimizer_state(known.optimizer) for known in preparation.optimizers]
+    whole = RankPart(
+        models=[*models],
+        weights=[None for _ in models],
+        optimizers=[_in_pieces(state) for state in optimizers],
+        schedulers=[known.scheduler.state_dict() for known in preparation.schedulers],
+        step=num_steps,
+    )
+    if not is_spread:
+        yield whole
+    weights = [_in_pieces(dict(model.state_dict())) for model in models]
+    yield replace(whole, models=[None for _ in models], weights=weights)
+
+
+def _in_pieces(values: Any) -> Any:
+    """``values`` with a :class:`Piece` in place of each tensor that is spread over ranks."""
+    from torch.distributed.tensor import DTensor
+
+    return recursively_apply(_piece, values, test_type=lambda value: isinstance(value, DTensor))
+
+
+def _piece(spread: Any) -> Piece:
+    # The same that torch's own distributed checkpoints go by.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape = tuple(spread.shape)
+    _, offset = compute_local_shape_and_global_offset(
+        spread.shape, spread.device_mesh, spread.placements
+    )
+    return Piece(spread.detach().to_local(), tuple(offset), shape)
+
+
+def _weights_of(
+    model: Module | None, parts: list[dict[str, Any] | None], name: str, missing: list[str]
+) -> dict[str, Any] | None:
+    return _whole(parts, name, missing) if model is None else model.state_dict()
+
+
+def _whole(parts: list[Any], name: str, missing: list[str]) -> Any:
+    try:
+        if any(part is not None for part in parts):
+            return _joined([part for part in parts if part is not None])
+        problem = "cannot be told rank by rank"
+    except ValueError as error:
+        problem = str(error)
+    missing.append(f"{name}: its state {problem}")
+    return None
+
+
+def _joined(parts: list[Any]) -> Any:
+    """What all ranks have of one value: pieces become one tensor, names of all are there."""
+    first = parts[0]
+    if isinstance(first, Piece):
+        return _put_together(parts)
+    if isinstance(first, dict):
+        keys = dict.fromkeys(key for part in parts for key in part)
+        return {key: _joined([part[key] for part in parts if key in part]) for key in keys}
+    if isinstance(first, (list, tuple)):
+        return type(first)(_joined(list(alike)) for alike in zip(*parts, strict=False))
+    return first
+
+
+def _put_together(pieces: list[Piece]) -> torch.Tensor:
+    # Replicas have the same piece.
+    pieces = list({piece.offset: piece for piece in pieces if piece.values.numel()}.values())
+    shape = pieces[0].shape if pieces else (0,)
+    if sum(piece.values.numel() for piece in pieces) != math.prod(shape):
+        raise ValueError("lacks pieces, whose ranks ended without a word")
+    whole = torch.empty(shape, dtype=pieces[0].values.dtype)
+    for piece in pieces:
+        places = zip(piece.offset, piece.values.shape, strict=True)
+        whole[tuple(slice(start, start + size) for start, size in places)] = piece.values
+    return whole

@@ -1,0 +1,214 @@
+"""Stop and Interrupt keep what was being trained."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import notebook_accel
+from notebook_accel import Accelerator, NotebookAccelError, RunStopped
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import Session, launch
+from notebook_accel.launch.run_list import runs
+from notebook_accel.launch.view import View
+from notebook_accel.training.rescue import Piece, RankPart
+from tests.engines.processes import eventually
+from tests.training.meshes import Tiny, accelerator_for, data, loss_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from notebook_accel.launch.run import Run
+
+SOON = 90.0
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
+
+
+def train(mesh: str | None, folder: str) -> None:
+    """A loop without an end; what it had after each step is on disk."""
+    accelerator = accelerator_for(mesh)
+    torch.manual_seed(3)
+    model: Any = Tiny()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    loader: Any = torch.utils.data.DataLoader(data(16), batch_size=2)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    step = 0
+    while True:
+        for inputs, targets in loader:
+            accelerator.backward(loss_of(model(inputs), targets))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            step += 1
+            state = accelerator.get_state_dict(model)
+            if accelerator.is_main_process:
+                torch.save((step, dict(state)), f"{folder}/{step % 3}")
+            # An interrupt comes here, when all ranks have made the same steps.
+            if step == 5:
+                open(f"{folder}/waits-{accelerator.process_index}", "w").close()
+                while not os.path.exists(f"{folder}/go"):
+                    time.sleep(0.01)
+
+
+def begin(mesh: str | None, num_ranks: int, folder: Path) -> Run:
+    config = LaunchConfig(num_processes=num_ranks, devices="cpu")
+    run = launch(train, (mesh, str(folder)), config=config, view=View(), block=False)
+    for rank in range(num_ranks):
+        eventually((folder / f"waits-{rank}").exists, within=SOON, what="it trains")
+    return run
+
+
+def last_state(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    saved = [torch.load(folder / name) for name in "012"]
+    return max(saved, key=lambda each: each[0])
+
+
+def check_rescued(run: Run, folder: Path, *, has_model: bool) -> None:
+    step, expected = last_state(folder)
+    rescued = run.rescued
+    assert rescued.step == step
+    assert rescued.missing == []
+    (weights,) = rescued.weights
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(weights[name], value), name
+    plain = Tiny()
+    plain.load_state_dict(weights)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer.load_state_dict(rescued.optimizers[0])
+    moments = optimizer.state[plain.embed.weight]
+    assert moments["step"] == step
+    assert moments["exp_avg"].shape == plain.embed.weight.shape
+    assert rescued.schedulers[0]["last_epoch"] > 0
+    inputs, targets = data(4).tensors
+    if has_model:
+        (model,) = rescued.models
+        assert type(model).__name__ == "Tiny"
+        assert torch.equal(model(inputs), plain(inputs))
+    loss_of(plain(inputs), targets).backward()
+    optimizer.step()
+
+
+WAYS = {"one": (None, 1), "ddp": (None, 2), "fsdp": ("fsdp, blocks", 2), "tensor": ("tensor", 2)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stop_keeps_it(way: str, tmp_path: Path) -> None:
+    mesh, num_ranks = WAYS[way]
+    run = begin(mesh, num_ranks, tmp_path)
+    run.stop()
+    (tmp_path / "go").touch()
+    with pytest.raises(RunStopped, match=r"notebook_accel\.runs\(\)\[-1\]\.rescued"):
+        run.wait(SOON)
+    assert runs()[-1] is run
+    assert any("notebook_accel.runs()[-1].rescued" in line for line in run.state.notices)
+    check_rescued(run, tmp_path, has_model=mesh is None)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_interrupt_keeps_it(way: str, tmp_path: Path) -> None:
+    mesh, num_ranks = WAYS[way]
+    run = begin(mesh, num_ranks, tmp_path)
+    run.conductor.press(1)
+    with pytest.raises(RunStopped, match=r"\.rescued"):
+        run.wait(SOON)
+    check_rescued(run, tmp_path, has_model=mesh is None)
+
+
+def endless(folder: str, kind: str = "linear") -> None:
+    accelerator = Accelerator(cpu=True)
+    model: Any = torch.nn.Linear(1, 1)
+    if kind == "unpicklable":
+        model.register_forward_hook(lambda *_: None)
+        model.lock = threading.Lock()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    torch.nn.init.constant_(next(model.parameters()), 7.0)
+    optimizer.step()
+    open(f"{folder}/waits-0", "w").close()
+    while kind != "reads" or not accelerator.should_stop:
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    session = Session(config=LaunchConfig(num_processes=1, devices="cpu"))
+    yield session
+    session.kill()
+
+
+def test_of_calls_of_a_session_too(session: Session, tmp_path: Path) -> None:
+    def stopped(kind: str) -> Run:
+        run = session.call(endless, (str(tmp_path), kind), view=View(), block=False)
+        eventually((tmp_path / "waits-0").exists, within=SOON, what="it trains")
+        (tmp_path / "waits-0").unlink()
+        if kind == "reads":
+            run.stop()
+        else:
+            run.conductor.press(1)
+        run._wait_for_end(SOON)
+        return run
+
+    rescued = stopped("linear").rescued
+    assert rescued.models[0].weight.item() == 7.0
+    assert rescued.step == 1
+    # It cannot travel; its weights do.
+    rescued = stopped("unpicklable").rescued
+    assert rescued.models == [None]
+    assert rescued.weights[0]["weight"].item() == 7.0
+    # It ended by itself, and gave what it wanted to.
+    assert stopped("reads").rescued is None
+    # Nothing is trained any more, and nothing of the calls before is kept.
+    run = session.call(time.sleep, (1000,), view=View(), block=False)
+    eventually(lambda: run.status == "running", within=SOON, what="it sleeps")
+    run.conductor.press(1)
+    with pytest.raises(RunStopped) as caught:
+        run.wait(SOON)
+    assert run.rescued is None
+    assert "rescued" not in str(caught.value)
+
+
+def test_an_interrupted_cell_says_what_to_type(tmp_path: Path) -> None:
+    def press_once_it_waits() -> None:
+        eventually((tmp_path / "waits-0").exists, within=SOON, what="it trains")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press_once_it_waits).start()
+    config = LaunchConfig(num_processes=1, devices="cpu")
+    with pytest.raises(KeyboardInterrupt, match=r"notebook_accel\.runs") as caught:
+        launch(endless, (str(tmp_path),), config=config, view=View())
+    typed = str(caught.value).partition("import notebook_accel; ")[2]
+    rescued = eval(typed, {"notebook_accel": notebook_accel})
+    assert rescued.models[0].weight.item() == 7.0
+    # It goes with the handle.
+    other = runs()[-1].without_results()
+    with pytest.raises(NotebookAccelError, match="is gone"):
+        _ = other.rescued
+
+
+def test_pieces_that_are_missing_or_of_other_steps_are_told() -> None:
+    def part(step: int, *pieces: Piece) -> RankPart:
+        weights = {"a": pieces[0]} if pieces else {}
+        return RankPart(models=[None], weights=[weights], optimizers=[], schedulers=[], step=step)
+
+    first, second = (Piece(torch.full((2,), float(i)), (2 * i,), (4,)) for i in range(2))
+    whole = part(3, first).join([part(3, second)])
+    assert whole.weights[0]["a"].tolist() == [0, 0, 1, 1]  # type: ignore[index]
+    assert whole.missing == []
+    other = part(3, first).join([part(4, second)])
+    assert "different numbers of steps (3, 4)" in other.missing[0]
+    torn = part(3, first).join([])
+    assert torn.weights == [None]
+    assert "lacks pieces" in torn.missing[0]
