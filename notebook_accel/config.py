@@ -181,9 +181,12 @@ class LaunchConfig:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the settings that differ from the defaults as YAML."""
-        text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+    def to_yaml(self) -> str:
+        """The settings that differ from the defaults as YAML."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings that differ from the defaults, as plain values."""

@@ -77,6 +77,20 @@ def runs_folder() -> Path:
     )
 
 
+# The settings that were saved last, and their text: writing YAML takes 2 ms, and all cells of a
+# session have the same settings.
+_saved: tuple[LaunchConfig, str] | None = None
+
+
+def _text_of(config: LaunchConfig) -> str:
+    """The settings as YAML, without their variables, which may be secrets."""
+    global _saved
+    saved = _saved
+    if saved is None or saved[0] is not config:
+        saved = _saved = config, replace(config, env=None).to_yaml()
+    return saved[1]
+
+
 class RunFolder:
     """The folder of one run.
 
@@ -202,7 +216,7 @@ class RunFolder:
         part = path.with_suffix(".part")
         try:
             if config is not None:
-                replace(config, env=None).save(self.config_path)
+                self.config_path.write_text(_text_of(config), encoding="utf-8")
             part.write_bytes(msgspec.msgpack.encode(state))
             part.replace(path)
         except (OSError, UnicodeEncodeError) as error:
