@@ -21,6 +21,7 @@ help:
 	@echo 'make coverage    the tests, with the lines that they miss'
 	@echo 'make test-chaos  kill kernels, agents, templates and ranks at random'
 	@echo 'make test-kernels  blocking, background, Stop, Interrupt in six versions of ipykernel'
+	@echo 'make test-kills  kill ranks of trainings that save checkpoints, and resume each'
 	@echo 'make test-soak   launch 1,000 times, and look at what that leaves behind'
 	@echo 'make bench       the figures of the README, peers beside us'
 
@@ -50,6 +51,9 @@ test-chaos: $(READY)
 
 test-kernels: $(READY)
 	$(PYTEST) tests/notebook/matrix.py $(ARGS)
+
+test-kills: $(READY)
+	$(BIN)/python -m tests.kills $(ARGS)
 
 test-soak: $(READY)
 	$(BIN)/python -m tests.soak $(ARGS)
