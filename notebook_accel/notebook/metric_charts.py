@@ -229,4 +229,4 @@ def _stripes(
 
 def _tick(value: float) -> str:
     text = wording.number(value)
-    return text if len(text) <= 8 else f"{value:.2e}"
+    return text if len(text) <= 7 else f"{value:.1e}"
