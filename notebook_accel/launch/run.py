@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.metrics_file import MetricReader
     from notebook_accel.launch.control.results import Results
     from notebook_accel.launch.control.run_folder import RunFolder
-    from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.control.verdict import Failure
+    from notebook_accel.launch.control.state import Failure, RunState
 
 __all__ = ["Conductor", "Run", "RunView"]
 
@@ -60,9 +59,12 @@ class Conductor:
     timed_out = False
     rescued_as = ""
 
-    def failure(self) -> Failure | None:
-        """What failed, once the run has ended."""
-        return None
+    def check_waiting(self) -> None:
+        """Refuse to wait for an end of which this process will never hear.
+
+        Raises:
+            NotebookAccelError: the run goes on in another process.
+        """
 
     def stop(self, grace: float | None = None) -> None:
         """Ask the ranks to leave."""
@@ -215,7 +217,13 @@ class Run:
 
     @property
     def results(self) -> list[Any]:
-        """What each rank returned, None for a rank without a result; waits, and never raises."""
+        """What each rank returned, None for a rank without a result; waits for the end.
+
+        A failed run raises nothing here.
+
+        Raises:
+            NotebookAccelError: the run goes on in another process, which alone has its results.
+        """
         self._wait_for_end(None)
         return self.peek()
 
@@ -262,6 +270,7 @@ class Run:
             WorkerError: a rank failed.
             RunStopped: the run was stopped before it had a result.
             TimeoutError: the run had not ended in time, or its own time-out ended it.
+            NotebookAccelError: the run goes on in another process, which alone has its end.
             ConfigError: ``timeout`` is no number of seconds.
         """
         if timeout is not None:
@@ -291,6 +300,7 @@ class Run:
             timeout: seconds; None for no limit.
             presses: the person's interrupts, which are passed on to the ranks.
         """
+        self.conductor.check_waiting()
         deadline = None if timeout is None else time.monotonic() + timeout
         ended = self.conductor.ended
         num_passed_on = 0
@@ -313,7 +323,7 @@ class Run:
 
     def _error(self) -> BaseException | None:
         """The error of a run that has ended, with ``run`` set; None where there is none."""
-        failure = self.conductor.failure()
+        failure = self.state.failure
         if failure is not None:
             return self._about_this(self._worker_error(failure))
         if self.conductor.timed_out:
@@ -335,7 +345,8 @@ class Run:
             signal=failure.signal,
         )
         if self._results is not None:
-            error.__cause__ = self._results.exception(failure.pickled)
+            raised = None if failure.rank is None else self.state.ranks[failure.rank].failure
+            error.__cause__ = self._results.exception(raised.pickled if raised else None)
         return error
 
     def _about_this(self, error: E) -> E:
@@ -347,7 +358,8 @@ class Run:
     def stop(self, grace: float | None = None) -> None:
         """Ask all ranks to leave at the same step; harder after ``grace`` seconds. Returns at once.
 
-        A second call interrupts ranks that take their time.
+        Harder, unless the function reads ``should_stop``: then it leaves in its own time, and a
+        second stop interrupts it. A second call interrupts any ranks that take their time.
 
         Raises:
             ConfigError: ``grace`` is no number of seconds.

@@ -16,7 +16,7 @@ from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch.control.interrupts import Latch
 from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.control.run_folder import run_folders
-from notebook_accel.launch.control.verdict import Failure
+from notebook_accel.launch.control.state import Failure
 from notebook_accel.launch.run import Conductor, Run
 from notebook_accel.launch.view.plain import PlainView
 
@@ -93,20 +93,11 @@ class _Elsewhere(Conductor):
     def __init__(self, state: RunState) -> None:
         self.state = state
         self.ended = Latch()
-        self.ended.set()
+        if state.has_ended:
+            self.ended.set()
 
-    def failure(self) -> Failure | None:
-        if self.state.status != "failed":
-            return None
-        failed = [rank for rank in self.state.ranks if rank.status == "failed"]
-        how = failed[0].failure if failed else None
-        return Failure(
-            message=self.state.error,
-            rank=failed[0].rank if failed else None,
-            ranks=tuple(rank.rank for rank in failed),
-            traceback=how.traceback if how else "",
-            exitcode=failed[0].exitcode if failed else None,
-        )
+    def check_waiting(self) -> None:
+        self._refuse()
 
     def stop(self, grace: float | None = None) -> None:
         self._refuse()
@@ -117,7 +108,9 @@ class _Elsewhere(Conductor):
     def _refuse(self) -> None:
         if not self.state.has_ended:
             raise NotebookAccelError(
-                f"run {self.state.run} goes on in another process, which alone can end it"
+                f"run {self.state.run} goes on in another process, which alone can wait for it, "
+                "end it and have its results: do that in the notebook that launched it. How far it "
+                "is from here: its logs and metrics, and runs(everywhere=True) once more"
             )
 
     def stacks(self, rank: int | None = None) -> str:
@@ -133,7 +126,7 @@ def _read_run(folder: RunFolder) -> Run | None:
         state = replace(
             state,
             status="failed",
-            error="its kernel ended while the run went on",
+            failure=Failure(message="its kernel ended while the run went on"),
             ended=folder.last_change(),
         )
     try:

@@ -535,7 +535,7 @@ def test_a_run_whose_handle_is_held_outlives_all_newer_ones(tmp_path: Path) -> N
 
 
 EARLIER = """
-import sys, time
+import os, signal, sys, time
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.view import View
@@ -546,11 +546,16 @@ def train(how):
     rank.current().metric({"loss": float("nan")}, 3)
     if how == "fails":
         raise ValueError("as it was then")
+    if how == "is killed" and rank.current().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "is killed":
+        time.sleep(0.05)
+        raise RuntimeError("Connection closed by peer")
     while how == "goes on":
         time.sleep(0.05)
 
 config = LaunchConfig(num_processes=2, devices="cpu", env={"TOKEN": "secret"})
-for how in ("ends", "fails", "goes on"):
+for how in ("ends", "fails", "is killed", "goes on"):
     run = launch(train, (how,), config=config, view=View(), block=False)
     if how != "goes on":
         run.results
@@ -569,13 +574,15 @@ def test_runs_of_other_kernels() -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
         assert other.stdout is not None
-        ended, failed, going = (other.stdout.readline().strip() for _ in range(3))
+        ended, failed, killed, going = (other.stdout.readline().strip() for _ in range(4))
         run = found(going)
         assert run.status in ("starting", "running")
-        with pytest.raises(NotebookAccelError, match="another process"):
-            run.stop()
+        for ask in (run.stop, run.kill, run.wait, lambda: run.results, lambda: run[0]):
+            with pytest.raises(NotebookAccelError, match="in the notebook that launched it"):
+                ask()
         other.kill()
-    for number, status in ((ended, "succeeded"), (failed, "failed"), (going, "failed")):
+    failures = [(number, "failed") for number in (failed, killed, going)]
+    for number, status in ((ended, "succeeded"), *failures):
         run = found(number)
         assert run not in runs()
         assert (run.name, run.world_size, run.status) == ("train", 2, status)
@@ -590,6 +597,10 @@ def test_runs_of_other_kernels() -> None:
         run.show()
     with pytest.raises(WorkerError, match="as it was then"):
         found(failed).wait()
+    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL") as caught:
+        found(killed).wait()
+    told = caught.value
+    assert (told.rank, told.ranks, told.signal) == (1, [1], "SIGKILL")
     with pytest.raises(WorkerError, match="its kernel ended"):
         found(going).wait()
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.control.state import RunState, apply, starting
+from notebook_accel.launch.control.state import Failure, RunState, apply, starting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,7 +46,9 @@ def with_failed(state: RunState, ranks: Iterable[int], *, error: str = "") -> Ru
             rank=rank, kind="exception", type_name="ValueError", text="bad", traceback="..."
         )
         state = after(state, raised, wire.RankEnded(rank=rank, exitcode=1, wall=1040.0))
-    return replace(state, status="failed", ended=1042.0, error=error) if error else state
+    if not error:
+        return state
+    return replace(state, status="failed", ended=1042.0, failure=Failure(message=error))
 
 
 def metrics(names: Iterable[str], *, ranks: int = 2, steps: int = 100) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.control.state import Failure
 from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.snapshot import MAX_BYTES, render_slim, render_snapshot
 from tests.notebook.states import after, metrics, running, succeeded, with_failed
@@ -101,7 +102,11 @@ def test_it_is_no_larger_than_its_limit() -> None:
         state = after(state, wire.Output(rank=rank, text=("<" * 1000 + "\n") * 100))
     names = [f"metric {number} " + "&" * 1000 for number in range(50)]
     rows = metrics(names, ranks=4, steps=300)
-    state = replace(state, notices=tuple("<" * 10_000 for _ in range(50)), error="<\n" * 100_000)
+    state = replace(
+        state,
+        notices=tuple("<" * 10_000 for _ in range(50)),
+        failure=Failure(message="<\n" * 100_000),
+    )
     snapshot = render_snapshot(state, rows)
     assert message_bytes(snapshot.html) <= MAX_BYTES
     assert len(snapshot.text) < MAX_BYTES
@@ -135,7 +140,8 @@ def test_a_traceback_stands_with_the_error_and_not_in_the_output_too() -> None:
         rank=0, kind="exception", type_name="ValueError", text="bad", traceback=text
     )
     state = after(running(1), wire.Output(rank=0, text=f"before\n{text}"), raised)
-    state = replace(state, error=f"rank 0 failed: ValueError: bad\n\n{text}", status="failed")
+    failure = Failure(message=f"rank 0 failed: ValueError: bad\n\n{text}")
+    state = replace(state, failure=failure, status="failed")
     page = Tags(render_snapshot(state).html)
     assert page.text.count("Cell In[3], line 7") == 1
     assert "before" in page.text
@@ -188,7 +194,8 @@ def hostile() -> RunState:
         bar = wire.Bar(rank=rank, bar=0, name=text, n=1, total=3, rate=1.0, elapsed=1.0, unit=text)
         state = after(state, wire.Output(rank=rank, text=text * 3), bar)
     state = after(state, wire.Metric(rank=0, values=values))
-    return replace(state, notices=("\x1b[2J\n'" * 10_000,) * 20, error="\x1b[2J'\n" * 100_000)
+    failure = Failure(message="\x1b[2J'\n" * 100_000)
+    return replace(state, notices=("\x1b[2J\n'" * 10_000,) * 20, failure=failure)
 
 
 def test_no_name_and_no_number_of_them_breaks_the_limits() -> None:

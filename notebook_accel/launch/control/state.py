@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ENDED",
     "BarState",
+    "Failure",
     "ProcessState",
     "Progress",
     "RankState",
@@ -167,6 +168,18 @@ class RankState:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What a ``WorkerError`` says; its attributes are the error's own (errors.py)."""
+
+    message: str
+    rank: int | None = None
+    ranks: tuple[int, ...] = ()
+    traceback: str = ""
+    exitcode: int | None = None
+    signal: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunState:
     """What is known of a run.
 
@@ -177,7 +190,7 @@ class RunState:
         notices: lines for the person, each once.
         session: id of the session whose ranks were called; empty where they were started for
             this call alone. The files of output are the session's.
-        error: the text of the run's error, once it has failed.
+        failure: what the run's error says, once it has failed (verdict.py).
         hang: who waits for whom, while ranks seem to wait in vain.
     """
 
@@ -188,7 +201,7 @@ class RunState:
     status: str = "starting"
     ended: float | None = None
     notices: tuple[str, ...] = ()
-    error: str = ""
+    failure: Failure | None = None
     began: float | None = field(default=None, compare=False)
     session: str = ""
     hang: Hang | None = None
@@ -209,6 +222,11 @@ class RunState:
     @property
     def has_ended(self) -> bool:
         return self.status in ENDED
+
+    @property
+    def error(self) -> str:
+        """The text of the run's error; "" where it has none."""
+        return self.failure.message if self.failure else ""
 
 
 def starting(

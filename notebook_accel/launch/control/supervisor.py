@@ -30,7 +30,7 @@ from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.interrupts import Latch, held
 from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.state import apply
-from notebook_accel.launch.control.verdict import Verdict, judge
+from notebook_accel.launch.control.verdict import judge
 from notebook_accel.launch.run import Conductor
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.results import Results
     from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import RunState
-    from notebook_accel.launch.control.verdict import Failure
     from notebook_accel.launch.view import View
 
 __all__ = ["Supervisor"]
@@ -101,16 +100,12 @@ class Supervisor(Conductor):
         self._is_stopped = False
         self._lost_group = False
         self._stops = 0
-        self._verdict = Verdict(status="starting")
         self._next_draw = 0.0
         self._drawn: RunState | None = None
         # ipykernel 7.0 needs the context of the cell for displays from a thread.
         self._context = contextvars.copy_context()
 
     # ---- what the handle asks --------------------------------------------------------------
-
-    def failure(self) -> Failure | None:
-        return self._verdict.failure
 
     def stop(self, grace: float | None = None) -> None:
         self._stops += 1
@@ -249,10 +244,11 @@ class Supervisor(Conductor):
         verdict = judge(
             self.state, is_stopped=self._is_stopped, lost=lost, log_dir=str(self._folder.path)
         )
-        error = verdict.failure.message if verdict.failure else ""
         self._metrics.flush()
         self._metrics.close()
-        state = replace(self.state, status=verdict.status, ended=self.state.now(), error=error)
+        state = replace(
+            self.state, status=verdict.status, ended=self.state.now(), failure=verdict.failure
+        )
         lines = [self._metrics.loss] if self._metrics.loss else []
         for line in (*lines, *self._closing_notices(self.state)):
             state = apply(wire.Notice(text=line), state)
@@ -266,5 +262,4 @@ class Supervisor(Conductor):
         loss = self._folder.save(state)
         if loss:
             state = apply(wire.Notice(text=loss), state)
-        self._verdict = verdict
         self.state = state

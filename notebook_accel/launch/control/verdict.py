@@ -22,6 +22,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from notebook_accel.launch.control.state import Failure
 from notebook_accel.launch.control.terminal_text import plain_text
 from notebook_accel.launch.system.processes import signal_name
 from notebook_accel.launch.view.wording import rank_list
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.agent_link import LostAgent
     from notebook_accel.launch.control.state import RankState, RunState
 
-__all__ = ["Failure", "Verdict", "judge"]
+__all__ = ["Verdict", "judge"]
 
 # Of a rank that died without an exception, so much of its output is in the error.
 _NUM_LAST_LINES = 10
@@ -52,23 +53,6 @@ _WATCHDOG = re.compile(r"ProcessGroupNCCL.*(watchdog|aborting)|NCCL watchdog", r
 
 # What gloo and torch say of tensors that do not go together.
 _MISMATCH = re.compile(r"collective mismatch|data size doesn't match expected size")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """What a ``WorkerError`` says; its attributes are the error's own.
-
-    Attributes:
-        pickled: the exception that the rank raised, for ``__cause__``; None where there is none.
-    """
-
-    message: str
-    rank: int | None
-    ranks: tuple[int, ...]
-    traceback: str = ""
-    exitcode: int | None = None
-    signal: str | None = None
-    pickled: bytes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +157,6 @@ def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) ->
         traceback=plain_text(raised.traceback) if raised else "",
         exitcode=raised.exitcode if raised else cause.exitcode,
         signal=signal_name(cause.signal) if cause.signal and not raised else None,
-        pickled=raised.pickled if raised else None,
     )
 
 

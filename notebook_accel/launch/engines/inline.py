@@ -15,9 +15,8 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.control.environment import ON_CPU
 from notebook_accel.launch.control.interrupts import Latch, let_through
 from notebook_accel.launch.control.results import Results
-from notebook_accel.launch.control.state import apply
+from notebook_accel.launch.control.state import Failure, apply
 from notebook_accel.launch.control.terminal_text import plain_text
-from notebook_accel.launch.control.verdict import Failure
 from notebook_accel.launch.engines.base import Engine, RankPlan
 from notebook_accel.launch.payload import Registry
 from notebook_accel.launch.run import Conductor
@@ -74,7 +73,6 @@ class _Inline(Conductor):
         self.state = state
         self.ended = Latch()
         self._kept = self.results = Results(Registry())
-        self._failure: Failure | None = None
 
     def call(self, request: CallRequest) -> None:
         self._become("running", pid=os.getpid())
@@ -107,7 +105,7 @@ class _Inline(Conductor):
         text = plain_text(shorten(format_error(error, caller=__file__)))
         words = plain_text(f"{type(error).__name__}: {shorten(error_text(error))}")
         message = f"rank 0 failed: {words}\n\n{text}"
-        self._failure = Failure(
+        failure = Failure(
             message=message,
             rank=0,
             ranks=(0,),
@@ -116,10 +114,7 @@ class _Inline(Conductor):
         )
         self._kept.raised = error
         self._become("failed")
-        self.state = replace(self.state, error=message)
-
-    def failure(self) -> Failure | None:
-        return self._failure
+        self.state = replace(self.state, failure=failure)
 
 
 @contextmanager

@@ -124,7 +124,7 @@ def test_a_lost_agent_fails_the_call(one: PlayedRun) -> None:
     call = one.begin_call()
     agent.channel.close()
     assert call.ended.wait(SECONDS)
-    failure = call.failure()
+    failure = call.state.failure
     assert failure is not None
     assert "was killed by SIGKILL" in failure.message
     assert agent.killed.is_set()
@@ -150,7 +150,7 @@ def test_the_loss_of_one_agent_ends_the_call_on_the_other(two: PlayedRun) -> Non
     assert isinstance(second.next(), wire.RankFailed)
     second.tell(wire.RankEnded, call=0, rank=1, signal=15, ended_by_agent=True)
     assert call.ended.wait(SECONDS)
-    assert call.failure() is not None
+    assert call.state.failure is not None
 
 
 def test_a_call_whose_first_agent_is_lost_before_its_port_is_known(two: PlayedRun) -> None:

@@ -35,7 +35,7 @@ def test_a_call_that_returns(run: PlayedRun) -> None:
     results = call.results
     agent.return_all()
     assert call.ended.wait(SECONDS)
-    assert (call.state.status, call.failure()) == ("succeeded", None)
+    assert (call.state.status, call.state.failure) == ("succeeded", None)
     assert results is not None
     assert [results.get(rank) for rank in (0, 1)] == [0, 1]
     # The handle has them, nobody else.
@@ -50,7 +50,7 @@ def test_a_call_that_fails(run: PlayedRun) -> None:
     agent.tell(wire.Raised, rank=1, **raised())
     agent.tell(wire.Raised, rank=0, **raised(kind="interrupted", ended_by_agent=True))
     assert call.ended.wait(SECONDS)
-    failure = call.failure()
+    failure = call.state.failure
     assert failure is not None
     assert (failure.rank, failure.ranks, call.state.status) == (1, (1,), "failed")
     assert call.state.error == failure.message
@@ -161,6 +161,6 @@ def test_ranks_of_a_lost_agent_have_ended(run: PlayedRun) -> None:
     assert [rank.has_ended for rank in call.state.ranks] == [True, True]
     assert call.state.ranks[1].ended_by_agent
     # What a rank raised says more than that its agent is gone.
-    failure = call.failure()
+    failure = call.state.failure
     assert failure is not None
     assert failure.rank == 0

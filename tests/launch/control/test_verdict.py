@@ -10,8 +10,8 @@ import pytest
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.agent_link import AgentEnd, LostAgent
-from notebook_accel.launch.control.state import RunState, apply, starting
-from notebook_accel.launch.control.verdict import Failure, Verdict, judge
+from notebook_accel.launch.control.state import Failure, RunState, apply, starting
+from notebook_accel.launch.control.verdict import Verdict, judge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,17 +162,12 @@ def test_ranks_that_their_agent_ended_have_not_failed() -> None:
 
 
 def test_an_exception() -> None:
-    told = failure(run(2, raised(0, "bad batch\nand more", pickled=b"p"), *ended_by_agent(1)))
+    told = failure(run(2, raised(0, "bad batch\nand more"), *ended_by_agent(1)))
     assert told.message.startswith("rank 0 failed: ValueError: bad batch\n")
     assert told.message.count("Traceback of 0") == 1
     assert LOGS in told.message
     assert "runs()[-1].logs(0)" in told.message
-    assert (told.traceback, told.exitcode, told.signal, told.pickled) == (
-        "Traceback of 0\n",
-        1,
-        None,
-        b"p",
-    )
+    assert (told.traceback, told.exitcode, told.signal) == ("Traceback of 0\n", 1, None)
 
 
 def test_an_exception_without_text() -> None:
