@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from notebook_accel.launch.view.wording import rank_list
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from notebook_accel.launch import wire
     from notebook_accel.launch.transport.channel import Channel
 
 __all__ = ["AgentEnd", "AgentLink", "LostAgent"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,28 @@ class AgentLink:
     def numbers(self) -> tuple[int, ...]:
         """The numbers of its ranks among all ranks of the run."""
         return tuple(spec.rank for spec in self.ranks)
+
+    def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
+        """Send without blocking; an agent that is gone gets nothing."""
+        with contextlib.suppress(OSError, ValueError):
+            self.channel.post(message, fds)
+            self.channel.flush(block=False)
+
+    def end(self) -> None:
+        """End the agent and its ranks, as far as the system lets us."""
+        try:
+            self.kill()
+        except Exception:  # whatever the system refuses, the run must end
+            _log.warning("the agent of %s could not be ended", self.numbers, exc_info=True)
+
+    @property
+    def silence(self) -> str:
+        """A line for the person about an agent of which nothing is heard."""
+        return (
+            f"the process that watches {rank_list(self.numbers)} says nothing: it may be stopped "
+            "(SIGSTOP), or its machine too busy. When it goes on, so does the run; run.stop() ends "
+            "it"
+        )
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from notebook_accel.launch.control.state import ProcessState, apply_to_processes
 from notebook_accel.launch.system.log_files import open_log
 from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.transport.scoreboard import StopPoint, leave_after
-from notebook_accel.launch.view.wording import rank_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -132,7 +131,7 @@ class RankPool:
             self._thread.start()
         except RuntimeError as error:
             for link in self._links:
-                self._kill_agent(link)
+                link.end()
             self._finish()
             raise LaunchError(
                 f"no thread could be started to listen to the ranks: {error}. End other processes "
@@ -240,13 +239,7 @@ class RankPool:
                 self._for_others.append((message, tuple(os.dup(fd) for fd in fds)))
                 links = [link for link in links if link is self._first]
             for link in links:
-                self._post(link, message, fds)
-
-    @staticmethod
-    def _post(link: AgentLink, message: wire.Message, fds: Sequence[int]) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            link.channel.post(message, fds)
-            link.channel.flush(block=False)
+                link.post(message, fds)
 
     def stop(self, *, call: int, grace: float | None) -> None:
         """Ask the ranks to leave the call of this number, all at the same point of it.
@@ -426,7 +419,7 @@ class RankPool:
                 message = msgspec.structs.replace(waited, master_port=port) if is_call else waited
                 for link in self._links:
                     if link is not self._first:
-                        self._post(link, message, fds)
+                        link.post(message, fds)
                 for fd in fds:
                     os.close(fd)
 
@@ -451,7 +444,7 @@ class RankPool:
         """An agent is gone: its ranks have ended with it, and the call ends on the others."""
         self._links.remove(link)
         ended = {process.rank for process in self.processes if process.status == "ended"}
-        self._kill_agent(link)
+        link.end()
         with self._channel_lock:
             link.channel.close()
         if ended.issuperset(link.numbers):
@@ -491,15 +484,15 @@ class RankPool:
         if self._kill_asked is not None and now >= self._kill_asked + _DEAF_SECONDS:
             self._kill_asked = now
             for link in self._links:
-                self._kill_agent(link)
+                link.end()
         for link in self._links:
             silent = now - link.channel.heard
             if silent < _SILENT_SECONDS or call is None:
                 continue
             if self._end_asked is not None and now >= self._end_asked + _SILENT_SECONDS:
-                self._kill_agent(link)
+                link.end()
             elif silent >= _TELL_SILENCE_SECONDS:
-                call.take(wire.Notice(call=call.number, text=_silence(link)), ())
+                call.take(wire.Notice(call=call.number, text=link.silence), ())
 
     def _has_all_output(self, call: RunningCall) -> bool:
         """Whether what the ranks printed in the call is on this machine."""
@@ -535,16 +528,3 @@ class RankPool:
         self.ended.set()
         if call is not None:
             call.finish(tuple(self._lost))
-
-    def _kill_agent(self, link: AgentLink) -> None:
-        try:
-            link.kill()
-        except Exception:  # whatever the system refuses, the run must end
-            _log.warning("the agent of run %s could not be ended", self.run, exc_info=True)
-
-
-def _silence(link: AgentLink) -> str:
-    return (
-        f"the process that watches {rank_list(link.numbers)} says nothing: it may be stopped "
-        "(SIGSTOP), or its machine too busy. When it goes on, so does the run; run.stop() ends it"
-    )
