@@ -21,6 +21,7 @@ import os
 import selectors
 import threading
 import time
+import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -326,8 +327,19 @@ class RankPool:
                 with self._turn:
                     for link in [key.data for key, _ in events]:
                         self._hear(selector, link)
-                    self._tick()
+                    try:
+                        self._tick()
+                    except Exception as error:  # nobody else would ever end these ranks
+                        self._give_up(error)
         self._finish()
+
+    def _give_up(self, error: Exception) -> None:
+        """Our own code failed in the call's turn: end all ranks, and have the run tell why."""
+        _log.warning("run %s cannot be conducted", self.run, exc_info=error)
+        how = f"was ended, since notebook_accel itself failed ({type(error).__name__}: {error})"
+        end = AgentEnd(how, "".join(traceback.format_exception(error)))
+        for link in list(self._links):
+            self._lose(link, end)
 
     def _hear(self, selector: selectors.BaseSelector, link: AgentLink) -> None:
         """Take what an agent says; one that cannot be followed any more is lost."""
@@ -485,6 +497,7 @@ class RankPool:
             self._kill_asked = now
             for link in self._links:
                 link.end()
+        call = self._call  # the turn may have ended it, and with it went what was asked about it
         for link in self._links:
             silent = now - link.channel.heard
             if silent < _SILENT_SECONDS or call is None:

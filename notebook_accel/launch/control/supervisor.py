@@ -18,9 +18,11 @@ Where the launch itself fails, before there is a run, ``view.abandon`` is all th
 from __future__ import annotations
 
 import contextvars
+import logging
 import os
 import threading
 import time
+import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,7 +31,7 @@ from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.interrupts import Latch, held
 from notebook_accel.launch.control.stacks import stacks_text
-from notebook_accel.launch.control.state import apply
+from notebook_accel.launch.control.state import Failure, apply
 from notebook_accel.launch.control.verdict import judge
 from notebook_accel.launch.run import Conductor
 
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from notebook_accel.launch.view import View
 
 __all__ = ["Supervisor"]
+
+_log = logging.getLogger(__name__)
 
 # Five times a second looks live; a page that redraws more often makes the notebook slow.
 _DRAW_SECONDS = 0.2
@@ -234,18 +238,38 @@ class Supervisor(Conductor):
         try:
             with self._state_lock:
                 self._set_final_state(lost)
+        except Exception as error:  # in the pool's only thread: who waits would wait for ever
+            self._fail_by(error)
         finally:
             self._context.run(self._view.close, self.state)
             self.curves = None
             self.ended.set()
 
+    def _fail_by(self, error: Exception) -> None:
+        """Our own code failed while it looked for what came of the call: that is told instead."""
+        _log.warning("the end of run %s could not be judged", self.state.run, exc_info=error)
+        failure = Failure(
+            message=(
+                f"the ranks have ended, but notebook_accel failed to say how: "
+                f"{type(error).__name__}: {error}. What they returned is in the results of the "
+                "run's handle (run.results), and what they printed in its logs"
+            ),
+            traceback="".join(traceback.format_exception(error)),
+        )
+        with self._state_lock:
+            self.results = None
+            self._closing_notices = lambda _: ()
+            self.state = replace(
+                self.state, status="failed", ended=self.state.now(), failure=failure
+            )
+
     def _set_final_state(self, lost: Sequence[LostAgent]) -> None:
         """The final state; nobody may change it any more."""
+        self._metrics.flush()
+        self._metrics.close()
         verdict = judge(
             self.state, is_stopped=self._is_stopped, lost=lost, log_dir=str(self._folder.path)
         )
-        self._metrics.flush()
-        self._metrics.close()
         state = replace(
             self.state, status=verdict.status, ended=self.state.now(), failure=verdict.failure
         )

@@ -23,7 +23,7 @@ from notebook_accel.launch.transport.packet import pack
 from notebook_accel.launch.view import View
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from notebook_accel.launch.control.state import RunState
@@ -119,7 +119,13 @@ class PlayedRun:
     folder: RunFolder
     view: DrawnStates = field(default_factory=DrawnStates)
 
-    def begin_call(self, *, last: bool = False, timeout: float | None = None) -> Supervisor:
+    def begin_call(
+        self,
+        *,
+        last: bool = False,
+        timeout: float | None = None,
+        closing_notices: Callable[[RunState], Sequence[str]] = lambda _: (),
+    ) -> Supervisor:
         """Send a call, whose agents read it next."""
         supervisor = Supervisor(
             pool=self.pool,
@@ -130,7 +136,7 @@ class PlayedRun:
             metrics=MetricStore(self.folder.path),
             view=self.view,
             timeout=timeout,
-            closing_notices=lambda _: (),
+            closing_notices=closing_notices,
             labels={},
             folder=self.folder,
         )

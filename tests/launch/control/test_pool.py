@@ -11,6 +11,8 @@ import pytest
 
 from notebook_accel import LaunchError
 from notebook_accel.launch import wire
+from notebook_accel.launch.control import pool
+from notebook_accel.launch.control.hang_watch import HangWatch
 from tests.engines.processes import eventually
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
 
@@ -129,6 +131,57 @@ def test_a_lost_agent_fails_the_call(one: PlayedRun) -> None:
     assert "was killed by SIGKILL" in failure.message
     assert agent.killed.is_set()
     assert one.pool.ended.wait(SECONDS)
+
+
+def test_an_error_of_our_own_in_a_turn_ends_the_run_and_is_told(
+    one: PlayedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (agent,) = one.agents
+    call = one.begin_call()
+
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(HangWatch, "look", fails)
+    assert call.ended.wait(SECONDS)
+    assert agent.killed.is_set()
+    failure = call.state.failure
+    assert failure is not None
+    assert "ZeroDivisionError: a defect" in failure.message
+    assert "in fails" in failure.traceback
+    assert one.pool.ended.wait(SECONDS)
+
+
+def test_an_error_of_our_own_at_the_end_is_told_and_costs_no_rank(one: PlayedRun) -> None:
+    def fails(_: object) -> list[str]:
+        raise ZeroDivisionError("a defect")
+
+    (agent,) = one.agents
+    call = one.begin_call(closing_notices=fails)
+    agent.return_all()
+    assert call.ended.wait(SECONDS)
+    assert call.state.status == "failed"
+    assert "run.results" in call.state.error
+    assert "ZeroDivisionError: a defect" in call.state.error
+    assert one.view.closed == [call.state]
+    one.begin_call()
+
+
+def test_nothing_is_told_about_a_call_after_its_end(
+    one: PlayedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_fall_silent(_: object) -> None:
+        monkeypatch.setattr(pool, "_SILENT_SECONDS", -1.0)
+        monkeypatch.setattr(pool, "_TELL_SILENCE_SECONDS", -1.0)
+
+    (agent,) = one.agents
+    call = one.begin_call()
+    # In the turn in which the call ends, before that turn looks for silent agents.
+    monkeypatch.setattr(one.view, "close", all_fall_silent)
+    agent.return_all()
+    assert call.ended.wait(SECONDS)
+    with one.pool.paused():
+        assert call.state.notices == ()
 
 
 def test_an_agent_that_talks_nonsense_is_lost(one: PlayedRun) -> None:
