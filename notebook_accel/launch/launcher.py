@@ -201,7 +201,7 @@ class Session:
                 self._sent = packed.registry
             return new.run
 
-        return _conduct(request, begin, block=block)
+        return _conduct(request, begin, block=block, keeps_ranks=True)
 
     def ask(
         self, function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None
@@ -323,7 +323,13 @@ def _ready_to_begin(request: CallRequest, notices: list[str]) -> Callable[[], Ru
     return begin
 
 
-def _conduct(request: CallRequest, begin: Callable[[], Run], *, block: bool) -> Run:
+def _conduct(
+    request: CallRequest,
+    begin: Callable[[], Run],
+    *,
+    block: bool,
+    keeps_ranks: bool = False,
+) -> Run:
     """Begin a run, and wait for it with ``block``; gives its handle.
 
     Between the first file of the run and the return an interrupt is raised at the end alone: by
@@ -334,7 +340,10 @@ def _conduct(request: CallRequest, begin: Callable[[], Run], *, block: bool) -> 
         with held() as presses:
             with naming_what_is_short():
                 run = begin()
-            if block and not presses.count:
+            if keeps_ranks and presses.count:
+                run.conductor.press(1)
+                run.wait_in_cell()
+            elif block and not presses.count:
                 run.wait_in_cell()
     except BaseException as error:
         if run is None:

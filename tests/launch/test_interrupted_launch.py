@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch import launcher
 from notebook_accel.launch.launcher import Session, launch
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.run_list import runs
@@ -114,3 +115,28 @@ def _interrupt_everywhere(
             lambda: _descriptors() <= files, within=SOON, what=f"of step {instant} nothing is open"
         )
         assert all(run.state.has_ended for run in runs())
+
+
+def _pid_after(seconds: float) -> int:
+    import time
+
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = launcher.begin_call
+    with contextlib.closing(Session(config=ON_CPU)) as session:
+        (before,) = session.call(_pid_after, (0,), view=View())
+
+        def interrupted(*args: Any, **kwargs: Any) -> None:
+            send(*args, **kwargs)
+            signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(launcher, "begin_call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.call(_pid_after, (600,), view=View())
+        monkeypatch.undo()
+        assert list(session.call(_pid_after, (0,), view=View())) == [before]

@@ -96,8 +96,8 @@ def test_the_environment_says_what_is_left_open(monkeypatch: pytest.MonkeyPatch)
     assert not plugin.saves_shards
     assert ParallelismConfig().tp_size == 2
     assert ParallelismConfig(tp_size=1).tp_size == 1
-    # One rank has nothing to share with others: it trains alone, whatever was asked.
-    assert str(Accelerator(cpu=True).distributed_type) == "NO"
+    with pytest.raises(ConfigError, match=r"takes 2 ranks .* and there are 1"):
+        Accelerator(cpu=True)
 
 
 @pytest.mark.parametrize(
