@@ -73,7 +73,8 @@ def _platform(_machine: Machine) -> Iterator[Finding]:
     try:
         preflight.check_platform()
     except NotebookAccelError as error:
-        yield Finding(level=STOPS, subject="system", found=str(error), remedy="see there")
+        remedy = "do what the line says"
+        yield Finding(level=STOPS, subject="system", found=str(error), remedy=remedy)
     else:
         yield Finding(level=FINE, subject="system", found="processes can be started and watched")
 

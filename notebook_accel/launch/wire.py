@@ -6,6 +6,13 @@ template. Two lives are told apart: that of a rank process (``Launch``, ``RankRe
 ``CallStarted``, ``Returned`` or ``Raised``). A call has a number, which is on every message about
 it; what comes late for an old call is dropped by whoever gets it.
 
+In the kernel (``control/``) a message from an agent comes to four places, each of which sorts it:
+
+    pool.py _take -> state.py apply_to_processes     what it changes of the rank processes
+                  -> pool.py _pass_between_agents    what the other agents must know of it
+                  -> supervisor.py take              results, metrics and stacks of the call
+                       -> state.py apply             what it changes of the call, as views draw it
+
 All of it is msgpack, decoded into the types below and nothing else: no byte of a connection is
 ever unpickled here. Values of the user's (arguments, results, exceptions) pass as opaque bytes,
 and whoever asks for them unpickles them later.
@@ -66,7 +73,8 @@ __all__ = [
     "encode",
 ]
 
-# Both ends of a connection compare it before the first message (transport/handshake.py).
+# Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
+# with every change of a message: the kernel and its template may be of two versions.
 VERSION = 1
 
 
@@ -183,10 +191,10 @@ class Raised(Message, frozen=True, kw_only=True):
         traceback: formatted, with the cells' own names and lines.
         exitcode: what the process ends with, if this was its last call.
         pickled: the exception, where it could be pickled.
-        after_interrupt: whether the agent had interrupted, terminated or killed the ranks before,
-            by the clock of its machine; filled in by the agent.
         rescued: what it has of what was being trained, where it was stopped; made_group: as above.
         ended_by_agent: whether its agent had interrupted it because another rank failed.
+        after_interrupt: whether the agent had already sent SIGINT, SIGTERM or SIGKILL when the
+            rank raised, by the clock of its machine. The agent sets both.
     """
 
     kind: str
@@ -205,11 +213,7 @@ class Raised(Message, frozen=True, kw_only=True):
 
 
 class AgentReady(Message, frozen=True, kw_only=True):
-    """The rank processes of an agent were forked.
-
-    Attributes:
-        pids: of each rank, by its number.
-    """
+    """The rank processes of an agent were forked; ``pids`` has each rank's, by its number."""
 
     pids: dict[int, int]
 
@@ -285,7 +289,7 @@ class RankEnded(Message, frozen=True, kw_only=True):
 
     Attributes:
         exitcode, signal: how it ended; one of them is None.
-        ended_by_agent: whether its agent had sent it a signal; after_interrupt: as in ``Raised``.
+        ended_by_agent: whether its agent sent SIGTERM or SIGKILL; after_interrupt: as ``Raised``'s.
     """
 
     exitcode: int | None = None
@@ -356,9 +360,9 @@ class Call(Message, frozen=True, kw_only=True):
         payload: the function, its arguments and what the notebook sends with it.
         grace: seconds that handlers of a KeyboardInterrupt get.
         last: whether the rank processes end after it, as after a ``Shutdown``.
-        group_generation: counts the process groups that the ranks may share. Where it has grown
-            since the call before, that one did not end well on all ranks: each rank leaves the
-            group that it was in.
+        group_generation: number of the process group that the ranks may share. It grows after a
+            call that did not return on every rank, or in which one was cut off from the others; a
+            rank that sees a new number destroys its group first.
         master_port: what the ranks have as MASTER_PORT; 0 to the agent with rank 0, which takes a
             port that it has reserved.
     """
@@ -384,8 +388,7 @@ class Shutdown(Message, frozen=True, kw_only=True):
 class Stop(Message, frozen=True, kw_only=True):
     """Stop the call politely: all ranks leave it at the same step, or are made to after a while.
 
-    Attributes:
-        grace: seconds that they have; None: those of the ``Call``.
+    ``grace`` is the seconds that they have; None: those of the ``Call``.
     """
 
     grace: float | None = None
@@ -445,12 +448,9 @@ class Forked(Message, frozen=True, kw_only=True):
 
 
 class AgentExited(Message, frozen=True, kw_only=True):
-    """An agent's process ended.
+    """An agent's process ended; ``exitcode`` is negative for a signal.
 
-    Attributes:
-        pid: of the agent.
-        exitcode: negative for a signal.
-        traceback: of the exception that ended it; "" where there was none.
+    ``traceback`` is that of the exception that ended it; "" where there was none.
     """
 
     pid: int

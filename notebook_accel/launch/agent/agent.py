@@ -231,7 +231,7 @@ class Agent:
                     self._give_up(rank)
         self._answer_stop(now)
         if self._call and not self._ending.is_last and not self._in_call():
-            # An ending ends with its call: ranks that leave later end in their own time.
+            # All ranks have left this call: forget its stages, or they would cut a shutdown short.
             self._ending = Ending(is_last=False)
         stage = self._ending.next_stage(
             now=now,

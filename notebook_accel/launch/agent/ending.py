@@ -116,9 +116,8 @@ class Ending:
         )
         if not self.is_last:
             return replace(failed, next=Stage.INTERRUPT)
-        # As if the ranks had been interrupted already, though they are not: nothing in them is
-        # worth a KeyboardInterrupt any more. So a stop or an interrupt that somebody asks for
-        # inside of the settle window changes nothing, and SIGTERM is what follows it.
+        # Ranks of a last call are not worth a KeyboardInterrupt: we enter INTERRUPT without sending
+        # one, so that TERMINATE follows; a Stop or Interrupt asked for meanwhile is ignored.
         return replace(
             failed, stage=Stage.INTERRUPT, next=Stage.TERMINATE, term_seconds=SETTLE_SECONDS
         )

@@ -34,8 +34,8 @@ _STACKS_QUIET_SECONDS = 0.1
 _STACKS_SECONDS = 3.0
 # A process that ends closes its connection just before.
 _CLOSED_SECONDS = 1.0
-# Silence after a rank has set out to send its result: it was packed before, so that a healthy rank
-# only has to write it.
+# A rank packs its result, sets `call_over`, then only writes it. Seconds without a byte after which
+# the result counts as lost.
 _LOST_SECONDS = 5.0
 
 

@@ -2,7 +2,8 @@
 
 A curve keeps a few hundred stretches of equal length, of each the lowest and the highest value;
 when they are too many, every two become one. So no peak is lost, the whole run is there, and a
-million values take as much room as a thousand. The metrics themselves are on disk (``stores.py``).
+million values take as much room as a thousand. The metrics themselves are on disk
+(``metrics_file.py``).
 """
 
 from __future__ import annotations

@@ -109,7 +109,8 @@ class Latch:
 
     def wait(self, timeout: float) -> bool:
         """Whether it is set, at the latest after ``timeout`` seconds."""
-        # Interrupted before the release, it makes others wait once for their whole time.
+        # An interrupt between acquire and release leaves the lock taken: other waiters then wait
+        # their whole timeout once and see `_is_set`.
         if not self._is_set and self._lock.acquire(timeout=timeout):
             self._lock.release()
         return self._is_set

@@ -113,12 +113,11 @@ class RankPool:
         self._kill_asked: float | None = None
         # The newest dump of each rank, and when it came.
         self._stacks: dict[int, tuple[float, str]] = {}
-        # Of the call: what the other agents get once its port is known (None: it is), when its end
-        # was asked for, the agents' answers to a stop, and whether all know that it has ended.
+        # Of the call: messages for agents 1.. that wait for agent 0's port; None once it is known.
         self._for_others: list[tuple[wire.Message, tuple[int, ...]]] | None = None
-        self._end_asked: float | None = None
-        self._stop_points: dict[tuple[int, ...], StopPoint] = {}
-        self._has_announced_end = False
+        self._end_asked: float | None = None  # when its end was asked for first
+        self._stop_points: dict[tuple[int, ...], StopPoint] = {}  # the agents' answers to a stop
+        self._has_announced_end = False  # whether all agents know that it has ended
         self._selector = selectors.DefaultSelector()  # not in the thread: it may fail
         self._thread = threading.Thread(target=self._serve, name=f"ranks-{run}", daemon=True)
 

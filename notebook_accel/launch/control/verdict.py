@@ -73,8 +73,8 @@ def judge(state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], log_d
         log_dir: where the ranks' whole output is.
     """
     failed = [rank for rank in state.ranks if _has_failed(rank, is_stopped=is_stopped)]
-    # What a rank says of a peer that it lost is a consequence where the peer's agent is lost, or
-    # where the peer left as it was told to: agents interrupt their ranks one after the other.
+    # A "lost peer" error is no cause if the peer's agent is lost, or if the peer was told to leave:
+    # agents interrupt ranks one by one, so that one may lose the other.
     has_left = is_stopped and any(_left_as_told(rank) for rank in state.ranks)
     if failed and not ((lost or has_left) and min(map(_kind, failed)) == _CONSEQUENCE):
         returned = [rank.rank for rank in state.ranks if rank.returned]
@@ -82,7 +82,7 @@ def judge(state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], log_d
     without_result = tuple(rank.rank for rank in state.ranks if not rank.returned)
     if lost and not is_stopped and without_result:
         return Verdict(status="failed", failure=_agent_failure(lost[0], without_result))
-    # A rank that did not fail and has no result was ended by us, whoever asked for that.
+    # What is left without a result did not fail: we ended it.
     return Verdict(status="stopped" if is_stopped or without_result else "succeeded")
 
 

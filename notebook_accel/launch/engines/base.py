@@ -100,7 +100,7 @@ class StartRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class CallRequest(StartRequest):
-    """What is called, on rank processes that are started for it or wait in a session.
+    """A StartRequest plus the function; used for one launch and for each call of a session.
 
     Attributes:
         function, args, kwargs: each rank calls ``function(*args, **kwargs)``.
@@ -359,7 +359,8 @@ def begin_call(
             )
             request.view.open(new.run.without_results())
         except BaseException:
-            # Of a session, only what was sent: its ranks are not this call's alone.
+            # A session's other calls are not ours to end: kill only if this call was sent, or the
+            # ranks exist for it alone.
             if supervisor.number or last:
                 supervisor.kill()
             raise

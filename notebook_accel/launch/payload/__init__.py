@@ -189,7 +189,7 @@ def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> 
     before = cells.fresh_main() if sent_before is None else None
     function, args, kwargs, num_before, sent = load(body, buffers=buffers)
     cells.fill_main(sent)
-    # A call that could not be unpacked here has left a gap.
+    # Calls that failed to unpack here left no objects: None keeps the later numbers right.
     known = [*(sent_before or ()), *[None] * num_before][:num_before]
     return Call(
         function=function,

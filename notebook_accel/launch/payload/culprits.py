@@ -76,8 +76,8 @@ class Part:
 class _Search:
     """Looks for the innermost value for which ``attempt`` gives an error.
 
-    What refers to each other fails together. A value is to blame if none of its parts is, those
-    aside that only refer back to it; a part that refers back to a value further up is not.
+    Values in a cycle all fail. The culprit is the innermost failing value whose failing parts, if
+    it has any, only point back to it.
     """
 
     def __init__(self, attempt: Callable[[Any], BaseException | None]) -> None:

@@ -18,10 +18,9 @@ a prepared loader gives a batch ("batches"), or the function reads ``should_stop
 
 Invariants:
 
-- A rank first writes that it comes and looks at the flag after that. So once the flag is up and
-  this is seen (``FLAG_SECONDS``), a row tells of each rank whether it passed its newest point,
-  waits there, or stands between the two writes; who stands between is about to say (``passed``
-  gives None meanwhile). None slips by unseen.
+- A rank writes ``batches`` BEFORE it reads the flag. ``FLAG_SECONDS`` after the flag is set, each
+  row shows one of three: the rank has passed its newest point, waits there, or stands between the
+  two writes; for the third ``passed`` returns None and is asked again. None slips by unseen.
 - From then on nobody passes a point before the answer: the highest point that was passed stays
   true, and the point after it has been passed by nobody, on no machine.
 - All ranks come to the same points in the same order, so that one point is enough for all.

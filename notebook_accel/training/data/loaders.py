@@ -428,14 +428,12 @@ class PreparedLoader(DataLoader[Any]):
         position.loader = self
         if send is not None:
             source = map(send, source)
-        # The loop has `batch` while `following` is read already: where there is none, `batch` is
-        # the last one, which closes a window of accumulation and may have repeated samples.
-        # `finally` runs also where the loop is left by `break`: a pass that nobody goes on with
-        # must not answer for a loader that another loop reads.
         try:
             batch = next(source, _NO_BATCH)
             if batch is not _NO_BATCH and receive is not None:
                 batch = receive(batch)
+            # One ahead of the loop: where none follows, `batch` is the last one, which closes a
+            # window of accumulation and may have repeated samples.
             for following in source:
                 # Before the batch is given: where the run is to stop this raises RunStopped, on
                 # all ranks at the same count.
@@ -457,6 +455,8 @@ class PreparedLoader(DataLoader[Any]):
             active.stop(position)
             raise
         finally:
+            # Also where the loop is left by `break`: a pass that nobody goes on with must not
+            # answer for a loader that another loop reads.
             active.drop(position)
             position.is_over = True
             position.loader = None

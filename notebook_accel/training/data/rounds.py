@@ -94,8 +94,8 @@ class RoundDivider:
         joined = _try_to_join(batches) if is_joined else None
         rows = None if joined is None else count_rows(joined)
         most = math.inf if self.batch_size is None else self.batch_size * self.batches_a_round
-        # With more rows than samples, a collate function made several rows of one sample, and a
-        # division could part those.
+        # More rows than batch_size: the collate function made several rows of a sample; dividing
+        # could separate them, so batches stay whole.
         if rows is None or rows > most:
             return self._keep_whole(batches)
         if self.is_uneven:

@@ -248,8 +248,9 @@ class BatchSamplerShard(BatchSampler):
     def _split_batches(self) -> Iterator[list[Any]]:
         """Divide each batch of a user's own batch sampler, whatever its size.
 
-        The last batch may be smaller than there are ranks; one that comes before it and is, too,
-        gives some ranks a sample that another has, or they would end their pass too early.
+        A batch may be smaller than there are ranks. For batches before the last: a rank without a
+        sample repeats one of rank 0's, so that all ranks make as many steps. In the last batch it
+        does so with ``even_batches``.
         """
         batches = iter(self.batch_sampler)
         batch: Any = next(batches, ())

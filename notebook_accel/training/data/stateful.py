@@ -4,9 +4,12 @@ A prepared loader that goes on in the middle of an epoch counts: it reads what w
 leaves it out. A dataset with ``state_dict`` and ``load_state_dict`` (a stream over many files, say)
 can do without. Torchdata collects its state, from worker processes too, with each batch::
 
-    batches read     1   2   3   4       the loader reads one batch ahead of the loop, and a
-    kept states          2   3   4       dispatched round needs several: of the last few batches,
-    the loop has         ^               the state after the one that the loop has is the right one
+    batches read     1   2   3   4
+    kept states          2   3   4
+    the loop has             ^
+
+Kept: the state after the newest batch and after the ``2 * _batches_a_step`` before it, since the
+loader reads ahead; ``state_dict`` takes the one after the batch that the loop has.
 
 The state belongs to a rank: ranks may read different files.
 """
