@@ -98,7 +98,7 @@ def launch(
     except BaseException:
         request.view.abandon()
         raise
-    return _conduct(request, begin, block=block)
+    return _conduct(begin, block=block)
 
 
 class Session:
@@ -192,7 +192,6 @@ class Session:
         notices = (*packed.notices, *notices)
 
         def begin() -> Run:
-            preflight.check_files_of_kernel()
             with (
                 _new_run(request, self.world_size, notices, session=self._folder) as new,
                 sendable(packed) as payload,
@@ -201,7 +200,7 @@ class Session:
                 self._sent = packed.registry
             return new.run
 
-        return _conduct(request, begin, block=block, keeps_ranks=True)
+        return _conduct(begin, block=block, keeps_ranks=True)
 
     def ask(
         self, function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None
@@ -323,13 +322,7 @@ def _ready_to_begin(request: CallRequest, notices: list[str]) -> Callable[[], Ru
     return begin
 
 
-def _conduct(
-    request: CallRequest,
-    begin: Callable[[], Run],
-    *,
-    block: bool,
-    keeps_ranks: bool = False,
-) -> Run:
+def _conduct(begin: Callable[[], Run], *, block: bool, keeps_ranks: bool = False) -> Run:
     """Begin a run, and wait for it with ``block``; gives its handle.
 
     Between the first file of the run and the return an interrupt is raised at the end alone: by
@@ -346,9 +339,7 @@ def _conduct(
             elif block and not presses.count:
                 run.wait_in_cell()
     except BaseException as error:
-        if run is None:
-            request.view.abandon()
-        else:
+        if run is not None:
             _keep_for_its_error(run, error)
         raise
     return run
@@ -389,8 +380,12 @@ def _new_run(
         notices: lines for the person that are known already.
         session: the folder of the session whose ranks are called.
     """
-    folder = RunFolder.make(remove_old=session is None)
     with contextlib.ExitStack() as undo:
+        # A run that has begun is closed by whoever conducts it.
+        undo.callback(request.view.abandon)
+        if session is not None:
+            preflight.check_files_of_kernel()
+        folder = RunFolder.make(remove_old=session is None)
         undo.callback(folder.remove)
         if session is not None:
             folder.link_logs(session, world_size)

@@ -42,6 +42,9 @@ class Recorded(View):
     def __init__(self) -> None:
         self.calls: list[str] = []
 
+    def abandon(self) -> None:
+        self.calls.append("abandon")
+
     def open(self, run: Run) -> None:
         self.calls.append("open")
 
