@@ -134,19 +134,23 @@ class Channel:
         Raises:
             ProtocolError: it is larger than any message may be.
         """
-        self._queue(message, len(fds), tuple(map(os.dup, fds)))
+        # First: what cannot be encoded leaves no descriptor open.
+        data = self._encode(message)
+        self._queue(data, len(fds), tuple(map(os.dup, fds)))
 
-    def _queue(self, message: wire.Message, num_fds: int, fds: tuple[int, ...]) -> None:
+    def _queue(self, data: bytes, num_fds: int = 0, fds: tuple[int, ...] = ()) -> None:
         """Queue one frame that says it comes with ``num_fds`` descriptors, and closes ``fds``."""
+        self._outgoing.append(_Frame(_HEADER.pack(len(data), num_fds) + data, fds))
+
+    @staticmethod
+    def _encode(message: wire.Message) -> bytes:
         data = wire.encode(message)
         if len(data) > _MAX_FRAME:
-            for fd in fds:
-                os.close(fd)
             raise ProtocolError(
                 f"a {type(message).__name__} of {len(data):,} bytes was to be sent; "
                 f"a message has at most {_MAX_FRAME:,} bytes"
             )
-        self._outgoing.append(_Frame(_HEADER.pack(len(data), num_fds) + data, fds))
+        return data
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
         """Write a message, and all that was queued before it; blocks.

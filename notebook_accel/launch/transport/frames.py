@@ -123,9 +123,11 @@ class FramedChannel(Channel):
     # ---- out -------------------------------------------------------------------------------
 
     def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
+        # First: for what cannot be encoded no stream is opened.
+        data = self._encode(message)
         for fd in fds:
             self._open(os.dup(fd), size=os.fstat(fd).st_size, credit=_WINDOW_BYTES)
-        self._queue(message, len(fds), ())
+        self._queue(data, len(fds))
 
     def follow(self, fd: int) -> int:
         """Send a file that grows, as its receiver asks for it; gives the number of its stream.
@@ -144,7 +146,7 @@ class FramedChannel(Channel):
     def _open(self, fd: int, *, size: int | None, credit: int) -> int:
         stream = next(self._numbers)
         self._sending[stream] = _Outgoing(fd=fd, size=size, credit=credit)
-        self._queue(wire.StreamOpened(stream=stream, size=size), 0, ())
+        self._queue(self._encode(wire.StreamOpened(stream=stream, size=size)))
         return stream
 
     def flush(self, *, block: bool = True) -> None:
@@ -161,7 +163,7 @@ class FramedChannel(Channel):
             sending.credit -= len(data)
             is_last = sending.size is not None and sending.sent >= sending.size
             if data or is_last:
-                self._queue(wire.Data(stream=stream, data=data, last=is_last), 0, ())
+                self._queue(self._encode(wire.Data(stream=stream, data=data, last=is_last)))
             if is_last:
                 os.close(self._sending.pop(stream).fd)
         return bool(self._outgoing)
@@ -195,7 +197,7 @@ class FramedChannel(Channel):
             super().save(stream, fd)
             return
         coming.fd = fd
-        self._queue(wire.Credit(stream=stream, size=_WINDOW_BYTES), 0, ())
+        self._queue(self._encode(wire.Credit(stream=stream, size=_WINDOW_BYTES)))
 
     def num_received(self, stream: int) -> int | None:
         coming = self._coming.get(stream)
@@ -253,7 +255,7 @@ class FramedChannel(Channel):
                 ) from None
         coming.received = end
         if not data.last:
-            self._queue(wire.Credit(stream=data.stream, size=len(data.data)), 0, ())
+            self._queue(self._encode(wire.Credit(stream=data.stream, size=len(data.data))))
             return
         coming.is_whole = True
         del self._coming[data.stream]

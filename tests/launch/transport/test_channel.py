@@ -283,6 +283,17 @@ def test_a_message_that_is_too_large_is_refused_where_it_is_made(
     os.close(reading)
 
 
+def test_a_message_that_cannot_be_encoded_leaves_no_descriptor(
+    pair: tuple[Channel, Channel],
+) -> None:
+    reading, writing = os.pipe()
+    with pytest.raises(OverflowError):
+        pair[0].post(wire.Metric(values={}, step=2**70), (writing,))
+    os.close(writing)
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+
+
 # ---- a peer that goes, or talks nonsense ---------------------------------------------------
 
 
