@@ -9,7 +9,6 @@ every report.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import sys
 import threading
@@ -18,7 +17,7 @@ import weakref
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from notebook_accel.errors import RunStopped
+from notebook_accel.errors import ConfigError, RunStopped
 from notebook_accel.launch import wire
 
 if TYPE_CHECKING:
@@ -114,7 +113,11 @@ class RankContext:
         )
 
     def metric(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Report values, shown live and kept in ``run.metrics``."""
+        """Report values, shown live and kept in ``run.metrics``.
+
+        Raises:
+            ConfigError: ``step`` is no whole number of 64 bits.
+        """
 
     def bar(
         self,
@@ -134,8 +137,13 @@ class RankContext:
     def notice(self, text: str) -> None:
         """Show one line to the person; equal lines of several ranks are shown once."""
 
-    def count_batch(self, total: int | None = None) -> None:
-        """A prepared loader is about to give its next batch (``total`` an epoch).
+    def count_batch(self, total: int | None = None, number: int | None = None) -> None:
+        """A prepared loader is about to give its next batch.
+
+        Args:
+            total: batches of a whole pass through the loader; None where nobody knows.
+            number: of this batch in its pass, from 1 on, those included that a resumed pass left
+                out; None counts the batches of the call.
 
         Raises:
             RunStopped: a stop was asked for, the function never reads ``should_stop``, and this
@@ -189,8 +197,8 @@ class LaunchedContext(RankContext):
         self._pid = os.getpid()
         self._sequence = itertools.count()
         self._next_memory = 0.0
-        self._reported_total: int | None = None
-        self._pass_end = 0.0
+        # How many batches were given before the pass, and its length, as the board has them.
+        self._pass: tuple[int, int | None] = (0, None)
         # Within a call it is kept; between calls it is the user's to drop.
         self._training: Training | None = None
         self._any_training: weakref.ref[Training] | None = None
@@ -210,8 +218,7 @@ class LaunchedContext(RankContext):
         self.call = number
         self.made_group = has_group
         self.lost_group = False
-        self._reported_total = None
-        self._pass_end = 0.0
+        self._pass = (0, None)
 
     def end_call(self) -> None:
         """The call has ended: what was being trained in it is no longer kept here."""
@@ -236,7 +243,7 @@ class LaunchedContext(RankContext):
 
     def metric(self, values: Mapping[str, float], step: int | None = None) -> None:
         numbers = {str(name): float(value) for name, value in values.items()}
-        self.report(wire.Metric, values=numbers, step=step)
+        self.report(wire.Metric, values=numbers, step=None if step is None else _whole(step))
 
     def bar(
         self,
@@ -267,21 +274,19 @@ class LaunchedContext(RankContext):
     def notice(self, text: str) -> None:
         self.report(wire.Notice, text=text)
 
-    def count_batch(self, total: int | None = None) -> None:
+    def count_batch(self, total: int | None = None, number: int | None = None) -> None:
         row = self._row
         row.batches = batches = row.batches + 1
-        if total != self._reported_total or batches > self._pass_end:
-            self._begin_pass(batches - 1, total)
+        # The same for all batches of a pass, unless another loader's were given between them.
+        start = 0 if number is None else batches - number
+        if (start, total) != self._pass:
+            self._pass = start, total
+            row.pass_start = start
+            row.total_batches = total or 0
         if not self._board.stop_asked:
             row.passed_batches = batches
         elif not row.reads and self._board.leaves(self.local_rank, "batches"):
             raise RunStopped("the run was stopped")
-
-    def _begin_pass(self, start: int, total: int | None) -> None:
-        self._reported_total = total
-        self._pass_end = math.inf if total is None else start + total
-        self._row.total_batches = total or 0
-        self._row.pass_start = start
 
     def count_step(self, device_memory: Callable[[], int | None] | None = None) -> None:
         self._row.steps += 1
@@ -299,6 +304,20 @@ class LaunchedContext(RankContext):
             return self._board.leaves(self.local_rank, "reads")
         row.passed_reads = reads
         return False
+
+
+def _whole(step: Any) -> int:
+    """A step as the messages carry it; NumPy's and torch's integers are steps too."""
+    try:
+        number = int(step)
+    except (TypeError, ValueError, OverflowError):
+        number = 2**63
+    if not -(2**63) <= number < 2**63:
+        raise ConfigError(
+            f"step={step!r} is no whole number of 64 bits: give the count of steps or batches so "
+            "far, such as step=100, or no step at all"
+        )
+    return number
 
 
 _context: ContextVar[RankContext | None] = ContextVar("notebook_accel_rank", default=None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from notebook_accel import RunStopped
+from notebook_accel import ConfigError, RunStopped
 from notebook_accel.launch import rank, wire
 from notebook_accel.launch.rank import LaunchedContext, RankContext, current, enter
 from notebook_accel.launch.transport.scoreboard import Scoreboard
@@ -207,6 +207,19 @@ def test_values_of_any_kind_of_number_are_told_as_floats() -> None:
     wire.encode(told[0])
 
 
+def test_a_step_is_a_whole_number_that_a_message_can_carry() -> None:
+    import numpy as np
+
+    context, told, _ = launched()
+    for step in (np.int64(3), 3.0, 2**63 - 1):
+        context.metric({}, step)  # type: ignore[arg-type]
+        wire.encode(told[-1])
+    assert [message.step for message in told] == [3, 3, 2**63 - 1]  # type: ignore[attr-defined]
+    for step in (2**70, float("inf"), "three"):
+        with pytest.raises(ConfigError, match="step="):
+            context.metric({}, step)  # type: ignore[arg-type]
+
+
 def test_values_are_those_of_the_moment() -> None:
     context, told, _ = launched()
     values = {"loss": 0.5}
@@ -233,15 +246,19 @@ def test_batches_of_several_passes() -> None:
     context, _, board = launched()
     row = board.row(1)
     seen = []
-    for total, count in ((3, 3), (3, 3), (5, 2), (None, 2)):
-        for _ in range(count):
-            context.count_batch(total)
+    # The third pass is left after two of its five batches, the last one resumed after three.
+    passes = ((3, (1, 2, 3)), (3, (1, 2, 3)), (5, (1, 2)), (None, (1, 2)), (5, (1,)), (5, (4, 5)))
+    for total, numbers in passes:
+        for number in numbers:
+            context.count_batch(total, number)
             seen.append((row.batches, row.pass_start, row.total_batches))
     assert seen == [
         *((n, 0, 3) for n in (1, 2, 3)),
         *((n, 3, 3) for n in (4, 5, 6)),
         *((n, 6, 5) for n in (7, 8)),
         *((n, 8, 0) for n in (9, 10)),
+        (11, 10, 5),
+        *((n, 8, 5) for n in (12, 13)),
     ]
     assert board.row(0).batches == 0
 

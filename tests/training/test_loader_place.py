@@ -135,12 +135,14 @@ class Counting(ranks.RankContext):
     def __init__(self, stop_at: int) -> None:
         super().__init__(rank=0, local_rank=0, world_size=1, local_world_size=1)
         self.counts: list[int | None] = []
+        self.numbers: list[int | None] = []
         self.stop_at = stop_at
 
-    def count_batch(self, total: int | None = None) -> None:
+    def count_batch(self, total: int | None = None, number: int | None = None) -> None:
         if len(self.counts) == self.stop_at:
             raise RunStopped("the run was stopped")
         self.counts.append(total)
+        self.numbers.append(number)
 
 
 def test_batches_are_counted_and_a_stop_leaves_the_loop() -> None:
@@ -151,6 +153,7 @@ def test_batches_are_counted_and_a_stop_leaves_the_loop() -> None:
         sized, unsized = prepare(numbers(12)), prepare(DataLoader(Stream(3), batch_size=3))
         list(sized), list(unsized)
         assert counting.counts == [4, 4, 4, 4, None]
+        assert counting.numbers == [1, 2, 3, 4, 1]
         given = []
         with pytest.raises(RunStopped):
             given.extend(sized)

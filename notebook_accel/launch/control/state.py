@@ -101,7 +101,8 @@ class RankState:
         status: "starting", "running", "succeeded", "failed" or "stopped".
         bars: its progress bars in the order in which they were opened.
         batches, total_batches: given out by its prepared loaders in all, and an epoch's number.
-        pass_start: number of batches that were given out before this pass through a loader.
+        pass_start: ``batches`` less this is the number of the newest batch in its pass through a
+            loader; negative after a resume in the middle of a pass.
         steps: made by its prepared optimizers.
         memory, device_memory: bytes; None where unknown.
         cpu, device_use: percent of a core, and of its device; None where unknown.

@@ -120,7 +120,7 @@ class Row:
 
     Attributes:
         batches, steps, reads: how often it came to a batch, stepped, read ``should_stop``.
-        total_batches, pass_start: batches of an epoch, and before this pass through the loader.
+        total_batches, pass_start: batches of a pass, and ``batches`` before its first one.
         device_memory: in bytes.
         call_over: 1 once its part of the call is over: the rank sets it when its function has
             ended, before it sends the result, and the agent when its process has ended.

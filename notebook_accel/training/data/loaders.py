@@ -437,7 +437,7 @@ class PreparedLoader(DataLoader[Any]):
             for following in source:
                 # Before the batch is given: where the run is to stop this raises RunStopped, on
                 # all ranks at the same count.
-                count(total)
+                count(total, position.num_given + 1)
                 if not stack or stack[-1] is not position:
                     active.put_on_top(position)
                 position.num_given += 1
@@ -445,7 +445,7 @@ class PreparedLoader(DataLoader[Any]):
                 batch = following if receive is None else receive(following)
             if batch is not _NO_BATCH:
                 # Before the end is noted: a loop that is stopped here has not had the last batch.
-                count(total)
+                count(total, position.num_given + 1)
             self._reach_end(position, position.num_given + (batch is not _NO_BATCH))
             if batch is not _NO_BATCH:
                 active.put_on_top(position)
@@ -482,10 +482,11 @@ class PreparedLoader(DataLoader[Any]):
         return is_shared_out or self._options.num_processes == 1
 
     def _count_total(self) -> int | None:
+        """Batches of a whole pass, those included that this one skips; None where unknown."""
         # Torch warns of a dataset that gives more than it said, once its length was asked for.
         asked = self._IterableDataset_len_called
         try:
-            return len(self)
+            return self._num_batches()
         except TypeError:
             return None
         finally:
