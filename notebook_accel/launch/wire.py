@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any, TypeVar, Union
+from typing import TypeVar, Union
 
 import msgspec
+
+from notebook_accel.launch.odd_text import escaped, unwrapped, wrapped
 
 __all__ = [
     "VERSION",
@@ -515,29 +517,17 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
     Union[tuple(Message.__subclasses__())]
 )
+# Their texts name folders and variables, which must arrive byte for byte.
+_OF_SURROUNDINGS = (Launch, CountDevices)
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of one message.
-
-    Text that UTF-8 cannot carry travels with its odd characters as escapes: Python gives a file
-    name that is not UTF-8 lone surrogates, which arrive as ``\\udcff``.
-    """
+    """The bytes of one message; what becomes of text that is not UTF-8 is said in odd_text.py."""
     try:
         return _encoder.encode(message)
     except UnicodeEncodeError:
-        fields = _without_surrogates(msgspec.structs.asdict(message))
-        return _encoder.encode({"type": type(message).__name__, **fields})
-
-
-def _without_surrogates(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, dict):
-        return {
-            _without_surrogates(name): _without_surrogates(part) for name, part in value.items()
-        }
-    return [_without_surrogates(part) for part in value] if isinstance(value, tuple) else value
+        change = wrapped if isinstance(message, _OF_SURROUNDINGS) else escaped
+        return _encoder.encode(change(msgspec.to_builtins(message, builtin_types=(bytes,))))
 
 
 def decode(data: bytes | memoryview) -> Message:
@@ -546,4 +536,11 @@ def decode(data: bytes | memoryview) -> Message:
     Raises:
         msgspec.DecodeError: the bytes are no message of this version.
     """
-    return _decoder.decode(data)
+    message = _decoder.decode(data)
+    if not isinstance(message, _OF_SURROUNDINGS):
+        return message
+    try:
+        fields = unwrapped(msgspec.to_builtins(message, builtin_types=(bytes,)))
+    except ValueError as error:
+        raise msgspec.DecodeError(f"a text is none: {error}") from None
+    return msgspec.convert(fields, type(message))

@@ -83,21 +83,27 @@ def test_numbers_that_json_does_not_have() -> None:
     assert repr(decoded.values) == "{'nan': nan, 'inf': inf, 'minus': -inf, 'whole': 3.0}"
 
 
-def test_half_characters_are_spelled() -> None:
-    """Names of files and variables that are no text come as such from the system."""
+def test_folders_and_variables_that_are_no_text_arrive_as_they_were() -> None:
     message = wire.Launch(
         world_size=1,
-        ranks=(wire.RankSpec(rank=0, local_rank=0, environment={"OWN": "é"}),),
-        environment={"A\udcff": "b\udcfe", "C": "d"},
+        ranks=(wire.RankSpec(rank=0, local_rank=0, environment={"OWN\udcff": "é\udcfe"}),),
+        environment={"A\udcff": "b\udcfe", "C": "é"},
         directory="/tmp/\udcff",
-        path=("\udcff",),
+        path=("\udcff", "/é"),
         log_dir="/l",
         num_threads=1,
+        notebook=b"\xff",
     )
-    decoded = wire.decode(wire.encode(message))
-    assert isinstance(decoded, wire.Launch)
-    assert decoded.environment == {"A\\udcff": "b\\udcfe", "C": "d"}
-    assert (decoded.directory, decoded.path) == ("/tmp/\\udcff", ("\\udcff",))
+    assert wire.decode(wire.encode(message)) == message
+    asked = wire.CountDevices(environment={"A": "\udcff"})
+    assert wire.decode(wire.encode(asked)) == asked
+    for text in ("\0no digits", "\0ff"):
+        odd = wire.encode(wire.CountDevices(environment={"A": text}))
+        with pytest.raises(msgspec.DecodeError, match="a text is none"):
+            wire.decode(odd)
+
+
+def test_half_characters_for_a_person_are_spelled() -> None:
     raised = wire.Raised(kind="exception", type_name="E", text="\ud800 fü", traceback="")
     assert wire.decode(wire.encode(raised)).text == "\\ud800 fü"  # type: ignore[attr-defined]
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.errors import LaunchError
 from notebook_accel.launch import rank, wire
 from notebook_accel.launch.payload.notebook_state import from_bytes
 from notebook_accel.launch.system import processes
@@ -286,8 +287,13 @@ def _enter_environment(inherited: Inherited) -> None:
         MASTER_PORT=str(inherited.port),
         NOTEBOOK_ACCEL_RUN=launch.run,
     )
-    with contextlib.suppress(OSError):
+    try:
         os.chdir(launch.directory)
+    except OSError as error:
+        raise LaunchError(
+            f"the notebook's folder {launch.directory!r} cannot be entered by the ranks: "
+            f"{error.strerror}. Change to another one with os.chdir(...), then launch again"
+        ) from None
     sys.path[:] = launch.path
     sys.argv[:] = [""]
     # What a notebook has beside Python's own names, ``display`` aside: there is no shell.

@@ -65,6 +65,14 @@ def test_ranks_get_ready_run_a_call_and_leave(agent: AgentByHand) -> None:
     assert gone(pids.values())
 
 
+def test_a_folder_that_cannot_be_entered_fails_the_call(agent: AgentByHand) -> None:
+    agent.launch(1, directory="/no/such folder")
+    agent.call(os.getcwd, last=True)
+    raised = agent.wait_for(wire.Raised)
+    assert "'/no/such folder' cannot be entered" in raised.text
+    assert raised.type_name == "LaunchError"
+
+
 def test_a_second_call_finds_what_the_first_left(agent: AgentByHand) -> None:
     def leave() -> None:
         os.environ["LEFT"] = "here"
