@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.agent_link import AgentLink
     from notebook_accel.launch.engines.base import StartRequest
 
-__all__ = ["NAME", "TwoAgentsEngine", "register"]
+__all__ = ["NAME", "TwoAgentsEngine", "register", "tcp_pair"]
 
 NAME = "two agents"
 
@@ -42,7 +42,7 @@ class TwoAgentsEngine(LocalEngine):
         links: list[AgentLink] = []
         try:
             for ranks in plan.agents:
-                link = fork_agent(request, ranks, _tcp_pair, run=run, sees_files=False)
+                link = fork_agent(request, ranks, tcp_pair, run=run, sees_files=False)
                 links.append(link)
         except BaseException:
             for link in links:
@@ -58,7 +58,8 @@ def _with_own(spec: wire.RankSpec) -> wire.RankSpec:
     return msgspec.structs.replace(spec, environment=own, device=spec.rank + 5)
 
 
-def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a connection over the loopback."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         return ours, server.accept()[0]

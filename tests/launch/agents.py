@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-__all__ = ["AgentByHand", "agent_by_hand"]
+__all__ = ["SECONDS", "AgentByHand", "agent_by_hand"]
 
 # Wide enough for a busy machine.
 SECONDS = 60.0
@@ -40,12 +40,16 @@ class AgentByHand:
         heard: every message that came from it, in order.
     """
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(
+        self,
+        log_dir: Path | None,
+        pair: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair,
+    ) -> None:
         self.run = uuid4().hex
         self.heard: list[wire.Message] = []
         self._log_dir = log_dir
         self._calls = 0
-        ours, theirs = socket.socketpair()
+        ours, theirs = pair()
         secret = new_secret()
         with theirs:
             self.pid = template().fork_agent(theirs, run=self.run, secret=secret)
@@ -74,7 +78,7 @@ class AgentByHand:
             "environment": {**os.environ, "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"},
             "directory": os.getcwd(),
             "path": tuple(sys.path),
-            "log_dir": str(self._log_dir),
+            "log_dir": None if self._log_dir is None else str(self._log_dir),
             "num_threads": 1,
         }
         return wire.Launch(**{**given, **fields})

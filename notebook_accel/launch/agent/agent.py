@@ -29,7 +29,7 @@ import msgspec
 import torch.multiprocessing as mp
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.agent.ending import Ending, Stage
+from notebook_accel.launch.agent.ending import STAGES, Ending, Stage
 from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.launch.agent.flush import flush_to_kernel
 from notebook_accel.launch.agent.gauges import gauges_of
@@ -67,13 +67,6 @@ _FROM_RANKS = (
     wire.Displayed,
     wire.Notice,
 )
-
-_STAGES = {
-    wire.Stop: Stage.STOP,
-    wire.Interrupt: Stage.INTERRUPT,
-    wire.Terminate: Stage.TERMINATE,
-    wire.Kill: Stage.KILL,
-}
 
 
 def main(
@@ -133,6 +126,7 @@ class Agent:
         self._group_generation = 0
         self._is_shutting_down = False
         self._next_alive = 0.0
+        self._has_unread = False
         # Of the call:
         self._call = 0
         self._ending = Ending()
@@ -210,6 +204,11 @@ class Agent:
             for key, _ in self._selector.select(tick):
                 key.data()
             self._tick()
+            if self._has_unread:
+                # What a rank said wakes the selector at once. One pause for all ranks: a message
+                # of the kernel's, such as a stop, must not wait for a pause of each.
+                self._has_unread = False
+                time.sleep(_TICK_SECONDS / 10)
         flush_to_kernel(self._channel, self._kernel)
 
     def _watch(self, fd: int, act: Callable[[], None]) -> None:
@@ -326,11 +325,11 @@ class Agent:
             self._let_others_settle()
         elif isinstance(message, wire.CallEnded):
             self._board.note_others_ended()
-        elif type(message) in _STAGES:
+        elif type(message) in STAGES:
             if isinstance(message, wire.Stop):
                 # Answered in any case: by that the kernel knows that this agent lives.
                 self._stop_asked = time.monotonic()
-            self._enter_stage(_STAGES[type(message)], grace=getattr(message, "grace", None))
+            self._enter_stage(STAGES[type(message)], grace=getattr(message, "grace", None))
 
     def _begin_call(self, message: wire.Call, fds: Sequence[int]) -> None:
         """Hand a call on to the ranks, which have all ended the one before."""
@@ -366,6 +365,7 @@ class Agent:
         """Nobody will ever read of these ranks: end them without grace, and go."""
         processes.kill_tree(rank.pid for rank in self._ranks)
         scratch.remove(self._launch.run, used_by=processes.kill_descendants())
+        self._logs.close()
         os._exit(0)
 
     # ---- what ranks say --------------------------------------------------------------------
@@ -373,7 +373,7 @@ class Agent:
     def _relay(self, rank: RankProcess) -> None:
         """Pass on what a rank says, unless the kernel is far behind."""
         if self._channel.num_pending > _BUSY_PENDING:
-            time.sleep(_TICK_SECONDS / 10)
+            self._has_unread = True
             return
         try:
             messages = rank.channel.drain(limit=_BUSY_PENDING)

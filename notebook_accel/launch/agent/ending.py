@@ -20,7 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-__all__ = ["SETTLE_SECONDS", "Ending", "Stage"]
+from notebook_accel.launch import wire
+
+__all__ = ["SETTLE_SECONDS", "STAGES", "Ending", "Stage"]
 
 # Without progress for this long, a rank that was asked politely gets a KeyboardInterrupt.
 _IDLE_SECONDS = 1.0
@@ -49,6 +51,15 @@ class Stage(IntEnum):
     DISCONNECT = 3
     TERMINATE = 4
     KILL = 5
+
+
+# What somebody asks for with each message.
+STAGES = {
+    wire.Stop: Stage.STOP,
+    wire.Interrupt: Stage.INTERRUPT,
+    wire.Terminate: Stage.TERMINATE,
+    wire.Kill: Stage.KILL,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

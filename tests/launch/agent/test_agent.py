@@ -6,17 +6,19 @@ import gc
 import os
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.rank import current
 from tests.engines.processes import eventually, gone
-from tests.launch.agents import AgentByHand, agent_by_hand
+from tests.engines.two_agents import tcp_pair
+from tests.launch.agents import SECONDS, AgentByHand, agent_by_hand
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -95,6 +97,22 @@ def test_ranks_go_with_the_kernels_end_of_the_channel(agent: AgentByHand) -> Non
     agent.all_of(wire.CallStarted, 2)
     agent.channel.close()
     eventually(lambda: gone([agent.pid, *pids.values()]), within=30, what="all ended")
+
+
+def test_an_agent_far_away_leaves_no_output_when_the_kernel_goes() -> None:
+    def name_output() -> None:
+        current().notice(os.readlink("/proc/self/fd/1"))
+
+    agent = AgentByHand(None, pair=tcp_pair)
+    try:
+        agent.launch(1)
+        agent.call(name_output)
+        folder = Path(agent.wait_for(wire.Notice).text).parent
+        assert folder.is_dir()
+        agent.channel.close()
+        eventually(lambda: not folder.exists(), within=SECONDS, what="the folder is gone")
+    finally:
+        agent.close()
 
 
 def test_ranks_die_with_their_agent(agent: AgentByHand) -> None:
