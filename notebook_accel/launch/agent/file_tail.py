@@ -27,6 +27,10 @@ _ERASED = (
 )
 
 
+# Stands before a line of which less is passed on than was printed.
+_CUT = "[notebook-accel: a part of this line is in the rank's log only] "
+
+
 class FileTail:
     """Follows one growing file and gives the newest part of what was added.
 
@@ -44,22 +48,29 @@ class FileTail:
         self._is_within_line = False
         self.start = self.position = 0
 
-    def read(self) -> tuple[str, int]:
-        """The text added since the last call, and how many lines before it were left out."""
+    def read(self, *, final: bool = False) -> tuple[str, int]:
+        """The text added since the last call, and how many lines before it were left out.
+
+        Args:
+            final: nothing is added soon: the start of a character is given as it is, which
+                otherwise waits for the rest of it.
+        """
         size, before, skipped = os.fstat(self.fileno()).st_size, "", 0
         if size < self._file.tell():
             self._file.seek(0)
             self._rest, self.position = b"", 0
             before = "\n" * self._is_within_line + _ERASED
         self.start = self.position
+        is_cut = False
         data, left = self._rest, size - self._file.tell()
         while left > 0 and (part := self._file.read(min(left, _CHUNK_BYTES))):
             left -= len(part)
-            data, more = _newest(data + part)
+            data, more, within_line = _newest(data + part)
             skipped += more
-        data, self._rest = _whole_characters(data)
+            is_cut = is_cut if within_line is None else within_line
+        data, self._rest = (data, b"") if final else _whole_characters(data)
         self.position = self._file.tell() - len(self._rest)
-        text = before + data.decode(errors="replace")
+        text = before + _CUT * is_cut + data.decode(errors="replace")
         if text:
             self._is_within_line = not text.endswith("\n")
         return text, skipped
@@ -71,16 +82,20 @@ class FileTail:
         self._file.close()
 
 
-def _newest(data: bytes) -> tuple[bytes, int]:
-    """As many whole lines at the end as may be shown, and the number of those before them."""
+def _newest(data: bytes) -> tuple[bytes, int, bool | None]:
+    """As many whole lines at the end as may be shown, and the number of those before them.
+
+    The last value says whether it had to be cut within a line; None where nothing was cut.
+    """
     start = len(data) - _MAX_LIVE_BYTES
     if start <= 0:
-        return data, 0
+        return data, 0, None
     cut = data.find(b"\n", start) + 1
-    if not 0 < cut < len(data):
+    is_within_line = not 0 < cut < len(data)
+    if is_within_line:
         # One line alone is longer: it begins with a whole character.
         cut = start + len(data[start:]) - len(data[start:].lstrip(_CONTINUATION))
-    return data[cut:], data.count(b"\n", 0, cut)
+    return data[cut:], data.count(b"\n", 0, cut), is_within_line
 
 
 def _whole_characters(data: bytes) -> tuple[bytes, bytes]:

@@ -142,7 +142,7 @@ class RankProcess:
     def end_call(self) -> Iterator[wire.Message]:
         """The rank reported how its call ended; gives what else is new of it until then."""
         self.is_in_call = False
-        yield from self._new_output()
+        yield from self._new_output(final=True)
         yield from self._new_sample(time.monotonic())
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
@@ -206,13 +206,13 @@ class RankProcess:
 
     def last_messages(self) -> Iterator[wire.Message]:
         """What is new once the process has ended."""
-        yield from self._new_output()
+        yield from self._new_output(final=True)
         yield from self._new_sample(time.monotonic())
         if self._stacks_asked is not None:
             yield wire.Stacks(rank=self.rank, text="the rank has ended\n")
 
-    def _new_output(self) -> Iterator[wire.Message]:
-        text, skipped = self._tail.read()
+    def _new_output(self, *, final: bool = False) -> Iterator[wire.Message]:
+        text, skipped = self._tail.read(final=final)
         if text or skipped:
             yield wire.Output(
                 call=self._call,
