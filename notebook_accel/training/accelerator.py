@@ -329,6 +329,32 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
         """A block whose operations compute in the mixed precision."""
         return self._plan.precision.autocast(autocast_handler)
 
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """A block for one batch, forward and backward, in which ranks divide its sequences.
+
+        Under ``ParallelismConfig(cp_size=...)`` each rank has its part of the buffers inside, and
+        ``scaled_dot_product_attention`` attends to whole sequences, which have no padding; a loss
+        is that of the part (``forward_backward`` gives the mean of the parts). Elsewhere the block
+        changes nothing.
+
+        Args:
+            buffers: tensors with a dimension along the sequence, such as inputs, targets and
+                positions; changed in place, and whole again after the block.
+            buffer_seq_dims: that dimension of each.
+            no_restore_buffers: those that may keep their part after the block.
+
+        Raises:
+            ConfigError: a sequence's length is no multiple of twice ``cp_size``.
+        """
+        return self._strategy.divide_sequences(
+            list(buffers or ()), list(buffer_seq_dims or ()), set(no_restore_buffers or ())
+        )
+
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide the gradients of one, several or all prepared optimizers by the loss scale."""
         if self._scaling is None:

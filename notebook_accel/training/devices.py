@@ -33,6 +33,7 @@ __all__ = [
     "free_memory",
     "get_current_device_type",
     "get_rng_state",
+    "has_ring_attention",
     "inventory",
     "memory_reader",
     "set_rng_state",
@@ -167,6 +168,12 @@ def wrapper_device_ids(device: torch.device) -> list[torch.device] | None:
 def barrier_kwargs(device: torch.device, backend: str) -> dict[str, Any]:
     """How ``dist.barrier`` is told the device, where its backend asks for one."""
     return {"device_ids": [device.index]} if backend == "nccl" else {}
+
+
+def has_ring_attention(device: torch.device) -> bool:
+    """Whether torch can compute attention over parts of sequences on such devices: it needs
+    kernels that give the sums of exponentials along with the result."""
+    return device.type != "cpu"
 
 
 def memory_reader(device: torch.device) -> Callable[[], int | None] | None:

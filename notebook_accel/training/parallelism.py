@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ParallelismConfig",
+    "TorchContextParallelConfig",
     "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin",
     "fit_sizes",
@@ -27,6 +28,29 @@ __all__ = [
 ]
 
 _SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """How ranks that divide sequences exchange keys and values.
+
+    Raises:
+        ConfigError: the strategy is not known.
+    """
+
+    cp_comm_strategy: str | None = None
+    """"allgather" (all at once) or "alltoall" (from rank to rank in a ring, for less memory).
+    Variable PARALLELISM_CONFIG_CP_COMM_STRATEGY, else "allgather"; on the CPU always that."""
+
+    def __post_init__(self) -> None:
+        if self.cp_comm_strategy is None:
+            told = os.environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "").strip()
+            self.cp_comm_strategy = told or "allgather"
+        if self.cp_comm_strategy not in ("allgather", "alltoall"):
+            raise ConfigError(
+                f"TorchContextParallelConfig(cp_comm_strategy={self.cp_comm_strategy!r}): expected "
+                '"allgather" or "alltoall"'
+            )
 
 
 @dataclass
@@ -48,7 +72,8 @@ class ParallelismConfig:
     tp_size: int | None = None
     """Ranks that compute each layer together (tensor parallelism)."""
     cp_size: int | None = None
-    """Ranks that divide each sequence (context parallelism): not there yet beyond 1."""
+    """Ranks that divide each sequence (context parallelism): train inside
+    ``accelerator.maybe_context_parallel``. Weights are sharded over them, too."""
     cp_backend: str | None = None
     """Accepted."""
     sp_size: int | None = None
@@ -58,7 +83,7 @@ class ParallelismConfig:
     tp_handler: Any = None
     """Accepted."""
     cp_handler: Any = None
-    """Accepted."""
+    """A :class:`TorchContextParallelConfig`."""
     sp_handler: Any = None
     """Accepted."""
     pp_size: int | None = None
@@ -81,12 +106,7 @@ class ParallelismConfig:
                 setattr(self, name, value)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"ParallelismConfig({name}={value!r}): expected 1 or more")
-        for name, what in _UNBUILT.items():
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"ParallelismConfig({name}={getattr(self, name)}): {what} are not there yet; "
-                    "use dp_shard_size, dp_replicate_size, tp_size or pp_size"
-                )
+        self._check_context()
         if self.pp_schedule not in _SCHEDULES:
             raise ConfigError(
                 f"ParallelismConfig(pp_schedule={self.pp_schedule!r}): expected one of {_SCHEDULES}"
@@ -95,7 +115,7 @@ class ParallelismConfig:
             raise ConfigError(
                 f"ParallelismConfig(num_microbatches={self.num_microbatches}): expected 1 or more"
             )
-        unfit = [f"{name}_size" for name in ("dp_shard", "tp") if self.sizes[name] > 1]
+        unfit = [f"{name}_size" for name in ("dp_shard", "cp", "tp") if self.sizes[name] > 1]
         if self.pp_enabled and unfit:
             raise ConfigError(
                 f"ParallelismConfig has pp_size={self.sizes['pp']} and {' and '.join(unfit)} "
@@ -104,6 +124,21 @@ class ParallelismConfig:
             )
         if self.pp_enabled and self.num_microbatches is not None:
             self._check_microbatches(self.num_microbatches)
+
+    def _check_context(self) -> None:
+        if isinstance(self.sp_size, int) and self.sp_size > 1:
+            raise ConfigError(
+                f"ParallelismConfig(sp_size={self.sp_size}): sequences that are divided by "
+                "all-to-all (ALST, Ulysses) belong to DeepSpeed's strategy; to divide sequences "
+                "without it, use cp_size"
+            )
+        if self.cp_handler is None:
+            self.cp_handler = TorchContextParallelConfig()
+        if not isinstance(self.cp_handler, TorchContextParallelConfig):
+            raise ConfigError(
+                f"ParallelismConfig(cp_handler=) is a {type(self.cp_handler).__name__}: expected "
+                "a TorchContextParallelConfig"
+            )
 
     def _check_microbatches(self, number: int) -> None:
         size = self.sizes["pp"]
@@ -170,10 +205,6 @@ class ParallelismConfig:
 
 
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_UNBUILT = {
-    "cp_size": "sequences that are divided over ranks",
-    "sp_size": "sequences that DeepSpeed divides over ranks",
-}
 _SIZES = (*(f"{name}_size" for name in _DIMENSIONS), "sp_size")
 
 

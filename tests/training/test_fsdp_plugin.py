@@ -137,7 +137,6 @@ def test_modules_are_ignored_by_name() -> None:
         (lambda: Plugin(auto_wrap_policy="all"), "expected one of .*, or a function"),
         (lambda: Plugin(state_dict_type="X"), "expected one of FULL_STATE_DICT"),
         (lambda: ParallelismConfig(tp_size=0), r"tp_size=0\): expected 1 or more"),
-        (lambda: ParallelismConfig(cp_size=2), "divided over ranks are not there yet"),
         (lambda: ParallelismConfig(pp_size=2, tp_size=2), "pp_size=2 and tp_size beyond 1"),
         (lambda: ParallelismConfig(pp_size=2, dp_shard_size=2), "use dp_replicate_size"),
         (lambda: ParallelismConfig(pp_size=4, num_microbatches=3), "expects 4 or more"),

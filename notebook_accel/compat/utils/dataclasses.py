@@ -17,6 +17,9 @@ from notebook_accel.training.parallelism import (
 from notebook_accel.training.parallelism import (
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
+from notebook_accel.training.parallelism import (
+    TorchContextParallelConfig as TorchContextParallelConfig,
+)
 from notebook_accel.training.settings import AutocastKwargs as AutocastKwargs
 from notebook_accel.training.settings import ComputeEnvironment as ComputeEnvironment
 from notebook_accel.training.settings import DDPCommunicationHookType as DDPCommunicationHookType

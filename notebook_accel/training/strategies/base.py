@@ -22,7 +22,7 @@ from notebook_accel.training.data_group import DataGroup
 from notebook_accel.training.strategies.request import call_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
@@ -108,6 +108,16 @@ class Strategy:
         loss = loss_function(call_model(model, inputs), targets)
         self.backward(loss, num_steps)
         return loss.detach()
+
+    def divide_sequences(
+        self,
+        buffers: Sequence[torch.Tensor],
+        seq_dims: Sequence[int],
+        no_restore: set[torch.Tensor],
+    ) -> AbstractContextManager[Any]:
+        """A block in which each rank has its part of tensors along a sequence; nothing where
+        sequences are not divided."""
+        return nullcontext()
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float

@@ -29,7 +29,8 @@ from notebook_accel.training.strategies import dtensors, recipe
 from notebook_accel.training.strategies.given import TakesSpreadModels, has_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
@@ -61,7 +62,8 @@ class MeshParallel(TakesSpreadModels):
             local_num_processes=self.topology.local_num_processes,
         )
         self.saves_shards = self.plugin.saves_shards
-        if request.fsdp is not None or self.parallelism.dp_shard_enabled:
+        sizes = self.parallelism
+        if request.fsdp is not None or sizes.dp_shard_enabled or sizes.cp_enabled:
             self.distributed_type = DistributedType.FSDP
         self.mesh = _make_mesh(self.parallelism, self.topology)
         self.data_group = _make_data_group(self.parallelism, self.topology)
@@ -104,6 +106,43 @@ class MeshParallel(TakesSpreadModels):
                 self._replaced[weight] = new
         return model
 
+    def divide_sequences(
+        self,
+        buffers: Sequence[torch.Tensor],
+        seq_dims: Sequence[int],
+        no_restore: set[torch.Tensor],
+    ) -> AbstractContextManager[Any]:
+        if not self.parallelism.cp_enabled:
+            return super().divide_sequences(buffers, seq_dims, no_restore)
+        # Imported here: torch's attention over parts takes a second, for those who use it alone.
+        from notebook_accel.training.strategies import context
+
+        assert self.mesh is not None
+        return context.divided_sequences(
+            self.mesh["cp"],
+            buffers,
+            seq_dims,
+            no_restore,
+            device=self.topology.device,
+            exchange=self.parallelism.cp_handler.cp_comm_strategy,
+        )
+
+    def forward_backward(
+        self,
+        model: Module,
+        inputs: Any,
+        targets: Any,
+        loss_function: Callable[[Any, Any], torch.Tensor],
+        num_steps: int = 1,
+    ) -> torch.Tensor:
+        loss = super().forward_backward(model, inputs, targets, loss_function, num_steps)
+        if self.parallelism.cp_enabled:
+            assert self.mesh is not None
+            # Each rank has computed that of its part of the sequences.
+            dist.all_reduce(loss, group=self.mesh["cp"].get_group())
+            loss /= self.parallelism.sizes["cp"]
+        return loss
+
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
@@ -127,7 +166,10 @@ def _make_mesh(parallelism: ParallelismConfig, here: Topology) -> DeviceMesh:
         dimensions.insert(dimensions.index("dp_replicate") + 1, "dp_shard")
     sizes = [parallelism.sizes[name] for name in dimensions]
     note_mesh()
-    return init_device_mesh(here.device.type, tuple(sizes), mesh_dim_names=tuple(dimensions))
+    mesh = init_device_mesh(here.device.type, tuple(sizes), mesh_dim_names=tuple(dimensions))
+    if {"dp_shard", "cp"} <= set(dimensions):
+        mesh["dp_shard", "cp"]._flatten(recipe.SHARDS_AND_CONTEXT)
+    return mesh
 
 
 def _make_data_group(parallelism: ParallelismConfig, here: Topology) -> DataGroup:

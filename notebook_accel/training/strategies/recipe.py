@@ -9,8 +9,9 @@ step works on what the one before has left:
 4. activation checkpointing: around whole blocks, so that it sees divided layers, not the reverse;
 5. compile: the forwards of what is computed here, recomputing included; a pipeline's, block by
    block, since what goes from stage to stage is no graph;
-6. data: what is left is sharded over the ranks that read different samples, outermost. Replicas of
-   a pipeline shard nothing: they average gradients after the batch.
+6. data: what is left is sharded over the ranks that read different samples, or different parts
+   of their sequences (context), outermost. Replicas of a pipeline shard nothing: they average
+   gradients after the batch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
     from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.parallelism import ParallelismConfig
 
-__all__ = ["spread"]
+__all__ = ["SHARDS_AND_CONTEXT", "spread"]
+
+# The name of the two dimensions of a mesh as one: a weight is sharded over both.
+SHARDS_AND_CONTEXT = "dp_shard_cp"
 
 
 def spread(
@@ -70,10 +74,16 @@ def spread(
     if plugin.activation_checkpointing:
         chosen = fsdp.checkpoint_activations(model, chosen, plugin)
     compile_in_place(model, dynamo, own_blocks)
-    data = tuple(name for name in ("dp_replicate", "dp_shard") if name in dimensions)
+    data: list[str] = [name for name in ("dp_replicate", "dp_shard", "cp") if name in dimensions]
+    if "cp" in dimensions:
+        from notebook_accel.training.strategies import context
+
+        context.fit_decoder(model)
+        if "dp_shard" in dimensions:
+            data[-2:] = [SHARDS_AND_CONTEXT]
     if data and "pp" not in dimensions:
         # One dimension shards; of two, the first replicates what the second shards.
-        fsdp.shard(model, chosen, mesh[data], plugin=plugin, dtype=dtype, device=device)
+        fsdp.shard(model, chosen, mesh[tuple(data)], plugin=plugin, dtype=dtype, device=device)
     dtensors.accept_whole_weights(model)
 
 

@@ -1,0 +1,208 @@
+"""Context parallelism: each rank has a part of every sequence, and attention sees them whole.
+
+Torch's ``context_parallel`` divides the tensors that the user names, in place, and replaces
+``scaled_dot_product_attention`` for as long as the block lasts. Under a causal mask later positions
+have more to attend to, so each rank gets a piece from the front and one from the back::
+
+    positions    0  1  2  3  4  5  6  7
+    rank 0       0  1              6  7
+    rank 1             2  3  4  5
+
+Torch's attention over the parts (a ring that passes keys and values on) is written for kernels of
+accelerators. On the host it ends in "_scaled_dot_product_flash_attention_for_cpu has no sharding
+strategy registered" (torch 2.13; its math backend in "mixed torch.Tensor and DTensor"). There,
+:func:`_gathered_attention` stands in: it gathers all keys and values and computes the rows of this
+rank's queries, which are the same numbers for more memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.launch.rank import current
+from notebook_accel.training import devices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
+
+__all__ = ["divided_sequences", "fit_decoder"]
+
+# Torch's own, whoever has replaced the public name.
+_attend: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
+# Where a rank keeps the positions of its part, inside of a block.
+_POSITIONS = "positions of a part"
+
+
+@contextmanager
+def divided_sequences(
+    mesh: DeviceMesh,
+    buffers: Sequence[torch.Tensor],
+    seq_dims: Sequence[int],
+    no_restore: set[torch.Tensor],
+    *,
+    device: torch.device,
+    exchange: str,
+) -> Iterator[None]:
+    """A block in which each rank has its part of the buffers, and attention that of the whole.
+
+    Args:
+        mesh: the ranks that divide a sequence, one dimension.
+        buffers: tensors with a dimension along the sequence; they have this rank's part inside the
+            block, and are whole again after it.
+        seq_dims: which dimension that is, for each.
+        no_restore: those that may keep their part after the block.
+        device: where this rank computes.
+        exchange: "allgather" or "alltoall", for torch's ring.
+
+    Raises:
+        ConfigError: the buffers cannot be divided.
+    """
+    _check(mesh, buffers, seq_dims)
+    for buffer in buffers:
+        if buffer.untyped_storage().nbytes() != buffer.numel() * buffer.element_size():
+            # Torch gives a buffer another size where it is: of one that shares its memory with
+            # others (inputs and targets cut from the same tokens) those would be overwritten.
+            buffer.data = buffer.detach().clone()
+    positions = torch.arange(buffers[0].shape[seq_dims[0]], device=buffers[0].device)
+    set_rotate_method(exchange)
+    with ExitStack() as stack:
+        stack.enter_context(
+            context_parallel(
+                mesh,
+                buffers=[*buffers, positions],
+                buffer_seq_dims=[*seq_dims, 0],
+                no_restore_buffers={*no_restore, positions},
+            )
+        )
+        if not devices.has_ring_attention(device):
+            stack.enter_context(_replaced_attention(mesh, positions))
+        shared = current().shared
+        shared[_POSITIONS] = positions
+        stack.callback(shared.pop, _POSITIONS)
+        yield
+
+
+def _check(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> None:
+    if not buffers or len(buffers) != len(seq_dims):
+        raise ConfigError(
+            f"maybe_context_parallel got {len(buffers)} buffers and {len(seq_dims)} "
+            "buffer_seq_dims: expected the tensors that have a dimension along the sequence "
+            "(inputs, targets, positions), and that dimension of each"
+        )
+    pieces = 2 * mesh.size()
+    for number, (buffer, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+        length = buffer.shape[dim]
+        if length % pieces:
+            raise ConfigError(
+                f"maybe_context_parallel divides buffers[{number}] of shape "
+                f"{tuple(buffer.shape)} along dimension {dim} into {pieces} pieces (two for each "
+                f"of cp_size={mesh.size()} ranks): expected a multiple of {pieces}; pad the "
+                "sequences"
+            )
+
+
+@contextmanager
+def _replaced_attention(mesh: DeviceMesh, positions: torch.Tensor) -> Iterator[None]:
+    """A block in which attention gathers keys and values.
+
+    Args:
+        mesh: the ranks that divide a sequence.
+        positions: of this rank's part.
+    """
+    group = mesh.get_group()
+    of_ranks = [torch.empty_like(positions) for _ in range(mesh.size())]
+    dist.all_gather(of_ranks, positions, group=group)
+    everywhere, rings = torch.cat(of_ranks), F.scaled_dot_product_attention
+
+    def replaced(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return _gathered_attention(group, positions, everywhere, *args, **kwargs)
+
+    F.scaled_dot_product_attention = replaced
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = rings
+
+
+def _gathered_attention(
+    group: dist.ProcessGroup,
+    own_positions: torch.Tensor,
+    all_positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention of this rank's queries to the keys and values of all ranks.
+
+    Args:
+        group: the ranks that divide a sequence.
+        own_positions: of the queries, [length].
+        all_positions: of the keys of all ranks, in the order of the ranks.
+        query, key, value: this rank's, [..., length, width]; what follows is torch's own.
+    """
+    if attn_mask is not None:
+        raise ConfigError(
+            "attention inside maybe_context_parallel got a mask: expected is_causal=True, or no "
+            "mask; leave attention_mask out of the model's inputs, without padding"
+        )
+    # Contiguous: the backward of gathering mixes gradients up on gloo where they are not
+    # (https://github.com/pytorch/pytorch/issues/192920).
+    keys, values = (
+        all_gather_tensor_autograd(part.contiguous(), part.ndim - 2, group) for part in (key, value)
+    )
+    mask = own_positions[:, None] >= all_positions[None, :] if is_causal else None
+    return _attend(query, keys, values, attn_mask=mask, dropout_p=dropout_p, **kwargs)
+
+
+def fit_decoder(model: Module) -> None:
+    """Let a Transformers decoder compute a part of its sequences inside the block, in place.
+
+    Left alone, it counts the positions of each part from 0, and makes a mask of the part. It is
+    given the true positions, unless the user has them among the inputs; the mask is left out, since
+    under context parallelism, where sequences have no padding, ``is_causal`` says what it stands
+    for.
+    """
+    layers = [part for name, part in model.named_modules() if name.endswith("self_attn")]
+    for layer in layers:
+        layer.register_forward_pre_hook(_without_mask, with_kwargs=True)
+    if layers and "position_ids" in inspect.signature(model.forward).parameters:
+        model.register_forward_pre_hook(_with_positions, with_kwargs=True)
+
+
+# Module-level functions: a model with its hooks can be copied and pickled.
+def _without_mask(
+    module: Module,  # noqa: ARG001
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if _POSITIONS in current().shared and kwargs.get("attention_mask") is not None:
+        kwargs["attention_mask"] = None
+    return args, kwargs
+
+
+def _with_positions(
+    module: Module,  # noqa: ARG001
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    positions = current().shared.get(_POSITIONS)
+    if positions is not None and kwargs.get("position_ids") is None:
+        kwargs["position_ids"] = positions[None]
+    return args, kwargs

@@ -1,0 +1,307 @@
+"""Ranks that divide each sequence train as one process does.
+
+On the CPU, keys and values are gathered; torch's ring, which accelerators use, is marked gpu.
+Tolerances are those of ``meshes``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from notebook_accel import Accelerator, ConfigError, FullyShardedDataParallelPlugin
+from notebook_accel.training.parallelism import ParallelismConfig, TorchContextParallelConfig
+from tests.training.harness import run_ranks
+from tests.training.meshes import FLOAT_ERROR, WIDTH, WORDS
+from tests.training.single import fresh_rank  # noqa: F401
+
+LENGTH = 8
+# name: ranks, shares of the data, sizes
+CONTEXTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "context": (2, 1, {"cp_size": 2}),
+    "shards x context": (4, 2, {"dp_shard_size": 2, "cp_size": 2}),
+    "replicas x context": (4, 2, {"dp_replicate_size": 2, "cp_size": 2}),
+    "context x tensor": (4, 1, {"cp_size": 2, "tp_size": 2}),
+}
+PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "both ways, accumulation, clipping": {"causal": False, "accumulate": 2, "clip": 0.05},
+    "uneven end, whole calls": {"samples": 7, "whole": True},
+    "bf16": {"precision": "bf16"},
+}
+
+
+class Layer(nn.Module):
+    """Attention over two heads, of which keys and values have one between them; and an MLP."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        # No bias: a key's adds the same to all scores, and AdamW would step by what rounding
+        # leaves of its gradient of zero.
+        self.queries = nn.Linear(WIDTH, WIDTH)
+        self.keys = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query = self.queries(hidden).unflatten(-1, (2, -1)).transpose(1, 2)
+        key, value = (part.unsqueeze(1) for part in self.keys(hidden).chunk(2, dim=-1))
+        attended = nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=self.causal, enable_gqa=True
+        )
+        hidden = hidden + attended.transpose(1, 2).flatten(2)
+        return hidden + self.down(torch.tanh(self.up(hidden)))
+
+
+class Decoder(nn.Module):
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layers = nn.ModuleList([Layer(causal), Layer(causal)])
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens) + self.places(places)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def make(case: dict[str, Any]) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    model = Decoder(case.get("causal", True))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def data(samples: int) -> torch.Tensor:
+    return torch.randint(WORDS, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(7))
+
+
+def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def train(sizes: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=case.get("accumulate", 1),
+        mixed_precision=case.get("precision"),
+        parallelism_config=ParallelismConfig(**sizes, tp_plan=PLAN),
+    )
+    model, optimizer = make(case)
+    loader: Any = DataLoader(data(case.get("samples", 8)), batch_size=2)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seen: dict[str, Any] = {"losses": [], "norms": [], "samples": []}
+    for batch in loader:
+        inputs, targets = batch[:, :-1], batch[:, 1:]
+        places = torch.arange(LENGTH).repeat(len(batch), 1)
+        whole = batch.clone()
+        with (
+            accelerator.accumulate(model),
+            accelerator.maybe_context_parallel(
+                buffers=[inputs, targets, places],
+                buffer_seq_dims=[1, 1, 1],
+                no_restore_buffers={places},
+            ),
+        ):
+            assert inputs.shape[1] == LENGTH // 2
+            if case.get("whole"):
+                loss = accelerator.forward_backward(model, (inputs, places), targets, loss_of)
+                parts = loss.expand(2)
+            else:
+                loss = loss_of(model(inputs, places), targets)
+                accelerator.backward(loss)
+                parts = parts_of(accelerator, loss.detach())
+            if accelerator.sync_gradients and "clip" in case:
+                norm = accelerator.clip_grad_norm_(model.parameters(), case["clip"])
+                seen["norms"].append(float(norm))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(batch, whole)
+        assert torch.equal(inputs, whole[:, :-1])
+        seen["losses"].append(float(accelerator.reduce(parts.mean(), "mean")))
+        seen["samples"] += accelerator.gather_for_metrics(inputs).tolist()
+    state = accelerator.get_state_dict(model)
+    return {**seen, "weights": {name: value.tolist() for name, value in state.items()}}
+
+
+def parts_of(accelerator: Accelerator, loss: torch.Tensor) -> torch.Tensor:
+    """The losses of the ranks that divide a sequence."""
+    mesh: Any = accelerator.torch_device_mesh
+    parts = [torch.empty_like(loss) for _ in range(2)]
+    torch.distributed.all_gather(parts, loss, group=mesh["cp"].get_group())
+    return torch.stack(parts)
+
+
+def twin(shares: int, case: dict[str, Any]) -> dict[str, Any]:
+    model, optimizer = make(case)
+    tokens = data(case.get("samples", 8))
+    size, window = 2 * shares, case.get("accumulate", 1)
+    end = len(tokens) if shares == 1 else -(-len(tokens) // size) * size
+    batches = torch.tensor([index % len(tokens) for index in range(end)]).split(size)
+    seen: dict[str, Any] = {"losses": [], "norms": []}
+    for number, batch in enumerate(batches, start=1):
+        chosen = tokens[batch]
+        places = torch.arange(LENGTH).repeat(len(batch), 1)
+        loss = loss_of(model(chosen[:, :-1], places), chosen[:, 1:])
+        (loss / window).backward()
+        seen["losses"].append(float(loss.detach()))
+        if number % window and number < len(batches):
+            continue
+        if "clip" in case:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), case["clip"])
+            seen["norms"].append(float(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict()
+    return {**seen, "weights": {name: value.tolist() for name, value in state.items()}}
+
+
+def train_all(sizes: dict[str, Any]) -> dict[str, Any]:
+    return {name: train(sizes, case) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_divided_sequences_equal_one_process(context: str) -> None:
+    ranks, shares, sizes = CONTEXTS[context]
+    results = run_ranks(train_all, ranks, sizes)
+    for name, case in CASES.items():
+        expected = twin(shares, case)
+        # In bf16 each product is rounded once: a loss of order 1 moves by a few roundings.
+        error = 8 * 2.0**-8 if case.get("precision") == "bf16" else 16 * FLOAT_ERROR
+        for result in results:
+            ours = result[name]
+            assert ours["losses"] == pytest.approx(expected["losses"], abs=error), name
+            assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+            tokens = data(case.get("samples", 8))[:, :-1].tolist()
+            assert sorted(ours["samples"]) == sorted(tokens)
+            for key, value in expected["weights"].items():
+                torch.testing.assert_close(ours["weights"][key], value, atol=error, rtol=0)
+
+
+def train_transformers(context: bool) -> list[float]:
+    import transformers
+
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model: Any = transformers.LlamaForCausalLM(config)
+    sizes = ParallelismConfig(cp_size=2) if context else None
+    accelerator = Accelerator(cpu=True, parallelism_config=sizes)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    tokens = torch.randint(16, (3, 9), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(3):
+        inputs, targets = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+        mask = torch.ones_like(inputs)
+        with accelerator.maybe_context_parallel(
+            buffers=[inputs, targets, mask], buffer_seq_dims=[1, 1, 1]
+        ):
+            loss = accelerator.forward_backward(
+                model,
+                {"input_ids": inputs, "attention_mask": mask},
+                targets,
+                lambda outputs, targets: loss_of(outputs.logits, targets),
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    model.eval()
+    with torch.no_grad():  # outside of a block the whole sequence is computed, as always
+        outputs = model(input_ids=tokens[:, :-1], attention_mask=torch.ones(3, 8).long())
+    return [*losses, float(loss_of(outputs.logits, tokens[:, 1:]))]
+
+
+def test_a_transformers_decoder_divides_its_sequences() -> None:
+    pytest.importorskip("transformers")
+    expected = run_ranks(train_transformers, 1, False)[0]
+    for losses in run_ranks(train_transformers, 2, True):
+        assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_elsewhere_the_block_changes_nothing() -> None:
+    accelerator = Accelerator(cpu=True)
+    tokens = torch.arange(6).reshape(2, 3)
+    with accelerator.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
+        assert tokens.shape == (2, 3)
+
+
+def refusal(kind: str) -> str:
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    tokens = torch.zeros(2, 6 if kind == "length" else 8)
+    given: Any = {} if kind == "nothing" else {"buffers": [tokens], "buffer_seq_dims": [1]}
+    heads = torch.zeros(1, 1, 4, 2)
+    try:
+        with accelerator.maybe_context_parallel(**given):
+            nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=heads)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("length", r"of shape \(2, 6\) along dimension 1 into 4 pieces"),
+        ("nothing", "got 0 buffers and 0 buffer_seq_dims"),
+        ("mask", "got a mask: expected is_causal=True"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(kind: str, message: str) -> None:
+    for said in run_ranks(refusal, 2, kind):
+        assert re.search(message, said)
+
+
+def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ParallelismConfig(cp_size=2).cp_handler.cp_comm_strategy == "allgather"
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
+    assert TorchContextParallelConfig().cp_comm_strategy == "alltoall"
+    with pytest.raises(ConfigError, match='expected "allgather" or'):
+        TorchContextParallelConfig("ring")
+    with pytest.raises(ConfigError, match="is a dict: expected a TorchContextParallelConfig"):
+        ParallelismConfig(cp_size=2, cp_handler={})
+    with pytest.raises(ConfigError, match="belong to DeepSpeed"):
+        ParallelismConfig(sp_size=2)
+
+
+def ring() -> float:
+    """The largest difference of torch's ring to whole attention, with its gradients."""
+    accelerator = Accelerator(
+        parallelism_config=ParallelismConfig(cp_size=2),
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+    )
+    torch.manual_seed(3)
+    shape = (3, 1, 2, 2 * 128, 16)
+    whole = torch.randn(shape, device=accelerator.device, dtype=torch.bfloat16)
+    part = whole.clone()
+    with accelerator.maybe_context_parallel(buffers=[part], buffer_seq_dims=[3]):
+        part = part.detach().clone().requires_grad_()
+        out = nn.functional.scaled_dot_product_attention(*part, is_causal=True)
+        out.sum().backward()
+        seen = torch.stack([out.detach(), *part.grad])
+    expected = whole.requires_grad_()
+    rows = nn.functional.scaled_dot_product_attention(*expected, is_causal=True)
+    rows.sum().backward()
+    pieces = torch.stack([rows.detach(), *expected.grad]).chunk(4, dim=3)
+    own = accelerator.context_parallel_rank
+    mine = torch.cat([pieces[own], pieces[3 - own]], dim=3)
+    return float((seen - mine).abs().max())
+
+
+@pytest.mark.gpu
+def test_the_ring_on_accelerators() -> None:
+    for distance in run_ranks(ring, 2):
+        assert distance < 0.1
