@@ -88,7 +88,7 @@ class ParallelismConfig:
     """Accepted."""
     pp_size: int | None = None
     """Ranks over which the model's blocks are divided, one after the other (a pipeline). Train by
-    ``accelerator.forward_backward``; composes with ``dp_replicate_size``."""
+    ``accelerator.forward_backward``; composes with all but ``cp_size``."""
     pp_schedule: str = "1F1B"
     """In which order the stages work: "1F1B", "GPipe" or "Interleaved1F1B" (two stages a rank)."""
     num_microbatches: int | None = None
@@ -115,12 +115,11 @@ class ParallelismConfig:
             raise ConfigError(
                 f"ParallelismConfig(num_microbatches={self.num_microbatches}): expected 1 or more"
             )
-        unfit = [f"{name}_size" for name in ("dp_shard", "cp", "tp") if self.sizes[name] > 1]
-        if self.pp_enabled and unfit:
+        if self.pp_enabled and self.cp_enabled:
             raise ConfigError(
-                f"ParallelismConfig has pp_size={self.sizes['pp']} and {' and '.join(unfit)} "
-                "beyond 1: a pipeline composes with replicas alone; use dp_replicate_size for the "
-                "other ranks (with an FSDP plugin: sharding_strategy NO_SHARD)"
+                f"ParallelismConfig has pp_size={self.sizes['pp']} and cp_size={self.sizes['cp']}: "
+                "a pipeline does not compose with divided sequences; use dp_shard_size, "
+                "dp_replicate_size or tp_size for the other ranks"
             )
         if self.pp_enabled and self.num_microbatches is not None:
             self._check_microbatches(self.num_microbatches)

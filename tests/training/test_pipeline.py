@@ -17,7 +17,17 @@ from notebook_accel import Accelerator, ConfigError, ParallelismConfig
 from notebook_accel.training.settings import GradientAccumulationPlugin
 from notebook_accel.training.strategies.blocks import balance
 from tests.training.harness import run_ranks
-from tests.training.meshes import FLOAT_ERROR, WIDTH, WORDS, Block, Tiny, data, loss_of, weights_of
+from tests.training.meshes import (
+    FLOAT_ERROR,
+    WIDTH,
+    WORDS,
+    Block,
+    Tiny,
+    data,
+    loss_of,
+    plugin,
+    weights_of,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,12 +65,21 @@ CASES: dict[str, dict[str, Any]] = {
         "samples": 10,
     },
 }
+TENSOR_PLAN = {"*.up": "colwise", "*.down": "rowwise"}
 # name: ranks, shares of the data, sizes
 PIPELINES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "GPipe": (2, 1, {"pp_size": 2, "pp_schedule": "GPipe"}),
     "1F1B": (2, 1, {"pp_size": 2, "num_microbatches": 3}),
     "Interleaved1F1B": (2, 1, {"pp_size": 2, "pp_schedule": "Interleaved1F1B"}),
     "1F1B, replicas": (4, 2, {"pp_size": 2, "dp_replicate_size": 2}),
+    "1F1B, shards": (4, 2, {"pp_size": 2, "dp_shard_size": 2}),
+    "Interleaved1F1B, shards": (
+        4,
+        2,
+        {"pp_size": 2, "dp_shard_size": 2, "pp_schedule": "Interleaved1F1B"},
+    ),
+    "1F1B, shards, files by rank": (4, 2, {"pp_size": 2, "dp_shard_size": 2}),
+    "1F1B, tensor": (4, 1, {"pp_size": 2, "tp_size": 2, "tp_plan": TENSOR_PLAN}),
 }
 BATCH = 4
 
@@ -78,6 +97,8 @@ def make(case: dict[str, Any]) -> tuple[Any, Any]:
 
 def accelerator_for(pipeline: str | None, **settings: Any) -> Accelerator:
     asked = ParallelismConfig(**PIPELINES[pipeline][2]) if pipeline else None
+    if pipeline == "1F1B, shards, files by rank":
+        settings["fsdp_plugin"] = plugin()
     return Accelerator(cpu=True, parallelism_config=asked, **settings)
 
 
@@ -151,9 +172,27 @@ def train_all(pipeline: str) -> dict[str, Any]:
     return {name: train(pipeline, case) for name, case in CASES.items()}
 
 
-@pytest.fixture(scope="module", params=PIPELINES)
+@pytest.fixture(scope="module", params=[name for name in PIPELINES if "files" not in name])
 def trained(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
     return request.param, run_ranks(train_all, PIPELINES[request.param][0], request.param)
+
+
+def test_blocks_and_their_states_are_in_parts() -> None:
+    for names in run_ranks(parts_of_a_stage, 4):
+        assert names == ["dp_shard"]
+
+
+def parts_of_a_stage() -> list[str]:
+    accelerator = accelerator_for("1F1B, shards")
+    model, optimizer = accelerator.prepare(*make(CASES["decoder"]))
+    inputs, targets = data(4).tensors
+    accelerator.forward_backward(model, inputs, targets, loss_of)
+    optimizer.step()
+    own = list(model.blocks.parameters())
+    for weight in own:
+        assert weight.to_local().numel() == weight.numel() // 2
+        assert optimizer.state[weight]["exp_avg"].to_local().shape == weight.to_local().shape
+    return sorted({name for weight in own for name in weight.device_mesh.mesh_dim_names})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -207,13 +246,22 @@ def resume(pipeline: str | None, folder: str, saves: bool) -> list[float]:
 
 @pytest.mark.parametrize(
     ("writer", "reader"),
-    [("1F1B", None), (None, "1F1B"), ("Interleaved1F1B", "1F1B, replicas")],
+    [
+        ("1F1B", None),
+        (None, "1F1B"),
+        ("Interleaved1F1B", "1F1B, replicas"),
+        ("1F1B, shards, files by rank", None),
+        ("1F1B, shards, files by rank", "1F1B, tensor"),
+        ("1F1B, tensor", "1F1B, shards"),
+    ],
 )
 def test_a_checkpoint_goes_on_anywhere(writer: Any, reader: Any, tmp_path: Path) -> None:
     ranks = {None: 1, **{name: ranks for name, (ranks, _, _) in PIPELINES.items()}}
     folder = str(tmp_path / "checkpoint")
     expected = run_ranks(resume, ranks[writer], writer, folder, True)[0]
-    assert (tmp_path / "checkpoint" / "model.safetensors").exists()
+    by_rank = writer is not None and "files by rank" in writer
+    assert (tmp_path / "checkpoint" / "model.safetensors").exists() is not by_rank
+    assert len(list((tmp_path / "checkpoint").glob("*_0/*.distcp"))) == (8 if by_rank else 0)
     for losses in run_ranks(resume, ranks[reader], reader, folder, False):
         assert losses == pytest.approx(expected, abs=30 * FLOAT_ERROR)
 

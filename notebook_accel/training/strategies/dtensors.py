@@ -29,8 +29,11 @@ __all__ = [
     "like",
     "load_optimizer_state",
     "make_whole",
+    "local_part",
     "remap",
+    "scale_grads",
     "step_one_by_one_where_mixed",
+    "total_grad_norm",
     "whole_state_dict",
     "with_parts",
 ]
@@ -85,20 +88,32 @@ def clip_grad_norm(
         the norm before, whole, on ``device`` where there is no gradient at all.
     """
     weights = [weight for weight in parameters if weight.grad is not None]
-    groups = by_mesh(weights)
+    total = total_grad_norm(weights, norm_type, device)
+    scale_grads(weights, max_norm, total)
+    return total
+
+
+def total_grad_norm(
+    weights: Iterable[torch.Tensor], norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """The norm of the gradients of weights on whatever meshes; all ranks of those call it."""
     # The norm of norms is the norm of all, for every p; one group can be taken together.
     norms = [
         make_whole(
             torch.nn.utils.get_total_norm([weight.grad for weight in group], norm_type)  # type: ignore[misc]
         )
-        for group in groups
+        for group in by_mesh(weights)
     ]
     if not norms:
         return torch.zeros((), device=device)
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    for group in groups:
-        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+def scale_grads(weights: Iterable[torch.Tensor], max_norm: float, total: torch.Tensor) -> None:
+    """Scale the gradients so that their norm, which is ``total`` now, is ``max_norm`` at most."""
+    for group in by_mesh(weights):
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
 
 
 def like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -107,6 +122,11 @@ def like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return whole
     local = whole.detach().to(target.device)
     return distribute_tensor(local, target.device_mesh, target.placements)
+
+
+def local_part(value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor in parts; a plain one as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def accept_whole_weights(model: Module) -> None:

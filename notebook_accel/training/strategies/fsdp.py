@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    ActivationWrapper,
     checkpoint_wrapper,
     offload_wrapper,
 )
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 
-__all__ = ["checkpoint_activations", "choose_modules", "shard"]
+__all__ = ["checkpoint_activations", "choose_modules", "shard", "units"]
 
 
 def choose_modules(model: Module, plugin: FullyShardedDataParallelPlugin) -> list[Module]:
@@ -95,6 +96,33 @@ def checkpoint_activations(
             if id(child) in wrappers:
                 setattr(parent, name, wrappers[id(child)])
     return list(wrappers.values())
+
+
+def units(
+    model: Module, chosen: Sequence[Module], blocks: Sequence[Module]
+) -> list[tuple[Module, list[Module]]]:
+    """What is sharded on its own, and the chosen modules inside of each: the model, or the blocks
+    of a pipeline's stages.
+
+    Args:
+        model: the one that was prepared.
+        chosen: the modules that are gathered on their own, inner ones first.
+        blocks: those that this rank has; none where the model is no pipeline.
+    """
+    if not blocks:
+        return [(model, list(chosen))]
+    uses = _count_uses(model)
+    wrapper_of = {id(part): part for part in model.modules() if part in blocks}
+    for part in model.modules():
+        if isinstance(part, ActivationWrapper) and part._checkpoint_wrapped_module in blocks:
+            wrapper_of[id(part._checkpoint_wrapped_module)] = part
+    found = []
+    for block in blocks:
+        unit = wrapper_of[id(block)]
+        if all(uses[weight] == count for weight, count in _count_uses(unit).items()):
+            inside = {id(part) for part in unit.modules()} - {id(unit)}
+            found.append((unit, [part for part in chosen if id(part) in inside]))
+    return found
 
 
 def shard(

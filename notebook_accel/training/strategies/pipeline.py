@@ -1,7 +1,8 @@
 """Pipeline parallelism: each rank has some blocks of the model, and batches pass through them.
 
 Ranks of one pipeline read the same samples; several pipelines beside each other
-(``dp_replicate_size``) read different ones and average their gradients::
+(``dp_replicate_size``, and ``dp_shard_size``, which divides the blocks' weights) read different
+ones and average their gradients; ``tp_size`` ranks compute the layers of a stage together::
 
     ParallelismConfig(pp_size=2, dp_replicate_size=2)      dp_replicate ->
                                                     pp  0: [ rank 0, rank 1 ]  first stages
@@ -19,12 +20,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
 from notebook_accel.training.nested import recursively_apply
-from notebook_accel.training.strategies import stages
+from notebook_accel.training.strategies import dtensors, stages
+from notebook_accel.training.strategies.given import has_parts
 from notebook_accel.training.strategies.mesh import MeshParallel
 
 if TYPE_CHECKING:
@@ -39,7 +42,7 @@ __all__ = ["PipelineParallel"]
 
 
 class PipelineParallel(MeshParallel):
-    """Stages by ``torch.distributed.pipelining``, and replicas of the whole pipeline."""
+    """Stages by ``torch.distributed.pipelining``, each spread over ranks as a whole model is."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
@@ -67,7 +70,7 @@ class PipelineParallel(MeshParallel):
         return models, optimizers
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
-        if not given.training:
+        if not given.training or has_parts(given.model.parameters()):
             return super().prepare_model(given)
         model = given.model
         weights = dict(model.named_parameters())
@@ -88,6 +91,7 @@ class PipelineParallel(MeshParallel):
                 self._replaced[weight] = None
         pipeline = stages.pipeline_of(model)
         assert pipeline is not None
+        pipeline.note_weights(model)
         for weight in pipeline.own_weights:
             self._own[weight] = True
         return model
@@ -143,7 +147,8 @@ class PipelineParallel(MeshParallel):
             stages.add_up_gradients(pipeline.shared_weights, self._group)
             if self.data_group.size > 1:
                 assert self.data_group.process_group is not None
-                weights = [*pipeline.shared_weights, *pipeline.own_weights]
+                own = [weight for weight in pipeline.own_weights if not _is_sharded(weight)]
+                weights = [*pipeline.shared_weights, *own]
                 group, size = self.data_group.process_group, self.data_group.size
                 stages.add_up_gradients(weights, group, divide_by=size)
         return loss
@@ -163,10 +168,7 @@ class PipelineParallel(MeshParallel):
         weights = [weight for weight in parameters if weight.grad is not None]
         # What all stages have counts once.
         counted = [weight for weight in weights if weight in self._own or not self._place]
-        device = self.topology.device
-        norm = torch.nn.utils.get_total_norm(
-            [weight.grad for weight in counted if weight.grad is not None], norm_type
-        ).to(device, torch.float32)
+        norm = dtensors.total_grad_norm(counted, norm_type, self.topology.device).float()
         if norm_type == float("inf"):
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
             total = norm
@@ -174,7 +176,7 @@ class PipelineParallel(MeshParallel):
             power = norm**norm_type
             dist.all_reduce(power, group=self._group)
             total = power ** (1 / norm_type)
-        torch.nn.utils.clip_grads_with_norm_(weights, max_norm, total)
+        dtensors.scale_grads(weights, max_norm, total)
         return total
 
     def state_dict(self, model: Module, *, full: bool) -> dict[str, Any]:
@@ -186,7 +188,7 @@ class PipelineParallel(MeshParallel):
         # What a user saves by hand: accelerator.save(model.state_dict(), file).
         names = getattr(values, _NAMES, None)
         if names is not None:
-            joined = self._join(_with_ties(values))
+            joined = self._join(_whole_with_ties(values))
             return {name: joined[name] for name in names}
         if type(values) in (list, tuple):
             return type(values)(self.make_whole(value) for value in values)
@@ -200,7 +202,7 @@ class PipelineParallel(MeshParallel):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         local, names = optimizer.state_dict(), self._own_names(optimizer)
         own = {names[index]: state for index, state in local["state"].items()}
-        joined = self._join(recursively_apply(_on_host, own))
+        joined = self._join(recursively_apply(_whole_on_host, own))
         layout = self._layouts[optimizer]
         numbers = iter(range(sum(map(len, layout))))
         groups = [
@@ -226,8 +228,14 @@ class PipelineParallel(MeshParallel):
             {**settings, "params": own["params"]}
             for settings, own in zip(state["param_groups"], local["param_groups"], strict=True)
         ]
-        own_state = {i: by_name[name] for i, name in enumerate(names) if name in by_name}
+        weights = [weight for group in _weights_of(optimizer) for weight in group]
+        own_state = {
+            index: dtensors.with_parts(by_name[name], weight)
+            for index, (name, weight) in enumerate(zip(names, weights, strict=True))
+            if name in by_name
+        }
         optimizer.load_state_dict({**state, "state": own_state, "param_groups": groups})
+        dtensors.step_one_by_one_where_mixed(optimizer)
 
     def _own_names(self, optimizer: Optimizer) -> list[str]:
         """The names of an optimizer's weights in this stage, in its order."""
@@ -266,15 +274,18 @@ def _name_all(names: list[str]) -> Callable[..., None]:
     return note
 
 
-def _with_ties(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict on the host, with one tensor for all names of a weight: pickled tensors share
-    nothing unless they are one object, and a file would have the weight twice."""
+def _whole_with_ties(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict on the host, whole, with one tensor for all names of a weight: pickled tensors
+    share nothing unless they are one object, and a file would have the weight twice."""
     seen: dict[Any, torch.Tensor] = {}
     found = dict(state)
     for name, value in state.items():
         if torch.is_tensor(value) and value.numel():
-            key = value.data_ptr(), value.dtype, value.shape, value.stride()
-            found[name] = seen.setdefault(key, _on_host(value))
+            part = dtensors.local_part(value)
+            key = part.data_ptr(), part.dtype, part.shape, part.stride()
+            if key not in seen:
+                seen[key] = _whole_on_host(value)
+            found[name] = seen[key]
     return found
 
 
@@ -282,8 +293,16 @@ def _weights_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:
     return [list(group["params"]) for group in optimizer.param_groups]
 
 
-def _on_host(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().cpu()
+def _whole_on_host(value: torch.Tensor) -> torch.Tensor:
+    """The whole tensor; all ranks of a stage call it."""
+    whole: torch.Tensor = dtensors.make_whole(value.detach())
+    return whole.cpu()
+
+
+def _is_sharded(weight: torch.Tensor) -> bool:
+    """Whether ``fully_shard`` averages the gradients of a weight."""
+    mesh = weight.device_mesh if isinstance(weight, DTensor) else None
+    return mesh is not None and "dp_shard" in (mesh.mesh_dim_names or ())
 
 
 @contextmanager

@@ -10,8 +10,9 @@ step works on what the one before has left:
 5. compile: the forwards of what is computed here, recomputing included; a pipeline's, block by
    block, since what goes from stage to stage is no graph;
 6. data: what is left is sharded over the ranks that read different samples, or different parts
-   of their sequences (context), outermost. Replicas of a pipeline shard nothing: they average
-   gradients after the batch.
+   of their sequences (context), outermost. Of a pipeline, each block is sharded on its own: its
+   stage ends in the middle of the model's forward. What is outside of the blocks stays whole, and
+   so do replicas: their gradients are averaged after the batch.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from notebook_accel.training.compiling import compile_in_place
 from notebook_accel.training.strategies import dtensors, fsdp, tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
@@ -74,16 +77,15 @@ def spread(
     if plugin.activation_checkpointing:
         chosen = fsdp.checkpoint_activations(model, chosen, plugin)
     compile_in_place(model, dynamo, own_blocks)
-    data: list[str] = [name for name in ("dp_replicate", "dp_shard", "cp") if name in dimensions]
     if "cp" in dimensions:
         from notebook_accel.training.strategies import context
 
         context.fit_decoder(model)
-        if "dp_shard" in dimensions:
-            data[-2:] = [SHARDS_AND_CONTEXT]
-    if data and "pp" not in dimensions:
+    data = _data_dimensions(parallelism, dimensions)
+    if data:
         # One dimension shards; of two, the first replicates what the second shards.
-        fsdp.shard(model, chosen, mesh[tuple(data)], plugin=plugin, dtype=dtype, device=device)
+        for unit, inside in fsdp.units(model, chosen, own_blocks):
+            fsdp.shard(unit, inside, mesh[data], plugin=plugin, dtype=dtype, device=device)
     dtensors.accept_whole_weights(model)
 
 
@@ -108,3 +110,13 @@ def start_alike(
 def _is_empty(module: Module) -> bool:
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return any(values.is_meta for values in own)
+
+
+def _data_dimensions(parallelism: ParallelismConfig, dimensions: Sequence[str]) -> tuple[str, ...]:
+    """The dimensions of the mesh over which weights are replicated and sharded; none where all
+    ranks of a stage keep its weights whole."""
+    if parallelism.pp_enabled and not parallelism.dp_shard_enabled:
+        return ()
+    shards = [name for name in ("dp_shard", "cp") if name in dimensions]
+    replicas = [name for name in ("dp_replicate",) if name in dimensions]
+    return (*replicas, *([SHARDS_AND_CONTEXT] if len(shards) > 1 else shards))

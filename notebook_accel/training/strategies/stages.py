@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -37,6 +38,7 @@ from notebook_accel.training import collectives
 from notebook_accel.training.models import ReplacedForward, forward_of
 from notebook_accel.training.nested import find_batch_size, leaves, recursively_apply
 from notebook_accel.training.strategies import blocks
+from notebook_accel.training.strategies.dtensors import local_part
 from notebook_accel.training.strategies.request import call_model
 
 if TYPE_CHECKING:
@@ -85,14 +87,7 @@ def cut(
     parts = blocks.list_of(container)
     ends = blocks.balance([blocks.count_weights(block) for _, block in parts], num_stages)
     ranges = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    # By name, not by what model.parameters() gives: ranks that drop the first name of a tied weight
-    # would have another order, and exchange one weight's gradient for another's.
-    outside = {
-        id(weight): weight
-        for name, weight in model.named_parameters(remove_duplicate=False)
-        if not name.startswith(prefix)
-    }
-    blocks.refuse_shared_weights(prefix, parts, ranges, outside.keys())
+    blocks.refuse_shared_weights(prefix, parts, ranges, _outside(model, prefix).keys())
     own_stages = range(mesh.get_local_rank(), num_stages, mesh.size())
     pipeline = Pipeline(
         schedule=parallelism.pp_schedule,
@@ -101,17 +96,29 @@ def cut(
         num_microbatches=parallelism.num_microbatches or 2 * mesh.size(),
         group=mesh.get_group(),
         device=device,
-        blocks_name=prefix.removesuffix(".") or type(model).__name__,
+        prefix=prefix,
+        model_name=type(model).__name__,
     )
     kept = {index for stage in own_stages for index in ranges[stage]}
     for index, (name, block) in enumerate(parts):
         here = block if index in kept else _Elsewhere(block)
         setattr(container, name, here)
         here.__dict__["forward"] = _BlockForward(here, pipeline, index)
-    pipeline.shared_weights = list(outside.values())
-    pipeline.own_weights = [part for part in model.parameters() if id(part) not in outside]
     model.__dict__["forward"] = _PipelinedForward(model, pipeline)
     return [block for index, (_, block) in enumerate(parts) if index in kept]
+
+
+def _outside(model: nn.Module, prefix: str) -> dict[int, nn.Parameter]:
+    """The weights outside of the blocks, by id.
+
+    By name, not by what model.parameters() gives: ranks that drop the first name of a tied weight
+    would have another order, and exchange one weight's gradient for another's.
+    """
+    return {
+        id(weight): weight
+        for name, weight in model.named_parameters(remove_duplicate=False)
+        if not name.startswith(prefix)
+    }
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
@@ -213,8 +220,9 @@ class Pipeline:
 
     Attributes:
         own_stages: the stages of this rank.
-        own_weights: weights that only this rank of the pipeline has.
-        shared_weights: weights that every rank of the pipeline has.
+        own_weights: weights that only this rank of the pipeline has, once they are noted.
+        shared_weights: weights that every rank of the pipeline has, likewise.
+        sharded_blocks: modules of this rank whose weights are in parts.
         exchanges_gradients: whether the next batch is the last of its window.
         has_added_up: whether all ranks of the pipeline have the same gradients of what they share.
         running: the stage whose forward runs now.
@@ -229,7 +237,8 @@ class Pipeline:
         num_microbatches: int,
         group: dist.ProcessGroup,
         device: torch.device,
-        blocks_name: str,
+        prefix: str,
+        model_name: str,
     ) -> None:
         self.schedule = schedule
         self.ranges = ranges
@@ -237,7 +246,9 @@ class Pipeline:
         self.num_microbatches = num_microbatches
         self.group = group
         self.device = device
-        self.blocks_name = blocks_name
+        self.prefix = prefix
+        self.blocks_name = prefix.removesuffix(".") or model_name
+        self.sharded_blocks: list[FSDPModule] = []
         self.own_weights: list[nn.Parameter] = []
         self.shared_weights: list[nn.Parameter] = []
         self.exchanges_gradients = True
@@ -254,6 +265,13 @@ class Pipeline:
     def has_last_stage(self) -> bool:
         """Whether this rank computes the outputs of the whole model."""
         return len(self.ranges) - 1 in self.own_stages
+
+    def note_weights(self, model: nn.Module) -> None:
+        """Note which weights the model has, now that nothing replaces them any more."""
+        outside = _outside(model, self.prefix)
+        self.shared_weights = list(outside.values())
+        self.own_weights = [part for part in model.parameters() if id(part) not in outside]
+        self.sharded_blocks = [part for part in model.modules() if isinstance(part, FSDPModule)]
 
     def forward_backward(
         self,
@@ -326,7 +344,8 @@ class Pipeline:
         ]
         if self._built is None or self._built_for != shapes:
             stages = [
-                PipelineStage(
+                _StageWithShards(
+                    self,
                     _Stage(self, model, index),
                     index,
                     len(self.ranges),
@@ -436,6 +455,28 @@ class Pipeline:
         return values
 
 
+class _StageWithShards(PipelineStage):
+    """Torch's stage, which lets blocks in parts reduce their gradients once a batch.
+
+    Torch's own does so for a stage that is a model of ``fully_shard`` itself; here its blocks are.
+    """
+
+    def __init__(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pipeline = pipeline
+        self.num_done = 0
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        # Counted here: what torch calls the last backward depends on the schedule.
+        self.num_done = self.num_done % self.pipeline.num_microbatches + 1
+        is_last = self.num_done == self.pipeline.num_microbatches
+        for block in self.pipeline.sharded_blocks:
+            block.set_requires_gradient_sync(
+                is_last and self.pipeline.exchanges_gradients, recurse=False
+            )
+        super().backward_one_chunk(*args, **kwargs)
+
+
 class _Stage(nn.Module):
     """One stage as torch's schedules call it."""
 
@@ -471,16 +512,18 @@ def add_up_gradients(
     weights = [weight for weight in weights if weight.requires_grad]
     if not weights:
         return
-    device = weights[0].device
+    device = weights[0].device  # of all: a rank computes on one
     is_used = torch.tensor([float(weight.grad is not None) for weight in weights], device=device)
     dist.all_reduce(is_used, dist.ReduceOp.MAX, group=group)
     used = [weight for weight, flag in zip(weights, is_used.tolist(), strict=True) if flag]
     for weight in used:
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-    gradients = [weight.grad.contiguous() for weight in used if weight.grad is not None]
-    works = [dist.all_reduce(part, group=group, async_op=True) for part in gradients]
-    for work in works:
+    # Of a weight in parts (tensor parallelism) each rank has the same part as its peers.
+    own = [local_part(weight.grad) for weight in used if weight.grad is not None]
+    sums = [part.contiguous() for part in own]
+    for work in [dist.all_reduce(part, group=group, async_op=True) for part in sums]:
         work.wait()
-    for weight, part in zip(used, gradients, strict=True):
-        weight.grad = part.div_(divide_by) if divide_by > 1 else part
+    with torch.no_grad():
+        for part, total in zip(own, sums, strict=True):
+            part.copy_(total.div_(divide_by) if divide_by > 1 else total)
