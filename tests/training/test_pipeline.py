@@ -215,9 +215,10 @@ def test_a_pipeline_equals_one_process(name: str, trained: tuple[str, list[Any]]
         assert sorted(ours["samples"]) == sorted(2 * samples)
 
 
-def resume(pipeline: str | None, folder: str, saves: bool) -> list[float]:
+def resume(pipeline: str | None, folder: str, saves: bool, num_steps: int = 1) -> list[float]:
     """Three epochs, a checkpoint, and three more; or the last three from the checkpoint."""
-    accelerator = accelerator_for(pipeline, split_batches=True)
+    window = GradientAccumulationPlugin(num_steps=num_steps, sync_with_dataloader=False)
+    accelerator = accelerator_for(pipeline, split_batches=True, gradient_accumulation_plugin=window)
     model, optimizer = make(CASES["decoder"])
     if not saves:
         with torch.no_grad():
@@ -230,9 +231,10 @@ def resume(pipeline: str | None, folder: str, saves: bool) -> list[float]:
         losses = []
         for _ in range(3):
             for inputs, targets in loader:
-                loss = accelerator.forward_backward(model, inputs, targets, loss_of)
-                optimizer.step()
-                optimizer.zero_grad()
+                with accelerator.accumulate(model):
+                    loss = accelerator.forward_backward(model, inputs, targets, loss_of)
+                    optimizer.step()
+                    optimizer.zero_grad()
                 losses.append(float(accelerator.reduce(loss, "mean")))
         return losses
 
@@ -263,6 +265,14 @@ def test_a_checkpoint_goes_on_anywhere(writer: Any, reader: Any, tmp_path: Path)
     assert (tmp_path / "checkpoint" / "model.safetensors").exists() is not by_rank
     assert len(list((tmp_path / "checkpoint").glob("*_0/*.distcp"))) == (8 if by_rank else 0)
     for losses in run_ranks(resume, ranks[reader], reader, folder, False):
+        assert losses == pytest.approx(expected, abs=30 * FLOAT_ERROR)
+
+
+@pytest.mark.parametrize("pipeline", ["Interleaved1F1B", "1F1B, shards, files by rank"])
+def test_a_checkpoint_within_a_window_goes_on(pipeline: str, tmp_path: Path) -> None:
+    ranks, folder = PIPELINES[pipeline][0], str(tmp_path / "checkpoint")
+    expected = run_ranks(resume, ranks, pipeline, folder, True, 2)[0]
+    for losses in run_ranks(resume, ranks, pipeline, folder, False, 2):
         assert losses == pytest.approx(expected, abs=30 * FLOAT_ERROR)
 
 

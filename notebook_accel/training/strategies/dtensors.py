@@ -29,7 +29,6 @@ __all__ = [
     "like",
     "load_optimizer_state",
     "make_whole",
-    "local_part",
     "remap",
     "scale_grads",
     "step_one_by_one_where_mixed",
@@ -122,11 +121,6 @@ def like(whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return whole
     local = whole.detach().to(target.device)
     return distribute_tensor(local, target.device_mesh, target.placements)
-
-
-def local_part(value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor in parts; a plain one as it is."""
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def accept_whole_weights(model: Module) -> None:

@@ -69,12 +69,16 @@ class TakesSpreadModels(Strategy):
         return super().gradient_sync(model, enabled)
 
     def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
+        self.put_back_gradients()
+        super().backward(loss, num_steps, **kwargs)
+
+    def put_back_gradients(self) -> None:
+        """Give models what a checkpoint has of an open window: they have had a forward now."""
         if self._unreduced:
             from notebook_accel.training.strategies import pending
 
             while self._unreduced:
                 pending.put_unreduced(*self._unreduced.pop())
-        super().backward(loss, num_steps, **kwargs)
 
     def pending_gradients(
         self, model: Module, waiting: Container[int]

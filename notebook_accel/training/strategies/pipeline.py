@@ -29,6 +29,7 @@ from notebook_accel.training.nested import recursively_apply
 from notebook_accel.training.strategies import dtensors, stages
 from notebook_accel.training.strategies.given import has_parts
 from notebook_accel.training.strategies.mesh import MeshParallel
+from notebook_accel.training.strategies.pending import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -92,6 +93,7 @@ class PipelineParallel(MeshParallel):
         pipeline = stages.pipeline_of(model)
         assert pipeline is not None
         pipeline.note_weights(model)
+        pipeline.before_backward = self.put_back_gradients
         for weight in pipeline.own_weights:
             self._own[weight] = True
         return model
@@ -281,7 +283,7 @@ def _whole_with_ties(state: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(state)
     for name, value in state.items():
         if torch.is_tensor(value) and value.numel():
-            part = dtensors.local_part(value)
+            part = local_part(value)
             key = part.data_ptr(), part.dtype, part.shape, part.stride()
             if key not in seen:
                 seen[key] = _whole_on_host(value)

@@ -38,7 +38,7 @@ from notebook_accel.training import collectives
 from notebook_accel.training.models import ReplacedForward, forward_of
 from notebook_accel.training.nested import find_batch_size, leaves, recursively_apply
 from notebook_accel.training.strategies import blocks
-from notebook_accel.training.strategies.dtensors import local_part
+from notebook_accel.training.strategies.pending import local_part
 from notebook_accel.training.strategies.request import call_model
 
 if TYPE_CHECKING:
@@ -224,6 +224,7 @@ class Pipeline:
         shared_weights: weights that every rank of the pipeline has, likewise.
         sharded_blocks: modules of this rank whose weights are in parts.
         exchanges_gradients: whether the next batch is the last of its window.
+        before_backward: called before each stage's backward of a micro-batch.
         has_added_up: whether all ranks of the pipeline have the same gradients of what they share.
         running: the stage whose forward runs now.
     """
@@ -254,6 +255,7 @@ class Pipeline:
         self.exchanges_gradients = True
         self.has_added_up = False
         self.running: _Running | None = None
+        self.before_backward: Callable[[], None] = lambda: None
         self._micro_batches: list[_MicroBatch] = []
         self._losses: dict[int, torch.Tensor] = {}
         self._loss_function: Callable[[Any, Any], torch.Tensor] | None = None
@@ -469,6 +471,7 @@ class _StageWithShards(PipelineStage):
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         # Counted here: what torch calls the last backward depends on the schedule.
         self.num_done = self.num_done % self.pipeline.num_microbatches + 1
+        self.pipeline.before_backward()
         is_last = self.num_done == self.pipeline.num_microbatches
         for block in self.pipeline.sharded_blocks:
             block.set_requires_gradient_sync(
