@@ -27,7 +27,8 @@ class ReplacedForward:
     def __init__(self, module: Module) -> None:
         self.module = module
         self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
-        functools.update_wrapper(self, self.plain)
+        # Not its attributes: those of another ReplacedForward would take the place of ours.
+        functools.update_wrapper(self, self.plain, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.plain(*args, **kwargs)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.training.scripts.parts import Sentences, bert, fingerprint, gpt2, seeded, update
 
@@ -224,8 +226,56 @@ def distillation(accelerate: Any, folder: Path) -> dict[str, Any]:
     return {"wrapped": type(teacher).__name__, "weights": fingerprint(student)}
 
 
+def lora(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """A PEFT model: adapters of a frozen decoder trained, checkpointed, saved alone and merged."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    torch.manual_seed(5)
+    model = get_peft_model(gpt2(), config)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-1)
+    ids = torch.randint(1, 20, (16, 5), generator=seeded())
+    loader = DataLoader(ids, batch_size=2)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for epoch in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(input_ids=batch, labels=batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(trained, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(accelerator.gather(loss.detach()).mean()))
+        if epoch == 0:
+            accelerator.save_state(str(folder / "state"))
+            after_one = fingerprint(model)
+    unwrapped = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(
+        folder / "adapter",
+        is_main_process=accelerator.is_main_process,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    accelerator.wait_for_everyone()
+    alone = PeftModel.from_pretrained(gpt2(), folder / "adapter")
+    with torch.no_grad():
+        logits = alone.merge_and_unload()(ids[:2]).logits
+        torch.testing.assert_close(logits, unwrapped(ids[:2]).logits)
+    accelerator.load_state(str(folder / "state"))
+    return {
+        "losses": losses,
+        "files": sorted(os.listdir(folder / "adapter")),
+        "again": fingerprint(model) == after_one,
+        "weights": after_one,
+    }
+
+
 LOOPS = [
     glue,
+    lora,
     language_model,
     summarization,
     question_answering,
