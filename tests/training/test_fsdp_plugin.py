@@ -98,6 +98,9 @@ def test_the_environment_says_what_is_left_open(monkeypatch: pytest.MonkeyPatch)
     assert ParallelismConfig(tp_size=1).tp_size == 1
     with pytest.raises(ConfigError, match=r"takes 2 ranks .* and there are 1"):
         Accelerator(cpu=True)
+    monkeypatch.delenv("PARALLELISM_CONFIG_TP_SIZE")
+    # One rank has nothing to share with others: weights stay whole.
+    assert str(Accelerator(cpu=True).distributed_type) == "NO"
 
 
 @pytest.mark.parametrize(
@@ -137,8 +140,7 @@ def test_modules_are_ignored_by_name() -> None:
         (lambda: Plugin(auto_wrap_policy="all"), "expected one of .*, or a function"),
         (lambda: Plugin(state_dict_type="X"), "expected one of FULL_STATE_DICT"),
         (lambda: ParallelismConfig(tp_size=0), r"tp_size=0\): expected 1 or more"),
-        (lambda: ParallelismConfig(pp_size=2, tp_size=2), "pp_size=2 and tp_size beyond 1"),
-        (lambda: ParallelismConfig(pp_size=2, dp_shard_size=2), "use dp_replicate_size"),
+        (lambda: ParallelismConfig(pp_size=2, cp_size=2), "does not compose with divided sequ"),
         (lambda: ParallelismConfig(pp_size=4, num_microbatches=3), "expects 4 or more"),
         (
             lambda: ParallelismConfig(pp_size=2, pp_schedule="Interleaved1F1B", num_microbatches=3),

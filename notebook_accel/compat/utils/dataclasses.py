@@ -12,13 +12,13 @@ from notebook_accel.training.fsdp_plugin import (
 )
 from notebook_accel.training.megatron import MegatronLMPlugin as MegatronLMPlugin
 from notebook_accel.training.parallelism import (
+    TorchContextParallelConfig as TorchContextParallelConfig,
+)
+from notebook_accel.training.parallelism import (
     TorchTensorParallelConfig as TorchTensorParallelConfig,
 )
 from notebook_accel.training.parallelism import (
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
-)
-from notebook_accel.training.parallelism import (
-    TorchContextParallelConfig as TorchContextParallelConfig,
 )
 from notebook_accel.training.settings import AutocastKwargs as AutocastKwargs
 from notebook_accel.training.settings import ComputeEnvironment as ComputeEnvironment
