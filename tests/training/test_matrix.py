@@ -58,7 +58,6 @@ STRATEGIES: dict[str, tuple[int, int, Any]] = {
     "pipeline": (2, 1, lambda: asked_for({"pp_size": 2})),
     "pipeline x replicas": (4, 2, lambda: asked_for({"pp_size": 2, "dp_replicate_size": 2})),
     "pipeline x fsdp": (4, 2, lambda: asked_for({"pp_size": 2, "dp_shard_size": 2})),
-    "pipeline x tensor": (4, 1, lambda: asked_for({"pp_size": 2, "tp_size": 2})),
 }
 
 
