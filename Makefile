@@ -11,7 +11,7 @@ JOBS   ?= 2
 # The kernels that tests and examples start are those of the environment, not of the person.
 export JUPYTER_PREFER_ENV_PATH := 1
 
-.PHONY: help test check coverage test-chaos test-kernels test-soak bench demo lab env browser clean
+.PHONY: help test check coverage test-chaos test-deepspeed test-kernels test-soak bench demo lab env browser clean
 
 help:
 	@echo 'make demo        train in a notebook, headless; writes build/demo/'
@@ -20,6 +20,7 @@ help:
 	@echo 'make check       ruff and mypy'
 	@echo 'make coverage    the tests, with the lines that they miss'
 	@echo 'make test-chaos  kill kernels, agents, templates and ranks at random'
+	@echo 'make test-deepspeed  trains by DeepSpeed, which it installs; make test skips that'
 	@echo 'make test-kernels  blocking, background, Stop, Interrupt in six versions of ipykernel'
 	@echo 'make test-kills  kill ranks of trainings that save checkpoints, and resume each'
 	@echo 'make test-soak   launch 1,000 times, and look at what that leaves behind'
@@ -48,6 +49,11 @@ coverage: $(READY)
 
 test-chaos: $(READY)
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+test-deepspeed: $(READY)
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[deepspeed]'
+	$(PYTEST) tests/training/strategies/test_deepspeed.py $(ARGS)
 
 test-kernels: $(READY)
 	$(PYTEST) tests/notebook/matrix.py $(ARGS)

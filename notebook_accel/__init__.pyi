@@ -28,6 +28,7 @@ from .training.data import DataLoaderDispatcher as DataLoaderDispatcher
 from .training.data import DataLoaderShard as DataLoaderShard
 from .training.data import skip_first_batches as skip_first_batches
 from .training.data.config import DataLoaderConfiguration as DataLoaderConfiguration
+from .training.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from .training.fsdp_plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from .training.memory import find_executable_batch_size as find_executable_batch_size
 from .training.operations import gather_object as gather_object

@@ -61,8 +61,10 @@ _ACCELERATE_NAMES = {
 }
 # Values in that file that ask for what this package does not have.
 _ACCELERATE_ABSENT = {
-    "distributed_type": ("DEEPSPEED", "MEGATRON_LM", "XLA", "TPU"),
+    "distributed_type": ("MEGATRON_LM", "XLA", "TPU"),
 }
+# What its distributed_type means where the section that says more is left out.
+_ACCELERATE_TYPES = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
 _ACCELERATE_VARIABLES = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "debug": "ACCELERATE_DEBUG_MODE",
@@ -133,6 +135,10 @@ class LaunchConfig:
     """Fields of ``FullyShardedDataParallelPlugin``, for every ``Accelerator`` that is not given
     one; {} takes its defaults."""
 
+    deepspeed: Mapping[str, Any] | None = None
+    """Fields of ``DeepSpeedPlugin``, for every ``Accelerator`` that is not given one; {} takes its
+    defaults."""
+
     parallelism: Mapping[str, Any] | None = None
     """Sizes of ``ParallelismConfig``, for every ``Accelerator`` that is not given one."""
 
@@ -163,6 +169,9 @@ class LaunchConfig:
                 f"engine={self.engine!r} has {most} rank{'s' * (most > 1)}, so num_processes="
                 f"{wanted} cannot be had: leave it out, or take engine='local'"
             )
+        asked = [name for name in PLUGINS if getattr(self, name) is not None]
+        if len(asked) > 1 and not all(PLUGINS[name].composes for name in asked):
+            raise ConfigError(f"{' and '.join(asked)} were given, which do not compose: pass one")
         if self.devices == "cpu" and not _BACKENDS.get(self.backend or "gloo"):
             raise ConfigError(
                 f"backend={self.backend!r} needs GPUs: with devices='cpu' take 'gloo'"
@@ -449,8 +458,9 @@ def _from_accelerate(data: Mapping[str, Any]) -> dict[str, Any]:
     for name, plugin in PLUGINS.items():
         if data.get(plugin.section):
             found[name] = plugin.from_accelerate(data[plugin.section])
-    if data.get("distributed_type") == "FSDP":
-        found.setdefault("fsdp", {})
+    kind = _ACCELERATE_TYPES.get(str(data.get("distributed_type")))
+    if kind is not None:
+        found.setdefault(kind, {})
     return {**found, "devices": "cpu"} if data.get("use_cpu") else found
 
 

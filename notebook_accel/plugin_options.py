@@ -46,6 +46,9 @@ class Option:
         """
         if self.choices:
             fits, expected = value in self.choices, f"one of {', '.join(map(repr, self.choices))}"
+        elif self.kind is float:
+            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+            expected = "a number above 0"
         elif self.kind is int:
             fits = isinstance(value, int) and not isinstance(value, bool) and value >= self.least
             expected = f"a whole number, {self.least} or more"
@@ -59,6 +62,11 @@ class Option:
         """The value that a YAML file means, which may have written a flag or a number as text."""
         if isinstance(text, str) and self.kind is int and text.strip().isdecimal():
             return int(text)
+        if isinstance(text, str) and self.kind is float:
+            try:
+                return float(text)
+            except ValueError:
+                return text
         if isinstance(text, str) and self.kind is bool:
             return {"true": True, "false": False}.get(text.strip().lower(), text)
         if isinstance(text, str) and self.choices:
@@ -80,6 +88,7 @@ class Plugin:
         options: its options.
         without_effect: names in that part which are accepted and change nothing.
         other_names: names in that part that are not the lower case of the variable.
+        composes: whether it can be asked for beside another one.
     """
 
     title: str
@@ -90,6 +99,7 @@ class Plugin:
     options: tuple[Option, ...]
     without_effect: tuple[str, ...] = ()
     other_names: Mapping[str, str]
+    composes: bool = True
 
     def check(self, name: str, given: object) -> dict[str, Any] | None:
         """The options as a dictionary of their own; None stays None.
@@ -141,7 +151,7 @@ class Plugin:
             by_name[other] = by_name[variable.lower()]
         found: dict[str, Any] = {}
         for name, value in section.items():
-            if name in self.without_effect or value in (None, ""):
+            if name in self.without_effect or value in (None, "", "auto"):
                 continue
             if name not in by_name:
                 raise ConfigError(
@@ -241,6 +251,104 @@ PLUGINS: Mapping[str, Plugin] = {
             "fsdp_use_orig_params",
         ),
         other_names={"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"},
+    ),
+    "deepspeed": Plugin(
+        title="DeepSpeed",
+        about="DeepSpeed: ZeRO, optimizer states, gradients and weights in parts.",
+        plugin_class="DeepSpeedPlugin",
+        switch="ACCELERATE_USE_DEEPSPEED",
+        section="deepspeed_config",
+        options=(
+            Option(
+                name="zero_stage",
+                variable="ACCELERATE_DEEPSPEED_ZERO_STAGE",
+                kind=int,
+                about="in parts: 1 optimizer states, 2 gradients too, 3 weights too",
+                least=0,
+            ),
+            Option(
+                name="gradient_accumulation_steps",
+                variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+                kind=int,
+                about="batches a step",
+            ),
+            Option(
+                name="gradient_clipping",
+                variable="ACCELERATE_GRADIENT_CLIPPING",
+                kind=float,
+                about="largest norm of the gradients",
+            ),
+            Option(
+                name="offload_optimizer_device",
+                variable="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+                kind=str,
+                about="where optimizer states live",
+                choices=("none", "cpu", "nvme"),
+            ),
+            Option(
+                name="offload_param_device",
+                variable="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+                kind=str,
+                about="where weights live, in stage 3",
+                choices=("none", "cpu", "nvme"),
+            ),
+            Option(
+                name="offload_optimizer_nvme_path",
+                variable="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+                kind=str,
+                about="folder for optimizer states on nvme",
+            ),
+            Option(
+                name="offload_param_nvme_path",
+                variable="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+                kind=str,
+                about="folder for weights on nvme",
+            ),
+            Option(
+                name="zero3_init_flag",
+                variable="ACCELERATE_DEEPSPEED_ZERO3_INIT",
+                kind=bool,
+                about="from_pretrained puts weights in parts as it reads them",
+            ),
+            Option(
+                name="zero3_save_16bit_model",
+                variable="ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+                kind=bool,
+                about="DeepSpeed's own save_16bit_model is possible",
+            ),
+            Option(
+                name="transformer_moe_cls_names",
+                variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+                kind=str,
+                about="layers of experts that stage 3 gathers as a whole, with commas",
+            ),
+            Option(
+                name="hf_ds_config",
+                variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
+                kind=str,
+                about="a DeepSpeed configuration file; what it does not say is taken from here",
+            ),
+        ),
+        without_effect=(
+            "deepspeed_exclusion_filter",
+            "deepspeed_hostfile",
+            "deepspeed_inclusion_filter",
+            "deepspeed_multinode_launcher",
+        ),
+        other_names={
+            "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+            "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+            "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+            "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+            "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+            "offload_optimizer_nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+            "offload_param_nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+            "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+            "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+            "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+            "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+        },
+        composes=False,
     ),
     "parallelism": Plugin(
         title="Mesh of ranks",

@@ -17,6 +17,7 @@ from notebook_accel.config import (
     default_config_path,
     resolve,
 )
+from notebook_accel.plugin_options import PLUGINS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,6 +97,7 @@ def _settings_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         ("seed", -1, "0 or more"),
         ("seed", "7", "whole number"),
         ("fsdp", True, "mapping of FullyShardedDataParallelPlugin's fields"),
+        ("deepspeed", 2, "mapping of DeepSpeedPlugin's fields"),
         ("parallelism", 2, "mapping of ParallelismConfig's fields"),
     ],
 )
@@ -129,7 +131,6 @@ def test_a_bad_option_of_a_plugin_is_named(given: dict[str, Any], said: str) -> 
 
 def test_the_options_of_a_plugin_are_its_fields() -> None:
     import notebook_accel
-    from notebook_accel.plugin_options import PLUGINS
 
     for name, plugin in PLUGINS.items():
         assert name in {field.name for field in fields(LaunchConfig)}
@@ -296,7 +297,7 @@ def test_accelerates_file_for_the_cpu(tmp_path: Path) -> None:
     "line",
     [
         "num_machines: 2",
-        "distributed_type: DEEPSPEED",
+        "distributed_type: MEGATRON_LM",
         "mixed_precision: fp8",
     ],
 )
@@ -340,6 +341,36 @@ def test_accelerates_file_for_fsdp_and_a_mesh(tmp_path: Path) -> None:
     path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_moon: 1\n")
     with pytest.raises(ConfigError, match="fsdp_config: fsdp_moon: not supported"):
         LaunchConfig.load(path)
+
+
+def test_accelerates_file_for_deepspeed(tmp_path: Path) -> None:
+    path = tmp_path / "default_config.yaml"
+    path.write_text(
+        "compute_environment: LOCAL_MACHINE\n"
+        "distributed_type: DEEPSPEED\n"
+        "deepspeed_config:\n"
+        "  deepspeed_multinode_launcher: standard\n"
+        "  gradient_accumulation_steps: auto\n"
+        "  gradient_clipping: 1\n"
+        "  offload_optimizer_device: none\n"
+        "  zero3_init_flag: 'true'\n"
+        "  zero_stage: 3\n"
+        "num_processes: 2\n"
+    )
+    given = {"gradient_clipping": 1, "offload_optimizer_device": "none", "zero3_init_flag": True}
+    expected = LaunchConfig(num_processes=2, deepspeed={**given, "zero_stage": 3})
+    assert LaunchConfig.load(path) == expected
+    assert PLUGINS["deepspeed"].variables(expected.deepspeed or {}) == {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_GRADIENT_CLIPPING": "1",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+    }
+    path.write_text("distributed_type: DEEPSPEED\n")
+    assert LaunchConfig.load(path) == LaunchConfig(deepspeed={})
+    with pytest.raises(ConfigError, match="fsdp and deepspeed were given"):
+        LaunchConfig(deepspeed={}, fsdp={})
 
 
 def test_accelerates_own_writer(tmp_path: Path) -> None:

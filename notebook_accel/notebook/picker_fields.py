@@ -180,6 +180,7 @@ class StrategyRow(Row):
             names
             for number in range(1, len(PLUGINS) + 1)
             for names in combinations(PLUGINS, number)
+            if number == 1 or all(PLUGINS[name].composes for name in names)
         ]
         options: list[tuple[str, tuple[str, ...]]] = [(_DATA_PARALLEL, ())]
         options += [(" + ".join(PLUGINS[name].title for name in names), names) for names in chosen]

@@ -8,7 +8,7 @@ Each method hands over to the part that does the work: ``processes`` (the ranks)
 from __future__ import annotations
 
 import gc
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.compiling import DynamoBackend, TorchDynamoPlugin
     from notebook_accel.training.data.config import DataLoaderConfiguration
+    from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin
     from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.optimizer import AcceleratedOptimizer
     from notebook_accel.training.parallelism import ParallelismConfig
@@ -81,6 +82,7 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
         gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         parallelism_config: ParallelismConfig | None = None,
         rng_types: Sequence[Any] | None = None,
@@ -95,6 +97,7 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
         dispatch_batches: bool | None = None,
         even_batches: bool | None = None,
         use_seedable_sampler: bool | None = None,
+        deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         **others: Any,
     ) -> None:
         """Find out where this rank stands; make the process group if there are several ranks.
@@ -107,6 +110,7 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
             dataloader_config: how batches are shared out; ``split_batches``,
                 ``dispatch_batches``, ``even_batches`` and ``use_seedable_sampler`` set fields
                 of it.
+            deepspeed_plugin: DeepSpeed's ZeRO; ``deepspeed_plugins`` is several of them, by name.
             fsdp_plugin: weights in parts, one a rank, instead of a whole model on each.
             parallelism_config: how many ranks each kind of parallelism gets.
             rng_types: random numbers that ranks take from rank 0 as a loader begins.
@@ -147,6 +151,7 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
             parallelism=parallelism_config,
             dynamo=dynamo_plugin,
             dynamo_backend=dynamo_backend,
+            deepspeed=(deepspeed_plugin, deepspeed_plugins),
             loaders=loaders,
             device_placement=device_placement,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
@@ -162,7 +167,7 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
         self._accumulation.show()
         current().shared[_STRATEGY] = self._strategy
         self._strategy.data_group.show()
-        AcceleratorSettings(self.mixed_precision, self._strategy.distributed_type).show()
+        AcceleratorSettings(self.mixed_precision, self.distributed_type, plan.deepspeed).show()
         self._prepared.watch.start(self)
         self._made_here = frozenset(vars(self))
 
@@ -432,12 +437,9 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
             joinables: the prepared models.
             even_batches: what holds for prepared loaders within the block.
         """
-        with self._prepared.even_batches(even_batches):
-            if self.num_processes == 1:
-                yield
-                return
-            with Join(list(joinables)):
-                yield
+        joined = Join(list(joinables)) if self.num_processes > 1 else nullcontext()
+        with self._prepared.even_batches(even_batches), joined:
+            yield
 
     def set_trigger(self) -> None:
         """Let the next ``check_trigger`` of all ranks be True."""

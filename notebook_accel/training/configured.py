@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from notebook_accel.training.data.config import DataLoaderConfiguration
+    from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin
     from notebook_accel.training.parallelism import ParallelismConfig
     from notebook_accel.training.plan import Plan
     from notebook_accel.training.settings import ProjectConfiguration
@@ -60,6 +61,11 @@ class ConfiguredView(ProcessView):
     def mixed_precision(self) -> str:
         """ "no", "bf16" or "fp16"."""
         return self._plan.precision.name
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The DeepSpeed plugin that ``prepare`` uses now; None without DeepSpeed."""
+        return None if self._plan.deepspeed is None else self._plan.deepspeed.active
 
     @property
     def is_fsdp2(self) -> bool:

@@ -10,6 +10,7 @@ from notebook_accel.training import topology
 from notebook_accel.training.accumulation import Accumulation, resolve_plugin
 from notebook_accel.training.compiling import resolve_dynamo
 from notebook_accel.training.data.config import DataLoaderConfiguration
+from notebook_accel.training.deepspeed_plugin import resolve_deepspeed
 from notebook_accel.training.fsdp_plugin import resolve_fsdp
 from notebook_accel.training.notices import notice_once
 from notebook_accel.training.parallelism import fit_sizes, resolve_parallelism
@@ -30,13 +31,12 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
 
+    from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugins
+
 __all__ = ["Plan", "make_plan", "refuse_unbuilt", "resolve_loaders", "resolve_project"]
 
-_DEEPSPEED = "DeepSpeed is not there yet; prepare() trains with DDP over the ranks"
 # Arguments of Hugging Face's Accelerator that nothing here answers to yet, and what there is.
 _UNBUILT = {
-    "deepspeed_plugin": _DEEPSPEED,
-    "deepspeed_plugins": _DEEPSPEED,
     "megatron_lm_plugin": "Megatron-LM is not there; prepare() trains with DDP over the ranks",
     "torch_tp_plugin": "pass parallelism_config=ParallelismConfig(tp_size=...) instead",
 }
@@ -56,6 +56,7 @@ class Plan:
     device_placement: bool
     step_scheduler_with_optimizer: bool
     rng_types: tuple[str, ...] | None
+    deepspeed: DeepSpeedPlugins | None
 
 
 def make_plan(
@@ -69,6 +70,7 @@ def make_plan(
     parallelism: Any,
     dynamo: Any,
     dynamo_backend: Any,
+    deepspeed: tuple[Any, Any],
     loaders: DataLoaderConfiguration,
     device_placement: bool,
     step_scheduler_with_optimizer: bool,
@@ -83,7 +85,6 @@ def make_plan(
         ConfigError: a setting makes no sense.
     """
     checked = check_handlers(handlers)
-    precision_name = resolve_precision(mixed_precision)
     if plugin is not None and num_steps not in (None, 1):
         raise ConfigError(
             f"gradient_accumulation_steps={num_steps} and a gradient_accumulation_plugin were "
@@ -95,6 +96,17 @@ def make_plan(
     num_ranks, num_local_ranks = topology.count_ranks()
     if sizes is not None or sharding is not None:
         fit_sizes(sizes, sharding, num_processes=num_ranks, local_num_processes=num_local_ranks)
+    zero = resolve_deepspeed(*deepspeed)
+    if zero is not None and (sharding is not None or sizes is not None):
+        raise ConfigError(
+            "a DeepSpeedPlugin and a plugin for FSDP or a ParallelismConfig were given (arguments "
+            "or environment), which do not compose: pass one of them"
+        )
+    if zero is not None:
+        # What its configuration says holds for everything here.
+        mixed_precision = zero.active.resolve_precision(mixed_precision)
+        num_steps = zero.active.resolve_steps(num_steps)
+    precision_name = resolve_precision(mixed_precision)
     window = resolve_plugin(None if plugin else num_steps, plugin)
     found = topology.establish(cpu=cpu, options=pick_handler(checked, InitProcessGroupKwargs))
     if cpu and found.device.type != "cpu":
@@ -105,6 +117,7 @@ def make_plan(
         autocast=pick_handler(checked, AutocastKwargs),
         scaler=pick_handler(checked, GradScalerKwargs),
     )
+    accumulation = Accumulation(window)
     return Plan(
         topology=found,
         strategy=make_strategy(
@@ -115,15 +128,18 @@ def make_plan(
                 fsdp=sharding,
                 parallelism=sizes,
                 dynamo=compiling,
+                deepspeed=zero,
+                accumulation=accumulation,
             )
         ),
         precision=precision,
-        accumulation=Accumulation(window),
+        accumulation=accumulation,
         loaders=loaders,
         handlers=checked,
         device_placement=device_placement,
         step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         rng_types=None if rng_types is None else tuple(map(str, rng_types)),
+        deepspeed=zero,
     )
 
 

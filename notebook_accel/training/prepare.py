@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
-from notebook_accel.training import devices
 from notebook_accel.training.data import prepare_data_loader
 from notebook_accel.training.models import strip_forward, uncompiled
 from notebook_accel.training.notices import notice_once
@@ -124,7 +123,13 @@ class Preparation:
                 _refuse_spread_model(item, self.plan.topology.num_processes)
                 device = self._device(placement[index])
                 models[id(item)] = ModelToPrepare(item, not evaluation, device)
-        call = PrepareCall([*models.values()], [*optimizers.values()])
+        call = PrepareCall(
+            [*models.values()],
+            [*optimizers.values()],
+            [item for item in objects if isinstance(item, LRScheduler)],
+            self._schedule_steps,
+            [size for item in objects for size in _batch_sizes(item, self._num_shares)],
+        )
         wrapped, stepped = self.plan.strategy.prepare(call)
         for given, model in zip(call.models, wrapped, strict=True):
             self._keep(PreparedModel(given.model, model, given.training))
@@ -197,12 +202,8 @@ class Preparation:
         for known in self.optimizers:
             if known.optimizer is stepped:
                 return known
-        prepared = AcceleratedOptimizer(
-            stepped,
-            self._device(placement) is not None,
-            accumulation=self.plan.accumulation,
-            scaling=self.plan.strategy.scaling,
-            device_memory=devices.memory_reader(self.plan.topology.device),
+        prepared = self.plan.strategy.wrap_optimizer(
+            stepped, self.plan.accumulation, moves_state=self._device(placement) is not None
         )
         self.watch.knows(stepped)
         self.optimizers.append(prepared)
@@ -222,15 +223,25 @@ class Preparation:
             for known in self.optimizers
             if any(known is it or known.optimizer is it for it in own)
         ]
-        prepared = AcceleratedScheduler(
+        prepared = plan.strategy.wrap_scheduler(
             scheduler,
             bound or self.optimizers,
             accumulation=plan.accumulation,
-            num_steps=1 if plan.loaders.split_batches else plan.strategy.data_group.size,
+            num_steps=self._schedule_steps,
             step_with_optimizer=plan.step_scheduler_with_optimizer,
         )
         self.schedulers.append(prepared)
         return prepared
+
+    @property
+    def _num_shares(self) -> int:
+        """Into how many parts a batch of a loader is divided."""
+        return self.plan.strategy.data_group.size if self.plan.loaders.split_batches else 1
+
+    @property
+    def _schedule_steps(self) -> int:
+        """By how much a schedule moves with a step: by the batches that all ranks used for it."""
+        return self.plan.strategy.data_group.size // self._num_shares
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> list[Optimizer]:
         """The wrapped optimizers that step at least one of the parameters."""
@@ -261,6 +272,14 @@ class Preparation:
 
     def _parameter_ids(self) -> set[int]:
         return {id(weight) for known in self.models for weight in known.inner.parameters()}
+
+
+def _batch_sizes(item: object, num_shares: int) -> list[int]:
+    """How many samples a rank takes at once of a loader that says so."""
+    if not isinstance(item, DataLoader):
+        return []
+    size = item.batch_size or getattr(item.batch_sampler, "batch_size", None)
+    return [size // num_shares] if isinstance(size, int) else []
 
 
 def _refuse_foreign(item: object) -> None:

@@ -6,8 +6,9 @@ They hold nothing of their own: what they show lives in the rank's context.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
 from notebook_accel.training import topology
 from notebook_accel.training.accumulation import (
@@ -26,6 +27,9 @@ from notebook_accel.training.settings import (
     InitProcessGroupKwargs,
 )
 
+if TYPE_CHECKING:
+    from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
+
 __all__ = [
     "AcceleratorSettings",
     "AcceleratorState",
@@ -34,6 +38,7 @@ __all__ = [
     "PartialState",
     "do_nothing",
     "is_initialized",
+    "get_active_deepspeed_plugin",
 ]
 
 _SETTINGS = "accelerator settings"
@@ -93,6 +98,8 @@ class AcceleratorSettings:
     mixed_precision: str
     distributed_type: DistributedType | None = None
     """None: as the topology says."""
+    deepspeed: DeepSpeedPlugins | None = None
+    """What DeepSpeed was asked for."""
 
     def show(self) -> None:
         """Let ``AcceleratorState`` show this."""
@@ -101,9 +108,6 @@ class AcceleratorSettings:
 
 class AcceleratorState(PartialState):
     """``PartialState`` with the settings of this rank's newest ``Accelerator``."""
-
-    deepspeed_plugin: None = None
-    """There is none; code that asks for it gets its answer."""
 
     def __init__(
         self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any
@@ -123,6 +127,40 @@ class AcceleratorState(PartialState):
         return self._settings.distributed_type or super().distributed_type
 
     @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The plugin that ``prepare`` uses now; None without DeepSpeed."""
+        return None if self._settings.deepspeed is None else self._settings.deepspeed.active
+
+    @property
+    def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
+        """All plugins by name; None without DeepSpeed."""
+        return None if self._settings.deepspeed is None else self._settings.deepspeed.by_name
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """The plugin of this name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        return self._some_deepspeed.named(name)
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Let ``prepare`` use the plugin of this name from now on.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        self._some_deepspeed.select(name)
+
+    @property
+    def _some_deepspeed(self) -> DeepSpeedPlugins:
+        if self._settings.deepspeed is None:
+            raise ConfigError(
+                "there is no DeepSpeedPlugin: make the Accelerator with deepspeed_plugins={...}"
+            )
+        return self._settings.deepspeed
+
+    @property
     def _settings(self) -> AcceleratorSettings:
         settings: AcceleratorSettings = current().shared[_SETTINGS]
         return settings
@@ -135,6 +173,15 @@ class AcceleratorState(PartialState):
         current().shared.pop(_SETTINGS, None)
         if reset_partial_state:
             PartialState._reset_state()
+
+
+def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
+    """The DeepSpeed plugin that ``prepare`` uses now.
+
+    Raises:
+        ConfigError: this rank's ``Accelerator`` was made without one.
+    """
+    return state._some_deepspeed.active
 
 
 class GradientState:

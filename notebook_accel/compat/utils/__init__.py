@@ -5,6 +5,7 @@ from notebook_accel.training.parallelism import ParallelismConfig as Parallelism
 from .bnb import *
 from .constants import *
 from .dataclasses import *
+from .deepspeed import *
 from .environment import *
 from .fsdp_utils import *
 from .imports import *

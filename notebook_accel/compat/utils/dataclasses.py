@@ -7,6 +7,7 @@ from notebook_accel.training.big_modeling.quantized import (
 from notebook_accel.training.compiling import DynamoBackend as DynamoBackend
 from notebook_accel.training.compiling import TorchDynamoPlugin as TorchDynamoPlugin
 from notebook_accel.training.data.config import DataLoaderConfiguration as DataLoaderConfiguration
+from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from notebook_accel.training.fsdp_plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )

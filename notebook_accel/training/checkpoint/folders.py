@@ -28,6 +28,7 @@ NUMBERED = re.compile(r"checkpoint_(\d+)")
 _OURS = re.compile(
     r"(model|pytorch_model|optimizer|scheduler|loader)(_\d+)?\.(safetensors|bin)|scaler\.pt"
     r"|(random_states|custom_checkpoint)_\d+\.pkl|pytorch_model_fsdp_\d+|optimizer_\d+"
+    r"|pytorch_model|latest|zero_to_(fp32|torch)\.py"
     r"|gradients_\d+\.bin"
 )
 

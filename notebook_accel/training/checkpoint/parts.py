@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.training.checkpoint import zero
 from notebook_accel.training.checkpoint.pieces import Piece
 from notebook_accel.training.checkpoint.state_files import read_state, write_state
 from notebook_accel.training.checkpoint.weights import (
@@ -55,11 +56,12 @@ class Parts:
                     numbered("model", index, ".safetensors"),
                     numbered("pytorch_model", index, ".bin"),
                     f"pytorch_model_fsdp_{index}",
+                    zero.FOLDER,
                 ]
                 for index in range(len(self.models))
             ),
             *(
-                [numbered("optimizer", index, ".bin"), f"optimizer_{index}"]
+                [numbered("optimizer", index, ".bin"), f"optimizer_{index}", zero.FOLDER]
                 for index in range(len(self.optimizers))
             ),
         ]
@@ -79,6 +81,10 @@ class Parts:
             safe: whole weights as safetensors.
             writes: whether this rank writes what is whole.
         """
+        own = self.strategy.own_piece()
+        if own is not None:
+            yield own
+            return
         if self.strategy.saves_shards:
             # Imported here: torch's distributed checkpoints take 0.3 s, for sharded training alone.
             from notebook_accel.training.checkpoint import sharded
@@ -114,6 +120,8 @@ class Parts:
         Raises:
             FileNotFoundError: a model or an optimizer is not in the folder.
         """
+        if self.strategy.read_own(folder):
+            return
         for index, model in enumerate(map(uncompiled, models)):
             self._read_model(model, folder, index, strict=strict)
         for index, optimizer in enumerate(self.optimizers):
@@ -126,6 +134,8 @@ class Parts:
             sharded.read_model(model, folder, index, strict=strict)
             return
         state = load_weights(folder, index)
+        if state is None and zero.is_in(folder):
+            state = zero.read_weights(folder)
         if state is None:
             raise FileNotFoundError(numbered("model", index, ".safetensors"))
         self.strategy.load_state_dict(model, with_ties(state, model), strict=strict)
@@ -139,6 +149,9 @@ class Parts:
             sharded.read_optimizer(optimizer, sharded.names_of(self.models), folder, index)
             return
         path = folder / numbered("optimizer", index, ".bin")
+        if not path.exists() and zero.is_in(folder):
+            zero.say_optimizer_begins_anew(folder)
+            return
         if not path.exists():
             raise FileNotFoundError(path.name)
         self.strategy.load_optimizer_state(optimizer, read_state(path, options))

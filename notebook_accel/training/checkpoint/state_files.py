@@ -33,7 +33,7 @@ from notebook_accel.errors import ConfigError, NotebookAccelError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["explain", "read_state", "write_state"]
+__all__ = ["explain", "is_safe_name", "read_state", "write_state"]
 
 _COMMON_TYPES = (
     *(bool, int, float, complex, str, bytes, bytearray),
@@ -67,7 +67,7 @@ def write_state(state: Any, path: Path, owner: str) -> None:
             "state_dict()"
         ) from error
     named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    refused = sorted(name for name in named if _find(*name.rpartition(".")[::2]) is None)
+    refused = sorted(name for name in named if not is_safe_name(name))
     if refused:
         raise ConfigError(
             f"{path.name}: the state of {owner} holds {', '.join(refused)}, which load_state would "
@@ -101,6 +101,12 @@ def read_state(path: Path, options: dict[str, Any] | None = None) -> Any:
         ) from error
     except Exception as error:
         raise NotebookAccelError(explain(path, error)) from error
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether what a pickle calls so, module first, is known to do no harm."""
+    module, _, own = name.rpartition(".")
+    return _find(module, own) is not None
 
 
 def explain(path: Path, error: Exception) -> str:

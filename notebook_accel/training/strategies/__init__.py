@@ -29,6 +29,10 @@ __all__ = [
 ]
 
 
+def _wants_deepspeed(request: Request) -> bool:
+    return request.deepspeed is not None
+
+
 def _wants_stages(request: Request) -> bool:
     return request.parallelism is not None and request.parallelism.pp_enabled
 
@@ -60,6 +64,7 @@ class Choice(NamedTuple):
 
 # In order: what was asked for by name comes before what follows from the number of ranks.
 STRATEGIES = {
+    "deepspeed": Choice(_wants_deepspeed, "deepspeed", "DeepSpeedZero"),
     "pipeline": Choice(_wants_stages, "pipeline", "PipelineParallel"),
     "mesh": Choice(_wants_weights_in_parts, "mesh", "MeshParallel"),
     "ddp": Choice(_has_several_ranks, "ddp", "DataParallel"),
@@ -68,6 +73,7 @@ STRATEGIES = {
 
 # Classes in which strategies, or users, wrap a model, whose ``module`` is the model itself.
 _WRAPPERS = {
+    "deepspeed.runtime.engine.DeepSpeedEngine",
     "torch.nn.parallel.data_parallel.DataParallel",
     "torch.nn.parallel.distributed.DistributedDataParallel",
 }

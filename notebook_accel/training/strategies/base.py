@@ -16,18 +16,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from notebook_accel.training import topology
+from notebook_accel.training import devices, topology
 from notebook_accel.training.compiling import compile_model
 from notebook_accel.training.data_group import DataGroup
+from notebook_accel.training.optimizer import AcceleratedOptimizer
+from notebook_accel.training.scheduler import AcceleratedScheduler
 from notebook_accel.training.strategies.request import call_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
+    from pathlib import Path
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
     from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
+    from notebook_accel.training.accumulation import Accumulation
+    from notebook_accel.training.checkpoint.pieces import Piece
     from notebook_accel.training.parallelism import ParallelismConfig
     from notebook_accel.training.settings import DistributedType
     from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
@@ -83,6 +89,24 @@ class Strategy:
     def place(self, given: ModelToPrepare) -> Module:
         """One model on the device where it computes."""
         return given.model if given.device is None else given.model.to(given.device)
+
+    def wrap_optimizer(
+        self, optimizer: Optimizer, accumulation: Accumulation, *, moves_state: bool
+    ) -> AcceleratedOptimizer:
+        """What the loop steps; ``moves_state`` puts a state that was made before on the device."""
+        return AcceleratedOptimizer(
+            optimizer,
+            moves_state,
+            accumulation=accumulation,
+            scaling=self.scaling,
+            device_memory=devices.memory_reader(self.topology.device),
+        )
+
+    def wrap_scheduler(
+        self, scheduler: LRScheduler, optimizers: list[AcceleratedOptimizer], **settings: Any
+    ) -> AcceleratedScheduler:
+        """What the loop moves; ``settings`` are those of :class:`AcceleratedScheduler`."""
+        return AcceleratedScheduler(scheduler, optimizers, **settings)
 
     def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
         """While it is entered, backward exchanges gradients between ranks, or does not."""
@@ -180,6 +204,16 @@ class Strategy:
         for name, weight in model.named_parameters():
             if name in given:
                 weight.grad = given[name].to(weight.device)
+
+    def own_piece(self) -> Piece | None:
+        """Models and optimizers as the strategy's library writes them; None where it has no own
+        way."""
+        return None
+
+    def read_own(self, folder: Path) -> bool:
+        """Let the strategy's library read what :meth:`own_piece` wrote; False where that is not
+        there."""
+        return False
 
     def make_whole(self, values: Any) -> Any:
         """``values`` with whole tensors in place of parts; all ranks call it."""

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     import torch
     from torch.nn import Module
     from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
+    from notebook_accel.training.accumulation import Accumulation
+    from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugins
     from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.parallelism import ParallelismConfig
     from notebook_accel.training.precision import Precision
@@ -34,6 +37,9 @@ class Request:
     fsdp: FullyShardedDataParallelPlugin | None = None
     parallelism: ParallelismConfig | None = None
     dynamo: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
+    deepspeed: DeepSpeedPlugins | None = None
+    accumulation: Accumulation | None = None
+    """The windows, for a strategy whose library exchanges gradients by them."""
 
 
 @dataclass
@@ -53,6 +59,11 @@ class PrepareCall:
 
     models: list[ModelToPrepare] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[LRScheduler] = field(default_factory=list)
+    schedule_steps: int = 1
+    """By how much a schedule moves with a step of its optimizer."""
+    batch_sizes: list[int] = field(default_factory=list)
+    """Samples that a rank takes at once, of each loader that says so."""
 
 
 def call_model(model: Module, inputs: Any) -> Any:

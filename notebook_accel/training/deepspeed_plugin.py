@@ -1,0 +1,414 @@
+"""How a user asks for DeepSpeed: ``DeepSpeedPlugin``, alone or several of them by name.
+
+Its fields and environment variables are those of Hugging Face Accelerate; a field left at None
+takes its entry of the configuration, then its variable, then its default. DeepSpeed itself is
+imported by the strategy alone (``strategies/deepspeed.py``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from notebook_accel.config import parse_flag
+from notebook_accel.errors import ConfigError
+from notebook_accel.launch.rank import current
+from notebook_accel.training import environment
+from notebook_accel.training.availability import (
+    is_deepspeed_available,
+    is_transformers_available,
+)
+from notebook_accel.training.deepspeed_config import AUTO, HfDeepSpeedConfig, is_open
+from notebook_accel.training.notices import notice_once
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch.nn import Module
+
+__all__ = [
+    "DeepSpeedPlugin",
+    "DeepSpeedPlugins",
+    "resolve_deepspeed",
+]
+
+_ZERO = "zero_optimization."
+_DEVICES = ("none", "cpu", "nvme")
+
+
+def _auto_or(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    return lambda text: text if text == AUTO else kind(text)
+
+
+def _flag(text: str) -> bool:
+    return parse_flag("zero3_save_16bit_model", text)
+
+
+class _Field(NamedTuple):
+    """A field of the plugin that is an entry of the configuration."""
+
+    key: str
+    variable: str
+    """Without the prefix ACCELERATE_ or NOTEBOOK_ACCEL_."""
+    default: Any
+    read: Callable[[str], Any] = str
+
+
+_FIELDS = {
+    "gradient_accumulation_steps": _Field(
+        "gradient_accumulation_steps", "GRADIENT_ACCUMULATION_STEPS", AUTO, _auto_or(int)
+    ),
+    "gradient_clipping": _Field("gradient_clipping", "GRADIENT_CLIPPING", AUTO, _auto_or(float)),
+    "zero_stage": _Field(_ZERO + "stage", "DEEPSPEED_ZERO_STAGE", 2, int),
+    "offload_optimizer_device": _Field(
+        _ZERO + "offload_optimizer.device", "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"
+    ),
+    "offload_optimizer_nvme_path": _Field(
+        _ZERO + "offload_optimizer.nvme_path", "DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", None
+    ),
+    "offload_param_device": _Field(
+        _ZERO + "offload_param.device", "DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"
+    ),
+    "offload_param_nvme_path": _Field(
+        _ZERO + "offload_param.nvme_path", "DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", None
+    ),
+    "zero3_save_16bit_model": _Field(
+        _ZERO + "stage3_gather_16bit_weights_on_model_save",
+        "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+        False,
+        _flag,
+    ),
+}
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """Weights, gradients and optimizer states over the ranks by DeepSpeed's ZeRO.
+
+    DeepSpeed does precision, loss scaling, accumulation and clipping itself. What it is to do is a
+    configuration: a file or dictionary (``hf_ds_config``) whose "auto" entries ``prepare`` fills
+    in, or one that is made of the other fields.
+
+    Attributes:
+        deepspeed_config: the configuration, as a dictionary; ``prepare`` completes it in place.
+
+    Raises:
+        ConfigError: a field has a value that is not known, or another one than the configuration.
+    """
+
+    hf_ds_config: Any = None
+    """A DeepSpeed configuration: dictionary, path of a JSON file, or ``HfDeepSpeedConfig``.
+    Variable ACCELERATE_DEEPSPEED_CONFIG_FILE."""
+    gradient_accumulation_steps: Any = None
+    """Batches a step; None or "auto" takes the Accelerator's. Variable
+    ACCELERATE_GRADIENT_ACCUMULATION_STEPS."""
+    gradient_clipping: Any = None
+    """Largest norm of the gradients; None or "auto" clips where ``clip_grad_norm_`` is called.
+    Variable ACCELERATE_GRADIENT_CLIPPING."""
+    zero_stage: int | None = None
+    """0: nothing in parts; 1: optimizer states; 2: gradients too; 3: weights too. Variable
+    ACCELERATE_DEEPSPEED_ZERO_STAGE, else 2."""
+    is_train_batch_min: bool = True
+    """Of several loaders with different batch sizes, whether the smallest or the largest counts."""
+    offload_optimizer_device: str | None = None
+    """Where optimizer states live: "none" (with the weights), "cpu" or "nvme". Variable
+    ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE."""
+    offload_param_device: str | None = None
+    """Where weights live, in stage 3: "none", "cpu" or "nvme". Variable
+    ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE."""
+    offload_optimizer_nvme_path: str | None = None
+    """Folder on a disk, for "nvme". Variable ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH."""
+    offload_param_nvme_path: str | None = None
+    """Folder on a disk, for "nvme". Variable ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH."""
+    zero3_init_flag: bool | None = None
+    """In stage 3, whether ``from_pretrained`` of Transformers puts weights in parts as it reads
+    them. Variable ACCELERATE_DEEPSPEED_ZERO3_INIT, else True in stage 3."""
+    zero3_save_16bit_model: bool | None = None
+    """Entry of the configuration for DeepSpeed's own ``save_16bit_model``; ``save_model`` and
+    ``get_state_dict`` gather whole weights with and without. Variable
+    ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL."""
+    transformer_moe_cls_names: str | None = None
+    """Names of classes, with commas, that stage 3 gathers as a whole: layers of experts, of which
+    a batch uses some. Variable ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES."""
+    enable_msamp: bool | None = None
+    """True is refused: MS-AMP is not there."""
+    msamp_opt_level: str | None = None
+    """Accepted."""
+
+    def __post_init__(self) -> None:
+        if self.enable_msamp:
+            raise ConfigError('enable_msamp=True: MS-AMP is not there; use mixed_precision="bf16"')
+        self.selected = False
+        self._told: Any = None
+        self._wants_init = self.zero3_init_flag is True
+        given = self.hf_ds_config or environment.read("DEEPSPEED_CONFIG_FILE") or "none"
+        self.hf_ds_config = _configuration_of(given)
+        self._join_with_fields()
+        self._check()
+        self.deepspeed_config = self.hf_ds_config.config
+        # Steps are reported by this package's own views.
+        self.deepspeed_config["steps_per_print"] = float("inf")
+        is_zero3 = self.hf_ds_config.is_zero3()
+        if self.zero3_init_flag is None:
+            text = environment.read("DEEPSPEED_ZERO3_INIT")
+            self.zero3_init_flag = is_zero3 if text is None else _flag(text)
+            self._wants_init = text is not None and self.zero3_init_flag
+        if self.zero3_init_flag and not is_zero3:
+            notice_once("zero3 init", "zero3_init_flag has no effect below zero_stage=3")
+            self.zero3_init_flag = False
+        if self.transformer_moe_cls_names is None:
+            self.transformer_moe_cls_names = environment.read("DEEPSPEED_MOE_LAYER_CLS_NAMES")
+
+    def _join_with_fields(self) -> None:
+        """Let fields and configuration say the same."""
+        differing = []
+        for name, entry in _FIELDS.items():
+            asked, there = getattr(self, name), self.get_value(entry.key)
+            if not is_open(asked):
+                if not is_open(there) and there != asked:
+                    differing.append(f"{name}={asked!r}, and {entry.key} is {there!r}")
+                self.hf_ds_config.set_value(entry.key, asked)
+                continue
+            value = there
+            if is_open(value):
+                value = _from_environment(name, entry)
+                if there is not None:
+                    self.hf_ds_config.set_value(entry.key, value)
+            setattr(self, name, value)
+        if differing:
+            raise ConfigError(
+                f"DeepSpeedPlugin and its configuration differ: {'; '.join(differing)}. Give one "
+                'of them, or set the entry of the configuration to "auto"'
+            )
+
+    def _check(self) -> None:
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ConfigError(f"zero_stage={self.zero_stage!r}: expected 0, 1, 2 or 3")
+        for what, least in (("optimizer", 1), ("param", 3)):
+            name = f"offload_{what}_device"
+            device = getattr(self, name)
+            if device not in _DEVICES:
+                raise ConfigError(f"{name}={device!r}: expected one of {_DEVICES}")
+            if device != "none" and self.zero_stage < least:
+                raise ConfigError(
+                    f"{name}={device!r} and zero_stage={self.zero_stage}: expected zero_stage="
+                    f'{least} or more, or {name}="none"'
+                )
+            path = getattr(self, f"offload_{what}_nvme_path")
+            if device == "nvme" and path in (None, "none"):
+                raise ConfigError(f'{name}="nvme" needs a folder: set offload_{what}_nvme_path')
+        steps = self.gradient_accumulation_steps
+        if steps != AUTO and not (isinstance(steps, int) and steps >= 1):
+            raise ConfigError(
+                f'gradient_accumulation_steps={steps!r}: expected a whole number, or "auto"'
+            )
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """An entry of the configuration, by its name with dots."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether an entry is to be filled in by ``prepare``."""
+        return bool(self.hf_ds_config.is_auto(ds_key_long))
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether ``from_pretrained`` of Transformers puts weights in parts as it reads them."""
+        return bool(self.zero3_init_flag)
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """A block in which ``from_pretrained`` puts weights in parts, or does not."""
+        before, self.zero3_init_flag = self.zero3_init_flag, enable
+        self.set_deepspeed_weakref()
+        try:
+            yield
+        finally:
+            self.zero3_init_flag = before
+            self.set_deepspeed_weakref()
+
+    def set_deepspeed_weakref(self) -> None:
+        """Tell Transformers whether to put weights in parts as it reads them.
+
+        It is not imported for this alone, which takes seconds, unless the flag was asked for: a
+        training that uses it has imported it before.
+        """
+        loaded = "transformers" in sys.modules
+        if not loaded and not (self._wants_init and is_transformers_available()):
+            return
+        # By name: no dependency, but a library that a training may use beside this one.
+        integration: Any = importlib.import_module("transformers.integrations.deepspeed")
+        integration.unset_hf_deepspeed_config()
+        self._told = None
+        if not self.zero3_init_flag:
+            return
+        # It wants numbers where ``prepare`` is yet to fill them in; none of them counts for how
+        # weights are read.
+        config = HfDeepSpeedConfig(self.deepspeed_config).fill(
+            {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 1}
+        )
+        config.setdefault("train_micro_batch_size_per_gpu", 1)
+        # It keeps no more than a weak reference.
+        self._told = integration.HfDeepSpeedConfig(config)
+
+    def set_moe_leaf_modules(self, model: Module) -> None:
+        """Let stage 3 gather the layers of experts in a model as a whole.
+
+        Raises:
+            ConfigError: the model has none of the classes.
+        """
+        if not self.transformer_moe_cls_names:
+            return
+        from deepspeed.utils import set_z3_leaf_modules
+
+        names = [name.strip() for name in self.transformer_moe_cls_names.split(",")]
+        kinds = {type(part).__name__: type(part) for part in model.modules()}
+        missing = [name for name in names if name not in kinds]
+        if missing:
+            raise ConfigError(
+                f"transformer_moe_cls_names has {', '.join(missing)}, and {type(model).__name__} "
+                f"has layers of {', '.join(sorted(kinds))}"
+            )
+        set_z3_leaf_modules(model, [kinds[name] for name in names])
+
+    def resolve_precision(self, asked: str | None) -> str | None:
+        """The mixed precision: the configuration's where it says one, else as asked.
+
+        Raises:
+            ConfigError: both say one, and not the same.
+        """
+        wanted = (asked or environment.read("MIXED_PRECISION") or "no").lower()
+        for name in ("fp16", "bf16"):
+            if self.get_value(f"{name}.enabled") is True:
+                if wanted not in ("no", name):
+                    raise ConfigError(
+                        f"mixed_precision={wanted!r}, and the DeepSpeed configuration has "
+                        f'{name}.enabled: true. Give one of them, or set {name}.enabled to "auto"'
+                    )
+                return name
+        return asked
+
+    def resolve_steps(self, asked: int | None) -> int | None:
+        """The batches a step: the configuration's where it says them, else as asked."""
+        own = self.gradient_accumulation_steps
+        if own == AUTO:
+            return asked
+        if asked not in (None, own):
+            notice_once(
+                "deepspeed accumulation",
+                f"gradient_accumulation_steps={own} of the DeepSpeedPlugin is used, not the "
+                f"Accelerator's {asked}",
+            )
+        return int(own)
+
+
+def _configuration_of(given: Any) -> HfDeepSpeedConfig:
+    if given == "none":
+        # Without a configuration all is "auto", and the fields fill it in.
+        made = HfDeepSpeedConfig({"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO})
+        for entry in _FIELDS.values():
+            made.set_value(entry.key, AUTO)
+        return made
+    config = given if isinstance(given, HfDeepSpeedConfig) else HfDeepSpeedConfig(given)
+    if not isinstance(config.config.get("zero_optimization"), dict):
+        raise ConfigError(
+            "the DeepSpeed configuration has no section zero_optimization: add one, such as "
+            '"zero_optimization": {"stage": 2}'
+        )
+    return config
+
+
+def _from_environment(name: str, entry: _Field) -> Any:
+    text = environment.read(entry.variable)
+    if text is None:
+        return entry.default
+    try:
+        return entry.read(text)
+    except ValueError:
+        raise ConfigError(
+            f"{name}={text!r}, from the variable ACCELERATE_{entry.variable}: expected a number"
+        ) from None
+
+
+class DeepSpeedPlugins:
+    """The plugins among which a training chooses; one is active at a time.
+
+    Attributes:
+        by_name: the plugins; a single one has the name "default".
+    """
+
+    def __init__(self, plugins: Mapping[str, DeepSpeedPlugin]) -> None:
+        self.by_name = dict(plugins)
+        for plugin in self.by_name.values():
+            plugin.hf_ds_config.reopen()
+        self.select(next(iter(self.by_name)))
+
+    @property
+    def active(self) -> DeepSpeedPlugin:
+        """The one that ``prepare`` uses now."""
+        return next(plugin for plugin in self.by_name.values() if plugin.selected)
+
+    def named(self, name: str) -> DeepSpeedPlugin:
+        """The plugin of this name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if name not in self.by_name:
+            raise ConfigError(
+                f"no DeepSpeedPlugin is called {name!r}; there is {', '.join(self.by_name)}"
+            )
+        return self.by_name[name]
+
+    def select(self, name: str) -> None:
+        """Let ``prepare`` use the plugin of this name from now on.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        wanted = self.named(name)
+        for plugin in self.by_name.values():
+            plugin.selected = plugin is wanted
+        wanted.set_deepspeed_weakref()
+
+    def share(self) -> None:
+        """Let an ``Accelerator`` that is made later, without plugins, choose among these too.
+
+        So it is for several plugins alone: they are there for several models, each of which has an
+        ``Accelerator`` of its own.
+        """
+        current().shared[_SHARED] = self if len(self.by_name) > 1 else None
+
+
+_SHARED = "DeepSpeed plugins"
+
+
+def resolve_deepspeed(plugin: Any, plugins: Any) -> DeepSpeedPlugins | None:
+    """The plugins: an argument, else one from the environment where ACCELERATE_USE_DEEPSPEED is
+    true, else several that an earlier ``Accelerator`` was made with.
+
+    Raises:
+        ConfigError: an argument is no such plugin, or DeepSpeed is not installed.
+    """
+    if plugin is not None and plugins is not None:
+        raise ConfigError("deepspeed_plugin and deepspeed_plugins were given: pass one of them")
+    given = plugin if plugins is None else plugins
+    if given is None and environment.read_flag("USE_DEEPSPEED"):
+        given = DeepSpeedPlugin()
+    if given is None:
+        shared: DeepSpeedPlugins | None = current().shared.get(_SHARED)
+        return shared
+    named = given if isinstance(given, dict) and given else {"default": given}
+    for one in named.values():
+        if not isinstance(one, DeepSpeedPlugin):
+            raise ConfigError(
+                f"deepspeed_plugin is a {type(one).__name__}: expected a DeepSpeedPlugin, or a "
+                "dictionary of several by name"
+            )
+    if not is_deepspeed_available():
+        raise ConfigError(
+            "DeepSpeed was asked for and is not installed: pip install 'notebook-accel[deepspeed]'"
+        )
+    return DeepSpeedPlugins(named)

@@ -1,0 +1,458 @@
+"""ZeRO by DeepSpeed: optimizer states, gradients and weights in parts over the ranks.
+
+DeepSpeed's engine does precision, loss scaling, accumulation and clipping itself; what is here puts
+it under the loop that every strategy has, and gives the rest of ``training`` whole weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.launch.rank import current, has_process_group
+from notebook_accel.training import devices
+from notebook_accel.training.checkpoint import zero
+from notebook_accel.training.nested import convert_to_fp32, recursively_apply
+from notebook_accel.training.notices import notice_once
+from notebook_accel.training.optimizer import shares_parameters
+from notebook_accel.training.placeholders import DummyOptim, DummyScheduler
+from notebook_accel.training.settings import DistributedType
+from notebook_accel.training.strategies.base import Strategy
+from notebook_accel.training.strategies.zero_config import Facts, complete
+from notebook_accel.training.strategies.zero_engine import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Iterator
+    from pathlib import Path
+    from types import ModuleType
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from notebook_accel.training.accumulation import Accumulation
+    from notebook_accel.training.checkpoint.pieces import Piece
+    from notebook_accel.training.optimizer import AcceleratedOptimizer
+    from notebook_accel.training.scheduler import AcceleratedScheduler
+    from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
+
+__all__ = ["DeepSpeedZero"]
+
+_GROUP = "process group that DeepSpeed knows"
+
+
+class DeepSpeedZero(Strategy):
+    """One model in training, by one engine of DeepSpeed.
+
+    Attributes:
+        plugins: what the user asked for; the active one counts as a model is prepared.
+        engine: the model in training; None before there is one.
+    """
+
+    distributed_type = DistributedType.DEEPSPEED
+    saves_shards = True
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        assert request.deepspeed is not None
+        assert request.accumulation is not None
+        self.plugins = request.deepspeed
+        self.plugins.share()
+        self.scaling = None
+        self.engine: DeepSpeedEngineWrapper | None = None
+        self._accumulation: Accumulation = request.accumulation
+        # Whether the next backward ends its window; None: as the window says.
+        self._exchanges: bool | None = None
+        # The types that weights had as they were given: those of what is saved.
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._makes_group = not has_process_group()
+        self._library = _load_library(self.topology.device, self.topology.local_process_index)
+
+    def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
+        known = self.engine is not None and self.engine.engine.basic_optimizer
+        new = [each for each in call.optimizers if each is not known]
+        if not new:
+            return [self.prepare_model(each) for each in call.models], call.optimizers
+        trained = self._pair(call, new)
+        engine = self._make_engine(trained, new[0], call)
+        models = [engine if each is trained else self.prepare_model(each) for each in call.models]
+        stepped = [engine.basic_optimizer if each is new[0] else each for each in call.optimizers]
+        return models, stepped
+
+    def _pair(self, call: PrepareCall, new: list[Optimizer]) -> ModelToPrepare:
+        """The model that the one optimizer steps.
+
+        Raises:
+            ConfigError: there is not one of each.
+        """
+        if len(new) > 1 or self.engine is not None:
+            raise ConfigError(
+                "DeepSpeed trains one model by one optimizer an Accelerator, and prepare() got "
+                f"{len(new) + (self.engine is not None)} optimizers: make another Accelerator for "
+                "another model (deepspeed_plugins={...} gives each a configuration of its own)"
+            )
+        for each in call.models:
+            weights = {id(weight) for weight in each.model.parameters()}
+            if each.training and shares_parameters(new[0], weights):
+                return each
+        raise ConfigError(
+            f"prepare() got a {type(new[0]).__name__} without the model whose parameters it has: "
+            "DeepSpeed needs both in one call, prepare(model, optimizer, ...)"
+        )
+
+    def prepare_model(self, given: ModelToPrepare) -> Module:
+        """A model that is not trained: in parts in stage 3, else whole."""
+        plugin = self.plugins.active
+        if plugin.zero_stage != 3:
+            self.precision.wrap(given.model)
+            return super().prepare_model(given)
+        facts = Facts(
+            model=given.model,
+            device=self.topology.device,
+            num_ranks=self.topology.num_processes,
+            num_steps=1,
+            precision=self.precision.name,
+        )
+        config = complete(plugin, facts)
+        # Without an optimizer of its own DeepSpeed would make the configuration's.
+        config.pop("optimizer", None), config.pop("scheduler", None)
+        engine, *_ = self._initialize(given.model, config)
+        return engine  # type: ignore[no-any-return]
+
+    def _make_engine(self, given: ModelToPrepare, optimizer: Optimizer, call: PrepareCall) -> Any:
+        plugin, model = self.plugins.active, given.model
+        placeholder = optimizer if isinstance(optimizer, DummyOptim) else None
+        schedule = next((one for one in call.schedulers if isinstance(one, DummyScheduler)), None)
+        _check_sections(plugin.deepspeed_config, optimizer, schedule, call.schedulers)
+        plugin.set_moe_leaf_modules(model)
+        config = complete(
+            plugin,
+            Facts(
+                model=model,
+                device=self.topology.device,
+                num_ranks=self.topology.num_processes,
+                num_steps=self._accumulation.num_steps,
+                precision=self.precision.name,
+                optimizer=placeholder,
+                scheduler=schedule,
+                schedule_steps=call.schedule_steps,
+                batch_sizes=call.batch_sizes,
+            ),
+        )
+        self._dtypes = {name: value.dtype for name, value in model.state_dict().items()}
+        engine, *_ = self._initialize(
+            model,
+            config,
+            optimizer=None if placeholder else optimizer,
+            model_parameters=placeholder.params if placeholder else None,
+            lr_scheduler=schedule.lr_scheduler_callable if schedule else None,
+        )
+        self.engine = DeepSpeedEngineWrapper(engine)
+        return engine
+
+    def _initialize(self, model: Module, config: dict[str, Any], **given: Any) -> Any:
+        index = self.topology.device.index
+        made = self._library.initialize(
+            args=SimpleNamespace() if index is None else SimpleNamespace(device_rank=index),
+            model=model,
+            config=config,
+            **given,
+        )
+        if self.precision.dtype is not None:
+            _convert_at_the_door(model, self.precision.dtype)
+        return made
+
+    def wrap_optimizer(
+        self, optimizer: Optimizer, accumulation: Accumulation, *, moves_state: bool
+    ) -> AcceleratedOptimizer:
+        assert self.engine is not None
+        return DeepSpeedOptimizerWrapper(
+            optimizer,
+            self.engine,
+            accumulation=accumulation,
+            device_memory=devices.memory_reader(self.topology.device),
+        )
+
+    def wrap_scheduler(
+        self, scheduler: LRScheduler, optimizers: list[AcceleratedOptimizer], **settings: Any
+    ) -> AcceleratedScheduler:
+        if isinstance(scheduler, DummyScheduler) and self.engine is not None:
+            own = self.engine.engine.lr_scheduler
+            return DeepSpeedSchedulerWrapper(own, optimizers, **settings)
+        return super().wrap_scheduler(scheduler, optimizers, **settings)
+
+    def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
+        return self._exchanging(enabled)
+
+    @contextmanager
+    def _exchanging(self, enabled: bool) -> Iterator[None]:
+        before, self._exchanges = self._exchanges, enabled
+        try:
+            yield
+        finally:
+            self._exchanges = before
+
+    def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
+        if self.engine is None:
+            super().backward(loss, num_steps, **kwargs)
+            return
+        is_last = self._accumulation.sync_gradients if self._exchanges is None else self._exchanges
+        self.engine.backward(loss / num_steps if num_steps > 1 else loss, is_last, **kwargs)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip the gradients of all weights together, and take the step: DeepSpeed does both at
+        once, and knows the norm only then."""
+        if self.engine is None or not hasattr(self.engine.engine.optimizer, "clip_grad"):
+            return super().clip_grad_norm(parameters, max_norm, norm_type)
+        if norm_type != 2:
+            raise ConfigError(
+                f"clip_grad_norm_(norm_type={norm_type}): DeepSpeed clips by norm_type=2 alone"
+            )
+        own = self.plugins.active.get_value("gradient_clipping") or 0.0
+        limit = 0.0 if max_norm == float("inf") else max_norm
+        if own and limit not in (0.0, own):
+            notice_once(
+                "deepspeed clipping",
+                f"clip_grad_norm_(max_norm={max_norm}) is used, not the DeepSpeed configuration's "
+                f"gradient_clipping={own}",
+            )
+        return torch.tensor(self.engine.clip_and_step(limit), device=self.topology.device)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        if self.engine is not None and self.plugins.active.zero_stage:
+            raise ConfigError(
+                "clip_grad_value_() was called, and DeepSpeed clips norms alone: use "
+                "accelerator.clip_grad_norm_()"
+            )
+        super().clip_grad_value(parameters, clip_value)
+
+    # Whole weights, and checkpoints.
+
+    def state_dict(self, model: Module, *, full: bool) -> dict[str, Any]:
+        if not full:
+            return model.state_dict()
+        keeps = not _is_in_parts(model) or self.topology.local_process_index == 0
+        joined: dict[int, Any] = {}  # by identity: tied names share their whole weight, too
+        whole: dict[str, Any] = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            if id(value) not in joined:
+                # All ranks join the same weights, one after the other, whether they keep them.
+                made = _whole(value)
+                wanted = self._dtypes.get(name, made.dtype) if torch.is_tensor(made) else None
+                joined[id(value)] = made.to(wanted) if keeps and wanted else None
+            if keeps:
+                whole[name] = joined[id(value)]
+        return whole
+
+    def load_state_dict(self, model: Module, state: dict[str, Any], *, strict: bool = True) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        own = model.state_dict(keep_vars=True)
+        if strict and own.keys() != state.keys():
+            missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+            raise RuntimeError(
+                f"the weights are not those of {type(model).__name__}: missing {missing}, "
+                f"unknown {unknown}"
+            )
+        with torch.no_grad():
+            for name in own.keys() & state.keys():
+                weight, value = own[name], state[name].to(self.topology.device)
+                with _gathered(weight, writes=True):
+                    weight.copy_(value)
+                if _has_stepped_copy(weight):
+                    safe_set_full_fp32_param(weight, value.float())
+
+    def own_piece(self) -> Piece | None:
+        return None if self.engine is None else zero.EnginePiece(self.engine.engine)
+
+    def read_own(self, folder: Path) -> bool:
+        if self.engine is None or not zero.is_in(folder):
+            return False
+        zero.check(folder)
+        self.engine.engine.load_checkpoint(str(folder), tag=zero.FOLDER)
+        return True
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.engine is not None
+        return self.engine.engine.optimizer.state_dict()  # type: ignore[no-any-return]
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        notice_once(
+            "deepspeed optimizer",
+            "the checkpoint was not written under DeepSpeed: weights were read, and the optimizer "
+            "begins anew",
+        )
+
+    def pending_gradients(
+        self, model: Module, waiting: Container[int]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        # DeepSpeed keeps what a window has added up to itself, and saves none of it.
+        return {}, {}
+
+    def close(self) -> None:
+        if self._makes_group and has_process_group():
+            dist.destroy_process_group()
+
+
+def _load_library(device: torch.device, local_rank: int) -> ModuleType:
+    """DeepSpeed, computing on this device, in the process group that there is.
+
+    Raises:
+        ConfigError: DeepSpeed was loaded for another kind of device.
+    """
+    # Read as DeepSpeed is imported; without it, it takes what accelerator it finds.
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    with _without_mlflow():
+        library = importlib.import_module("deepspeed")
+    there = library.accelerator.get_accelerator().device_name()
+    if there != device.type:
+        raise ConfigError(
+            f"DeepSpeed computes on {there!r} (variable DS_ACCELERATOR), and this rank on "
+            f"{device.type!r}: unset the variable, or pass cpu=True to the Accelerator"
+        )
+    # On a CPU, DeepSpeed compiles a library for collectives of its inference as it starts (it needs
+    # a compiler, takes a minute, and leaves 66 MB a rank in /dev/shm). Training uses none of it.
+    library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not has_process_group():
+        backend = devices.default_backend(device)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    known = current().shared
+    if known.get(_GROUP) is not dist.group.WORLD:
+        if known.get(_GROUP) is not None:
+            _forget_group(library)
+        known[_GROUP] = dist.group.WORLD
+    # Not by MPI, which DeepSpeed asks where variables of its own launcher are not set.
+    library.init_distributed(auto_mpi_discovery=False, verbose=False)
+    return library
+
+
+def _forget_group(library: ModuleType) -> None:
+    """Let DeepSpeed meet in the group that there is now: the one that it knows is gone."""
+    library.comm.comm.cdb = None
+    release = getattr(library.utils.groups, "_release_process_group_references", None)
+    if release is not None:
+        release(group=None)
+
+
+@contextmanager
+def _without_mlflow() -> Iterator[None]:
+    """Leave mlflow unimported: DeepSpeed's autotuner, which a launcher of its own runs, imports it
+    where it is installed, and that takes four times as long as DeepSpeed itself (8 of 10 s)."""
+    if "mlflow" in sys.modules or "deepspeed" in sys.modules:
+        yield
+        return
+    sys.modules["mlflow"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["mlflow"]
+
+
+def _check_sections(
+    config: dict[str, Any],
+    optimizer: Optimizer,
+    placeholder: DummyScheduler | None,
+    schedulers: list[LRScheduler],
+) -> None:
+    """Refuse what is both in the configuration and in the code, or in neither.
+
+    Raises:
+        ConfigError: says which, and what to do.
+    """
+    stands_in = isinstance(optimizer, DummyOptim)
+    if stands_in != ("optimizer" in config):
+        there = config.get("optimizer", {}).get("type")
+        raise ConfigError(
+            "prepare() got a DummyOptim, and the DeepSpeed configuration has no section optimizer: "
+            "add one, or make an optimizer of torch"
+            if stands_in
+            else f"prepare() got a {type(optimizer).__name__}, and the DeepSpeed configuration has "
+            f"an optimizer, {there!r}: make a DummyOptim in the code, or remove the section"
+        )
+    others = [type(one).__name__ for one in schedulers if one is not placeholder]
+    if "scheduler" in config and others:
+        raise ConfigError(
+            f"prepare() got a {others[0]}, and the DeepSpeed configuration has a scheduler, "
+            f"{config['scheduler'].get('type')!r}: make a DummyScheduler in the code, or remove "
+            "the section"
+        )
+    makes_none = placeholder is not None and placeholder.lr_scheduler_callable is None
+    if makes_none and "scheduler" not in config:
+        raise ConfigError(
+            "prepare() got a DummyScheduler, and the DeepSpeed configuration has no section "
+            "scheduler: add one, or pass DummyScheduler(lr_scheduler_callable=...)"
+        )
+
+
+def _convert_at_the_door(model: Module, dtype: torch.dtype) -> None:
+    """Let a model whose weights are of 16 bits take inputs, and give outputs, of 32.
+
+    Batches come as the loader made them, and losses are computed in float32 under every precision.
+    """
+
+    def convert_inputs(_: Module, args: Any, kwargs: Any) -> Any:
+        return _as_type((args, kwargs), dtype)
+
+    def convert_outputs(_: Module, __: Any, outputs: Any) -> Any:
+        return convert_to_fp32(outputs)
+
+    model.register_forward_pre_hook(convert_inputs, with_kwargs=True)
+    model.register_forward_hook(convert_outputs)
+
+
+def _as_type(values: Any, dtype: torch.dtype) -> Any:
+    return recursively_apply(
+        lambda value: value.to(dtype) if value.is_floating_point() else value, values
+    )
+
+
+def _is_in_parts(model: Module) -> bool:
+    return any(hasattr(weight, "ds_id") for weight in model.parameters())
+
+
+def _gathered(value: Any, *, writes: bool = False) -> AbstractContextManager[Any]:
+    """A block in which a weight of stage 3 is whole; what rank 0 ``writes`` into it counts."""
+    if not hasattr(value, "ds_id"):
+        return nullcontext()
+    from deepspeed.runtime.zero import GatheredParameters
+
+    block: AbstractContextManager[Any] = GatheredParameters(
+        [value], modifier_rank=0 if writes else None
+    )
+    return block
+
+
+def _has_stepped_copy(weight: torch.Tensor) -> bool:
+    """Whether DeepSpeed steps a copy of a weight in float32: not so where it is only asked.
+
+    All ranks find the same, whether they step a part of it or not.
+    """
+    return hasattr(weight, "_z3_optimizer") or hasattr(weight, "_hp_mapping")
+
+
+def _whole(value: Any) -> Any:
+    """A weight as it is trained: whole, and in the precision in which it is stepped."""
+    if not isinstance(value, torch.nn.Parameter):
+        return value
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if _has_stepped_copy(value):
+        return safe_get_full_fp32_param(value).detach().cpu()
+    with _gathered(value):
+        return value.detach().cpu().clone()

@@ -1,0 +1,154 @@
+"""DeepSpeed's engine, and what a loop steps and moves instead of its own optimizer and scheduler.
+
+DeepSpeed clips, unscales, steps and clears in one call of its engine::
+
+    accelerator.backward(loss)      engine.backward: gradients, reduced over the ranks
+    accelerator.clip_grad_norm_()   engine.step, clipping: DeepSpeed knows the norm there alone
+    optimizer.step()                engine.step, unless the clipping has taken it
+    optimizer.zero_grad()           nothing, after a step; what no step used is dropped
+    scheduler.step()                nothing where the engine moves its own scheduler
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch.rank import current
+from notebook_accel.training.optimizer import AcceleratedOptimizer
+from notebook_accel.training.scheduler import AcceleratedScheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch.optim import Optimizer
+
+    from notebook_accel.training.accumulation import Accumulation
+
+__all__ = ["DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper"]
+
+
+class DeepSpeedEngineWrapper:
+    """Takes an engine of DeepSpeed through the steps of a loop.
+
+    Attributes:
+        engine: the ``deepspeed.DeepSpeedEngine``.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        # Whether there are gradients of a whole window that no step has used.
+        self._is_due = False
+        # Whether there are gradients of a window that is still open.
+        self._is_open = False
+
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+        """Compute gradients, and reduce them over the ranks.
+
+        Args:
+            loss: divided by the batches of its window already.
+            sync_gradients: whether it is the last of its window.
+            **kwargs: further arguments of the engine's ``backward``.
+        """
+        self.engine.set_gradient_accumulation_boundary(sync_gradients)
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        self._is_due, self._is_open = sync_gradients, not sync_gradients
+
+    def clip_and_step(self, max_norm: float) -> float:
+        """Step with gradients clipped to a norm; gives the norm before.
+
+        Without gradients of a whole window nothing happens, and the norm is the last one.
+        """
+        if self._is_due:
+            optimizer = self.engine.optimizer
+            before, optimizer.clip_grad = optimizer.clip_grad, max_norm
+            try:
+                self.step()
+            finally:
+                optimizer.clip_grad = before
+        return self.get_global_grad_norm()
+
+    def step(self) -> None:
+        """Step, unless this window's gradients were used already."""
+        if self._is_due:
+            self._is_due = False
+            self.engine.step()
+
+    def drop(self) -> None:
+        """Forget the gradients of a whole window that no step has used."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        optimizer = self.engine.optimizer
+        optimizer.zero_grad()
+        # Stages 1 and 2 add to what is here; stage 3 writes over it, which zero_grad sees to.
+        kept = getattr(optimizer, "averaged_gradients", {})
+        if hasattr(optimizer, "all_grad_tensors"):
+            for index in kept:
+                kept[index] = None
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because a gradient overflowed."""
+        return bool(self.engine.global_steps and not self.engine.was_step_applied())
+
+    def get_global_grad_norm(self) -> float:
+        """The norm of all gradients that the last step used, before clipping."""
+        norm = self.engine.get_global_grad_norm()
+        return 0.0 if norm is None else float(norm)
+
+
+class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
+    """A prepared optimizer that steps by DeepSpeed's engine.
+
+    Attributes:
+        optimizer: the optimizer that DeepSpeed steps: the user's own, with this rank's parts of the
+            weights.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        engine: DeepSpeedEngineWrapper,
+        *,
+        accumulation: Accumulation,
+        device_memory: Callable[[], int | None] | None = None,
+    ) -> None:
+        super().__init__(optimizer, False, accumulation=accumulation, device_memory=device_memory)
+        self._engine = engine
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step at the end of a window; nothing before it.
+
+        Raises:
+            NotImplementedError: a closure was given: DeepSpeed cannot compute gradients again.
+        """
+        if closure is not None:
+            raise NotImplementedError(
+                "DeepSpeed steps without a closure: call accelerator.backward(loss) and then "
+                "optimizer.step()"
+            )
+        if self._accumulation.sync_gradients:
+            self._engine.step()
+            if not self.step_was_skipped:
+                current().count_step(self._device_memory)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop what no step has used; a step clears the gradients itself."""
+        self._engine.drop()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because a gradient overflowed."""
+        return self._engine.step_was_skipped
+
+
+class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
+    """A prepared scheduler that DeepSpeed's engine moves with each of its steps.
+
+    Attributes:
+        scheduler: the engine's.
+    """
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the engine has moved it."""

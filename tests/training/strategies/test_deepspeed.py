@@ -1,0 +1,404 @@
+"""DeepSpeed's ZeRO trains as the single process does: stages, precisions, windows, checkpoints.
+
+Tolerances are those of ``meshes``. Under bf16 DeepSpeed keeps weights in 16 bits beside those that
+it steps, so each product is rounded once and each weight once more.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from notebook_accel.utils import (
+    DummyOptim,
+    DummyScheduler,
+    get_active_deepspeed_plugin,
+    patch_environment,
+)
+from safetensors.torch import load_model
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
+from tests.training import deepspeeds
+from tests.training.harness import run_ranks
+from tests.training.meshes import (
+    FLOAT_ERROR,
+    Tiny,
+    accelerator_for,
+    data,
+    loss_of,
+    make,
+    twin,
+    weights_of,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("deepspeed")
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "uneven end": {"optimizer": "sgd", "samples": 13},
+    "accumulation, clipping a window": {"accumulate": 2, "clip": 0.05, "whole": True},
+    "accumulation, uneven end": {"accumulate": 3, "optimizer": "sgd", "samples": 14},
+    "bf16": {"precision": "bf16", "accumulate": 2, "clip": 0.5, "optimizer": "sgd"},
+}
+STAGES = (0, 1, 2, 3)
+ROUNDING = 2.0**-8  # of bf16
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[int, dict[str, Any]]]:
+    return run_ranks(deepspeeds.train, 2, STAGES, CASES, timeout=240)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_equals_one_process(stage: int, name: str, trained: list[Any]) -> None:
+    expected, steps = twin(2, CASES[name]), 16
+    for rank, result in enumerate(trained):
+        ours = result[stage][name]
+        assert ours["losses"] == pytest.approx(expected["losses"], abs=FLOAT_ERROR * steps)
+        assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        samples = data(CASES[name].get("samples", 16)).tensors[0].tolist()
+        assert sorted(ours["samples"]) == sorted(2 * samples), "gathered, each counts once"
+        if rank == 0:
+            assert ours["weights"].keys() == expected["weights"].keys()
+            assert distance(ours["weights"], expected["weights"]) <= FLOAT_ERROR * steps
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return max(
+        (torch.tensor(value) - torch.tensor(other[name])).abs().max().item()
+        for name, value in one.items()
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_stays_near_full_precision(stage: int, trained: list[Any]) -> None:
+    expected = twin(2, CASES["bf16"])
+    for result in trained:
+        ours = result[stage]["bf16"]
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=8 * ROUNDING)
+        assert ours["losses"] != expected["losses"]
+        assert ours["norms"] == pytest.approx(expected["norms"], rel=64 * ROUNDING)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------
+
+
+RUNS = [(stage, precision) for stage in STAGES for precision in ("no", "bf16")]
+
+
+def save_and_resume(folder: str) -> list[dict[str, Any]]:
+    return [resume_one(*run, f"{folder}/{run[0]}_{run[1]}") for run in RUNS]
+
+
+def resume_one(stage: int, precision: str, folder: str) -> dict[str, Any]:
+    """Train an epoch, save, train another; then load into a new model and train that one again."""
+    torch.manual_seed(5)
+    accelerator, *ready = prepared(stage, precision)
+    run_epoch(accelerator, *ready)
+    accelerator.save_state(folder)
+    unbroken = run_epoch(accelerator, *ready)
+    torch.manual_seed(6)
+    accelerator, *ready = prepared(stage, precision)
+    run_epoch(accelerator, *ready)
+    accelerator.load_state(folder)
+    whole = accelerator.get_state_dict(ready[0])
+    accelerator.save_model(ready[0], f"{folder}_model")
+    return {
+        "unbroken": unbroken,
+        "resumed": run_epoch(accelerator, *ready),
+        "types": {str(value.dtype) for value in whole.values()},
+        "weights": {name: value.tolist() for name, value in whole.items()},
+    }
+
+
+def prepared(stage: int, precision: str) -> list[Any]:
+    accelerator = deepspeeds.accelerator_for(stage, mixed_precision=precision)
+    model, optimizer = make({})
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+    loader: Any = DataLoader(data(16), batch_size=2, shuffle=True)
+    return [accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)]
+
+
+def run_epoch(
+    accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, scheduler: Any
+) -> list[float]:
+    losses = []
+    for inputs, targets in loader:
+        loss = loss_of(model(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        losses.append(optimizer.param_groups[0]["lr"])
+    return losses
+
+
+def load_alone(folder: str) -> list[dict[str, Any]]:
+    """Read checkpoints of DeepSpeed without it, in one process."""
+    weights = []
+    for stage, precision in RUNS:
+        accelerator = accelerator_for(None)
+        model, optimizer = make({"optimizer": "sgd"})
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.load_state(f"{folder}/{stage}_{precision}")
+        weights.append(weights_of(accelerator, model))
+    return weights
+
+
+@pytest.mark.timeout(300)
+def test_resumed_training_is_the_same_to_the_bit_and_weights_are_whole(tmp_path: Path) -> None:
+    results = run_ranks(save_and_resume, 2, str(tmp_path), timeout=200)
+    alone = run_ranks(load_alone, 1, str(tmp_path))[0]
+    for number, (stage, precision) in enumerate(RUNS):
+        for result in results:
+            assert result[number]["resumed"] == result[number]["unbroken"]
+        first = results[0][number]
+        assert first["types"] == {"torch.float32"}
+        # Stage 0 writes the weights in 16 bits alone, as DeepSpeed has it.
+        is_rounded = stage == 0 and precision == "bf16"
+        assert distance(alone[number], first["weights"]) <= (ROUNDING if is_rounded else 0)
+        model = Tiny()
+        load_model(model, tmp_path / f"{stage}_{precision}_model" / "model.safetensors")
+        exported = {name: value.tolist() for name, value in model.state_dict().items()}
+        assert distance(exported, first["weights"]) == 0
+
+
+# ---- configurations ------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """A model with what the configuration of a Transformers model says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(hidden_size=8)
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs)
+
+
+AUTOMATIC: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "sub_group_size": "auto",
+    },
+}
+
+
+def use_configurations(path: str) -> dict[str, Any]:
+    """Configurations in a file, filled in; by the environment; what differs; several of them."""
+    seen: dict[str, Any] = {}
+    plugin = DeepSpeedPlugin(hf_ds_config=path)
+    accelerator = deepspeeds.accelerator_for(3, plugin=plugin, gradient_accumulation_steps=2)
+    model: Any = Wide()
+    optimizer: Any = DummyOptim(model.parameters(), lr=0.01, betas=(0.8, 0.9))
+    scheduler: Any = DummyScheduler(optimizer, total_num_steps=16, warmup_num_steps=4)
+    loader: Any = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    seen["filled"] = plugin.deepspeed_config
+    seen["kinds"] = [type(one).__name__ for one in (model, optimizer, scheduler)]
+    seen["active"] = get_active_deepspeed_plugin(accelerator.state) is plugin
+    seen["type"] = str(accelerator.distributed_type)
+    rates = []
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+    seen["rates"] = rates
+    seen["betas"] = optimizer.param_groups[0]["betas"]
+    seen["refusals"] = [refusal(*case) for case in REFUSED]
+    seen["by environment"] = by_environment()
+    seen["two models"] = train_beside_a_teacher()
+    seen["dropped"] = drop_a_window()
+    return seen
+
+
+def by_environment() -> dict[str, Any]:
+    variables = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.05",
+    }
+    with patch_environment(**variables):
+        accelerator = Accelerator(cpu=True)
+    assert accelerator.deepspeed_plugin is not None
+    model, optimizer = make({"optimizer": "sgd"})
+    loader: Any = DataLoader(data(16), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            losses.append(accelerator.forward_backward(model, inputs, targets, loss_of))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {
+        "stage": accelerator.deepspeed_plugin.zero_stage,
+        "losses": [float(accelerator.reduce(loss, "mean")) for loss in losses],
+    }
+
+
+def train_beside_a_teacher() -> dict[str, Any]:
+    """Two models, each with a configuration of its own: one is trained, one only asked."""
+    plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
+    student, teacher = Accelerator(cpu=True, deepspeed_plugins=plugins), Accelerator(cpu=True)
+    model, optimizer = make({"optimizer": "sgd"})
+    model, optimizer = student.prepare(model, optimizer)
+    student.state.select_deepspeed_plugin("teacher")
+    judge: Any = make({})[0]
+    judge = teacher.prepare_model(judge, evaluation_mode=True)
+    inputs, targets = data(4).tensors
+    with torch.no_grad():
+        wanted = judge(inputs)
+    first = nn.functional.mse_loss(model(inputs), wanted)
+    student.backward(loss_of(model(inputs), targets))
+    optimizer.step()
+    second = nn.functional.mse_loss(model(inputs), wanted)
+    return {
+        "apart": (float(first.detach()), float(second.detach())),
+        "in parts": [any(hasattr(w, "ds_id") for w in one.parameters()) for one in (model, judge)],
+        "whole": sum(value.numel() for value in teacher.get_state_dict(judge).values()),
+    }
+
+
+def drop_a_window() -> list[list[float]]:
+    """A loop that drops the gradients of a batch steps as one that never saw the batch."""
+    found = []
+    for stage in STAGES:
+        for drops in (True, False):
+            accelerator = deepspeeds.accelerator_for(stage)
+            model, optimizer = make({"optimizer": "sgd"})
+            model, optimizer = accelerator.prepare(model, optimizer)
+            batches = list(zip(*(part.split(4) for part in data(8).tensors), strict=True))
+            for number, (inputs, targets) in enumerate(batches):
+                if number == 0 and not drops:
+                    continue
+                accelerator.backward(loss_of(model(inputs), targets))
+                if number:
+                    optimizer.step()
+                optimizer.zero_grad()
+            inputs, targets = batches[0]
+            found.append(float(loss_of(model(inputs), targets).detach()))
+    return [found[0::2], found[1::2]]
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"train_batch_size": 64}, {}, "train_batch_size: 64, and 4 samples .* are 8"),
+    ({"train_micro_batch_size_per_gpu": 3}, {}, "gpu: 3, and the prepared loaders give 4 "),
+    ({"fp16": {"enabled": True}}, {"mixed_precision": "bf16"}, "'bf16', and .* fp16.enabled: true"),
+    ({"optimizer": {"type": "AdamW", "params": {}}}, {}, "got a SGD, and .* optimizer, 'AdamW'"),
+]
+
+
+def refusal(changed: dict[str, Any], settings: dict[str, Any], _: str) -> str:
+    try:
+        plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}, **changed})
+        accelerator = deepspeeds.accelerator_for(1, plugin=plugin, **settings)
+        model = Wide()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader: Any = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4)
+        accelerator.prepare(model, optimizer, loader)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    path = tmp_path_factory.mktemp("config") / "ds.json"
+    path.write_text(json.dumps(AUTOMATIC))
+    return run_ranks(use_configurations, 2, str(path), timeout=110)
+
+
+def test_automatic_entries_are_filled_in(configured: list[dict[str, Any]]) -> None:
+    for seen in configured:
+        filled = seen["filled"]
+        assert (filled["train_batch_size"], filled["gradient_accumulation_steps"]) == (16, 2)
+        assert filled["train_micro_batch_size_per_gpu"] == 4
+        assert filled["bf16"] == {"enabled": False}
+        assert filled["optimizer"]["params"] == {"lr": 0.01, "betas": (0.8, 0.9)}, "eps: default"
+        zero = {"reduce_bucket_size": 64, "stage3_prefetch_bucket_size": 57}
+        zero |= {"stage": 3, "stage3_param_persistence_threshold": 80}
+        assert filled["zero_optimization"] == zero
+        schedule = {"warmup_min_lr": 0, "warmup_max_lr": 0.01}
+        schedule |= {"warmup_num_steps": 2, "total_num_steps": 8}
+        assert filled["scheduler"]["params"] == schedule, "two ranks move a schedule twice as fast"
+
+
+def test_the_configurations_optimizer_and_scheduler_train(configured: list[dict[str, Any]]) -> None:
+    for seen in configured:
+        assert seen["kinds"] == [
+            "DeepSpeedEngine",
+            "DeepSpeedOptimizerWrapper",
+            "DeepSpeedSchedulerWrapper",
+        ]
+        assert seen["active"]
+        assert seen["type"] == "DEEPSPEED"
+        assert seen["betas"] == (0.8, 0.9)
+        # Four batches, two a step; the first step's rate is that of no step at all.
+        rates = seen["rates"]
+        assert len(rates) == 4
+        assert rates[0] == rates[1] == rates[2] < rates[3]
+
+
+def test_what_differs_is_refused_with_both_values(configured: list[dict[str, Any]]) -> None:
+    for said, (_, _, expected) in zip(configured[0]["refusals"], REFUSED, strict=True):
+        assert re.search(expected, said)
+
+
+def test_the_environment_chooses_it(configured: list[dict[str, Any]]) -> None:
+    expected = twin(2, {"optimizer": "sgd", "accumulate": 2, "clip": 0.05})["losses"][:4]
+    for seen in configured:
+        assert seen["by environment"]["stage"] == 1
+        assert seen["by environment"]["losses"] == pytest.approx(expected, abs=4 * FLOAT_ERROR)
+
+
+def test_each_of_two_models_has_its_configuration(configured: list[dict[str, Any]]) -> None:
+    numbers = sum(value.numel() for value in Tiny().state_dict().values())
+    for rank, seen in enumerate(configured):
+        first, second = seen["two models"]["apart"]
+        assert first == pytest.approx(0, abs=FLOAT_ERROR)
+        assert second > 1e-4
+        assert seen["two models"]["in parts"] == [False, True]
+        # Weights in parts are joined on the first rank of a machine alone.
+        assert seen["two models"]["whole"] == (numbers if rank == 0 else 0)
+
+
+def test_gradients_that_no_step_used_are_dropped(configured: list[dict[str, Any]]) -> None:
+    for seen in configured:
+        dropped, never_seen = seen["dropped"]
+        assert dropped == pytest.approx(never_seen, abs=FLOAT_ERROR)
