@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -114,16 +113,13 @@ class ConfigPicker:
         """Make the form say ``config``."""
         self._is_filling = True
         try:
+            given = config.to_dict()
             for name, row in self._rows.items():
-                value = getattr(config, name)
-                default = {field.name: field.default for field in fields(config)}[name]
-                row.value = None if value == default else value
-            chosen = [name for name in PLUGINS if getattr(config, name) is not None]
+                row.value = given.get(name)
             for name, rows in self._plugins.items():
-                options = getattr(config, name) or {}
                 for row in rows:
-                    row.value = options.get(row.name)
-            self._strategy.value = tuple(chosen)
+                    row.value = given.get(name, {}).get(row.name)
+            self._strategy.value = tuple(name for name in PLUGINS if name in given)
         finally:
             self._is_filling = False
         self._check()

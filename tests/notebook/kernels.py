@@ -25,6 +25,7 @@ __all__ = [
     "INSTALLED",
     "MATRIX",
     "OTHERS",
+    "TRAIN",
     "Kernel",
     "Reply",
     "kernel_environment",
@@ -37,6 +38,17 @@ INSTALLED = "installed"
 OTHERS = ("6.31.0", "7.3.0")
 # Each line of ipykernel that people run, oldest first; the first is Colab's.
 MATRIX = ("6.17.1", "6.29.5", "6.31.0", "7.0.1", "7.3.0", "7.4.0")
+# A training that draws a bar, logs and prints; for the first cell of a notebook.
+TRAIN = """
+def train(steps):
+    from tqdm.auto import tqdm
+    from notebook_accel import Accelerator
+    accelerator = Accelerator()
+    for step in tqdm(range(steps), desc="train"):
+        accelerator.log({"loss": 1 / (step + 1)}, step=step)
+    print("done on", accelerator.process_index)
+    return accelerator.process_index
+"""
 # What Colab pins beside its ipykernel, and what these need that newer ones do not.
 _PINNED_BESIDE = {
     "6.17.1": (

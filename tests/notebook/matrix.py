@@ -13,24 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.notebook.kernels import MATRIX, Kernel, Reply, open_kernel
+from tests.notebook.kernels import MATRIX, TRAIN, Kernel, Reply, open_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-SETUP = """
+SETUP = (
+    """
 %load_ext notebook_accel
 import ipykernel, pathlib
 from notebook_accel import notebook_launcher, runs
-def train(steps):
-    from tqdm.auto import tqdm
-    from notebook_accel import Accelerator
-    accelerator = Accelerator()
-    for step in tqdm(range(steps), desc="train"):
-        accelerator.log({"loss": 1 / (step + 1)}, step=step)
-    print("done on", accelerator.process_index)
-    return accelerator.process_index
 def until_stopped(ready):
     import pathlib, time
     from notebook_accel import Accelerator
@@ -50,6 +43,8 @@ def until_there(file):
         time.sleep(0.01)
     print("seen on a rank", flush=True)
 """
+    + TRAIN
+)
 
 
 @pytest.fixture(scope="module", params=MATRIX)

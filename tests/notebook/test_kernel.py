@@ -10,26 +10,21 @@ import nbclient
 import nbformat
 import pytest
 
-from tests.notebook.kernels import Kernel, Reply, Seen, open_kernel
+from tests.notebook.kernels import TRAIN, Kernel, Reply, Seen, open_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-SETUP = """
+SETUP = (
+    """
 %load_ext notebook_accel
 from notebook_accel import notebook_launcher, runs
-def train(steps):
-    from tqdm.auto import tqdm
-    from notebook_accel import Accelerator
-    accelerator = Accelerator()
-    for step in tqdm(range(steps), desc="train"):
-        accelerator.log({"loss": 1 / (step + 1)}, step=step)
-    print("done on", accelerator.process_index)
-    return accelerator.process_index
 def fail():
     raise ValueError("bad batch")
 """
+    + TRAIN
+)
 
 
 @pytest.fixture(scope="module")

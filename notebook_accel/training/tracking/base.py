@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from notebook_accel.training import topology
 from notebook_accel.training.notices import notice_once
+from notebook_accel.training.tracking.values import with_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["BlankTracker", "GeneralTracker", "LibraryTracker", "on_main_process"]
+__all__ = ["BlankTracker", "GeneralTracker", "LibraryTracker", "RunTracker", "on_main_process"]
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
@@ -141,6 +142,33 @@ class LibraryTracker(GeneralTracker):
     def library(cls) -> Any:
         """The imported library."""
         return importlib.import_module(cls.module)
+
+
+class RunTracker(LibraryTracker):
+    """Base of the trackers whose library gives a run that takes numbers and images, as wandb does.
+
+    Every rank may have a run of its own.
+    """
+
+    main_process_only = False
+
+    def start(self) -> None:
+        """Begin the run."""
+        self._run = self.library().init(project=self.run_name, **self.init_kwargs)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers, and whatever else the library takes."""
+        self._run.log(with_numbers(values), step=step, **kwargs)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log a list of images a name."""
+        image = self.library().Image
+        ready = {name: [image(one) for one in images] for name, images in values.items()}
+        self._run.log(ready, step=step, **kwargs)
+
+    def finish(self) -> None:
+        """End the run, which sends what is not sent yet."""
+        self._run.finish()
 
 
 def on_main_process(function: _Function) -> _Function:

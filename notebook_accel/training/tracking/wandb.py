@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.training.tracking.base import LibraryTracker
-from notebook_accel.training.tracking.values import with_numbers
+from notebook_accel.training.tracking.base import RunTracker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,31 +12,16 @@ if TYPE_CHECKING:
 __all__ = ["WandBTracker"]
 
 
-class WandBTracker(LibraryTracker):
+class WandBTracker(RunTracker):
     """Logs to a run of ``wandb.init(project=project_name, **init_kwargs)``."""
 
     name = "wandb"
     module = "wandb"
     package = "wandb"
-    main_process_only = False
-
-    def start(self) -> None:
-        """Begin the run."""
-        self._run = self.library().init(project=self.run_name, **self.init_kwargs)
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Add the settings to the run's config."""
         self._run.config.update(dict(values), allow_val_change=True)
-
-    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, and whatever else the library takes."""
-        self._run.log(with_numbers(values), step=step, **kwargs)
-
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log a list of images a name."""
-        image = self.library().Image
-        ready = {name: [image(one) for one in images] for name, images in values.items()}
-        self._run.log(ready, step=step, **kwargs)
 
     def log_table(
         self,
@@ -51,7 +35,3 @@ class WandBTracker(LibraryTracker):
         """Log a table, given by columns and rows or as a data frame."""
         table = self.library().Table(columns=columns, data=data, dataframe=dataframe)
         self._run.log({table_name: table}, step=step, **kwargs)
-
-    def finish(self) -> None:
-        """End the run."""
-        self._run.finish()
