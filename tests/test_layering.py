@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "plugin_options": {"errors"},
     "config": {"errors", "plugin_options"},
     "launch": {"errors", "config", "plugin_options"},
-    "training": {"errors", "config", "launch.rank", "launch.wire"},
+    "training": {"errors", "config", "launch.group_store", "launch.rank", "launch.wire"},
     "notebook": {"errors", "config", "launch", "plugin_options"},
     "cli": {"errors", "config", "launch"},
     "compat": {"errors", "config", "launch", "training", "notebook"},

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -16,6 +16,9 @@ import torch.distributed as dist
 from notebook_accel import notebook_launcher
 from notebook_accel.training.state import PartialState
 from tests.training.harness import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NOBODY = 65534
 HOSTS = ("127.0.0.1", "0.0.0.0")
@@ -28,12 +31,20 @@ def await_files(folder: str, *names: str) -> None:
         time.sleep(0.0005)
 
 
-def remake(folder: str, times: int) -> list[float]:
+def make_ours() -> None:
+    PartialState(cpu=True)
+
+
+def make_by_torch() -> None:
+    dist.init_process_group("gloo")
+
+
+def remake(folder: str, times: int, make: Callable[[], None] = make_ours) -> list[float]:
     """Make and destroy a group; one rank is always early for the next, in turn."""
     rank = int(os.environ["RANK"])
     sums = []
     for number in range(times):
-        state = PartialState(cpu=True)
+        make()
         total = torch.tensor(float(rank + number))
         dist.all_reduce(total)
         sums.append(total.item())
@@ -43,7 +54,7 @@ def remake(folder: str, times: int) -> list[float]:
             # The other has left, and asks for the next group while this one's store is there.
             await_files(folder, f"left-{number}-{1 - rank}")
             time.sleep(0.001 * (number % 5))
-        state.destroy_process_group()
+        dist.destroy_process_group()
         PartialState._reset_state()
         Path(folder, f"left-{number}-{rank}").touch()
     return sums
@@ -65,8 +76,9 @@ def remake_at(port: int, folder: str, times: int) -> list[float]:
     return remake(folder, times)
 
 
-def test_so_it_is_in_ranks_of_ours(tmp_path: Path) -> None:
-    run = notebook_launcher(remake, (str(tmp_path), 30), 2, view="none")
+@pytest.mark.parametrize("make", [make_ours, make_by_torch])
+def test_so_it_is_in_ranks_of_ours(tmp_path: Path, make: Callable[[], None]) -> None:
+    run = notebook_launcher(remake, (str(tmp_path), 30, make), 2, view="none")
     assert list(run) == [[2.0 * number + 1 for number in range(30)]] * 2
 
 
@@ -84,7 +96,7 @@ def tempt(folder: str) -> list[str]:
     ports = ports_of_the_run()
     taken = []
     for _ in range(2):
-        for make in (lambda: PartialState(cpu=True), lambda: dist.init_process_group("gloo")):
+        for make in (make_ours, make_by_torch):
             taken.append(take_as_nobody(ports))
             make()
             taken.append(take_as_nobody(ports))
@@ -94,9 +106,6 @@ def tempt(folder: str) -> list[str]:
             dist.destroy_process_group()
             PartialState._reset_state()
             taken.append(take_as_nobody(ports))
-            # A store of torch's own is met again only once it is gone.
-            Path(folder, f"gone-{len(taken)}-{rank}").touch()
-            await_files(folder, f"gone-{len(taken)}-0", f"gone-{len(taken)}-1")
     return taken
 
 
@@ -170,6 +179,7 @@ def plain(folder: str) -> dict[str, Any]:
         Path(folder, f"{number}-{rank}").touch()
         await_files(folder, f"{number}-0", f"{number}-1")
         dist.destroy_process_group()
+        # A store that the function opens itself can be opened again only once it is gone.
         Path(folder, f"gone-{number}-{rank}").touch()
         await_files(folder, f"gone-{number}-0", f"gone-{number}-1")
     return {"sums": sums, "addresses": addresses}

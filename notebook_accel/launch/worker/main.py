@@ -239,6 +239,7 @@ class _Worker:
             self._group_generation = message.group_generation
             self._drop_group()
         os.environ["MASTER_PORT"] = str(message.master_port)
+        torch_fixes.meet_at_one_store(message.master_port)
         self._context.begin_call(message.call, has_group=rank.has_process_group())
         if not message.last and not self._may_disconnect:
             # Only where another call may come is a stuck rank worth more than a SIGTERM.

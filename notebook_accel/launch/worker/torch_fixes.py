@@ -6,9 +6,13 @@ torch that constraints.txt pins.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from typing import TYPE_CHECKING, Any
+
+from notebook_accel.launch import group_store
+from notebook_accel.launch.rank import StorePort, current
 
 if TYPE_CHECKING:
     import socket
@@ -19,6 +23,7 @@ __all__ = [
     "forget_half_made_groups",
     "keep_backward_from_stashing",
     "listen_on",
+    "meet_at_one_store",
     "watch_new_groups",
 ]
 
@@ -99,11 +104,52 @@ def _replace_init(store: Any) -> None:
         ours = _bound.get(given.get("port", 0)) if given.get("is_master") else None
         has_descriptor = len(args) > _NUM_BEFORE_DESCRIPTOR or "master_listen_fd" in kwargs
         if ours is not None and not has_descriptor:
-            # A duplicate, since the store closes what it is given.
-            kwargs["master_listen_fd"] = os.dup(ours.fileno())
+            if group_store.is_served(given["port"]):
+                kwargs["multi_tenant"] = True
+            else:
+                # A duplicate, since the store closes what it is given.
+                kwargs["master_listen_fd"] = os.dup(ours.fileno())
         plain(self, *args, **kwargs)
 
     store.__init__ = __init__
+
+
+# MASTER_PORT as the launch said it for the call that runs; the function may have set another.
+_port_of_call = 0
+
+
+def meet_at_one_store(port: int) -> None:
+    """Let groups that the function makes by MASTER_ADDR and ``port`` meet as our own groups do.
+
+    Torch makes a server a group. A function that destroys its group and makes the next would have
+    a rank connect to the first one's server, which is about to close: one launch of three failed
+    so, with ten groups in a row on a busy machine. A store that the function opens itself at this
+    port is its own.
+
+    Args:
+        port: MASTER_PORT of the call that begins.
+    """
+    global _port_of_call
+    _port_of_call = port
+    rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
+    plain = getattr(rendezvous, "_create_c10d_store", None)
+    if plain is None or hasattr(plain, "by_torch"):
+        return
+
+    @functools.wraps(plain)
+    def create(host: str, port: int, rank: int, world_size: int, timeout: Any, *rest: Any) -> Any:
+        context = current()
+        # A rank that is alone has port 0.
+        is_ours = 0 != port == _port_of_call
+        is_ours = is_ours and (rank, world_size) == (context.rank, context.world_size)
+        # Torch's elastic agent serves a store of its own, if the user says so.
+        if not is_ours or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return plain(host, port, rank, world_size, timeout, *rest)
+        at = context.store or StorePort(host, port, _bound.get(port))
+        return group_store.store_of_next_group(rank, timeout, at)
+
+    create.by_torch = plain  # type: ignore[attr-defined]
+    rendezvous._create_c10d_store = create
 
 
 def forget_half_made_groups() -> None:

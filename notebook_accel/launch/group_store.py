@@ -1,0 +1,112 @@
+"""The store at which ranks exchange addresses when they make a process group.
+
+    rank 0:  server, one as long as the process lives, on the socket that the launch reserved
+                 ^
+    each rank, for each group:  a client of its own, whose keys have the group's prefix
+
+A group that is destroyed and made again finds the same server, and none of the first one's keys;
+with a server a group, as torch has it, a rank that is early would connect to the old one, which is
+about to close, and be reset or wait for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.launch.rank import StorePort, current
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+__all__ = ["is_served", "store_of_next_group"]
+
+_SERVER = "the store that this rank serves, and its address"
+_NUM_GROUPS = "number of groups made in each call"
+_PROBE_SECONDS = 1.0
+_POLL_SECONDS = 0.001
+
+
+def store_of_next_group(rank: int, timeout: timedelta, at: StorePort) -> Any:
+    """A store with nothing in it, the same for all ranks.
+
+    Ranks count their groups call by call: one that failed in the call before, without having made
+    the group that the others made, still agrees with them in this one.
+
+    Args:
+        rank: of this process in the group; rank 0 serves the store, unless it does already.
+        timeout: how long to wait for rank 0, and for each key.
+        at: the address; without a listener, rank 0 makes one there.
+
+    Raises:
+        ConfigError: rank 0 cannot listen there.
+    """
+    from torch import distributed
+
+    if rank == 0:
+        _serve(timeout, at)
+    else:
+        _await_listener(at.host, at.port, timeout)
+    client = distributed.TCPStore(at.host, at.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    counts = current().shared.setdefault(_NUM_GROUPS, {})
+    counts[current().call] = number = counts.get(current().call, 0) + 1
+    return distributed.PrefixStore(f"call {current().call}, group {number}", client)  # type: ignore[attr-defined]
+
+
+def is_served(port: int) -> bool:
+    """Whether this rank serves the store at this port."""
+    address, _ = current().shared.get(_SERVER, (None, None))
+    return address is not None and bool(address[1] == port)
+
+
+def _serve(timeout: timedelta, at: StorePort) -> None:
+    from torch import distributed
+
+    address, _ = current().shared.get(_SERVER, (None, None))
+    if address == (at.host, at.port):
+        return
+    # The store closes the socket with itself; that of the launch is not its own.
+    listener = os.dup(at.listener.fileno()) if at.listener else _listen(at.host, at.port).detach()
+    server = distributed.TCPStore(  # type: ignore[attr-defined]
+        at.host,
+        at.port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        # A store that the function opens at this port shares the server.
+        multi_tenant=True,
+        master_listen_fd=listener,
+    )
+    current().shared[_SERVER] = ((at.host, at.port), server)
+
+
+def _await_listener(address: str, port: int, timeout: timedelta) -> None:
+    """Wait until rank 0 listens: a store that finds nobody there sleeps half a second and more."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((address, port), timeout=_PROBE_SECONDS).close()
+        except OSError:
+            time.sleep(_POLL_SECONDS)
+        else:
+            return
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # Connections of an earlier run may linger on a port that is used again.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"MASTER_PORT={port} cannot be listened on at {address} ({error.strerror}): "
+            "another program has it; set a free one"
+        ) from error
+    return listener
