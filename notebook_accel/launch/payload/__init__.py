@@ -1,7 +1,7 @@
 """A function with its arguments on the way to the ranks, and what they return on the way back.
 
     notebook                                          rank
-    pack_call -> Packed ------------------------> unpack_call -> Call
+    pack_call -> Packed ------------------------> unpack_call -> UnpackedCall
     unpack_result, unpack_exception <- Packed, bytes - pack_result, pack_exception
 
 Packing copies no tensor: the buffers of a :class:`Packed` are views of the memory that they were
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_INLINE_BYTES",
-    "Call",
     "CellSource",
     "Packed",
     "PackedCall",
     "Registry",
+    "UnpackedCall",
     "name_cells",
     "pack_call",
     "pack_exception",
@@ -107,7 +107,7 @@ class PackedCall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class UnpackedCall:
     """A function and its arguments, as a rank has them.
 
     Attributes:
@@ -173,7 +173,7 @@ def pack_call(
     )
 
 
-def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> Call:
+def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> UnpackedCall:
     """The function and its arguments, in a rank.
 
     In the first call a process gets a new ``__main__``. It holds what the function uses, and
@@ -181,8 +181,8 @@ def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> 
 
     Args:
         packed: its buffers writable and private to this process: tensors live in them.
-        sent_before: :attr:`Call.sent` of the call before, whose ``__main__`` stays, with the
-            names that it left there; None for the first call.
+        sent_before: :attr:`UnpackedCall.sent` of the call before, whose ``__main__`` stays, with
+            the names that it left there; None for the first call.
     """
     sources, body, buffers = _open_pickle(packed)
     cells.install_sources(sources)
@@ -191,7 +191,7 @@ def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> 
     cells.fill_main(sent)
     # Calls that failed to unpack here left no objects: None keeps the later numbers right.
     known = [*(sent_before or ()), *[None] * num_before][:num_before]
-    return Call(
+    return UnpackedCall(
         function=function,
         args=args,
         kwargs=kwargs,
@@ -321,7 +321,7 @@ def _is_on_device(value: Any, depth: int = 0) -> bool:
 # ---- back to the notebook ------------------------------------------------------------------
 
 
-def pack_result(value: object, call: Call | None = None) -> Packed:
+def pack_result(value: object, call: UnpackedCall | None = None) -> Packed:
     """Pickle what a rank returned.
 
     Tensors go to the CPU and lose their graph; a model loses its strategy's wrapper. Classes and
@@ -356,7 +356,7 @@ def unpack_result(packed: Packed, registry: Registry) -> Any:
     return load(body, buffers=buffers, objects=registry.objects)
 
 
-def pack_exception(error: BaseException, call: Call | None = None) -> bytes | None:
+def pack_exception(error: BaseException, call: UnpackedCall | None = None) -> bytes | None:
     """Pickle what a rank raised; None where that cannot be."""
     file = io.BytesIO()
     try:

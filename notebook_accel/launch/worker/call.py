@@ -104,7 +104,7 @@ def _run(
     sent_before: Sequence[Any] | None,
     setup_error: BaseException | None,
 ) -> Outcome:
-    call: payload.Call | None = None
+    call: payload.UnpackedCall | None = None
     try:
         interrupts.begin_call(is_interrupted=is_interrupted)
         packed = unpack(message.payload, fds)
@@ -142,7 +142,9 @@ def _end_in_forked_child(context: LaunchedContext, error: BaseException | None =
     os._exit(code & 0xFF)
 
 
-def _returned(value: object, context: LaunchedContext, call: payload.Call | None) -> Outcome:
+def _returned(
+    value: object, context: LaunchedContext, call: payload.UnpackedCall | None
+) -> Outcome:
     packet, fds = pack(payload.pack_result(value, call))
     _flush_output()
     message = wire.Returned(
@@ -160,7 +162,7 @@ def _returned(value: object, context: LaunchedContext, call: payload.Call | None
 def _raised(
     error: BaseException,
     context: LaunchedContext,
-    call: payload.Call | None,
+    call: payload.UnpackedCall | None,
     *,
     is_ending: bool = False,
 ) -> Outcome:
@@ -197,7 +199,7 @@ def _raised(
 
 
 def _pack_training(
-    context: LaunchedContext, call: payload.Call
+    context: LaunchedContext, call: payload.UnpackedCall
 ) -> tuple[wire.Packet | None, tuple[int, ...]]:
     """What this rank has of what was being trained, as the first form of it that can travel."""
     problem: Exception | None = None
