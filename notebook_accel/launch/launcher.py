@@ -96,7 +96,7 @@ def launch(
     try:
         begin = _ready_to_begin(request, list(notices))
     except BaseException:
-        request.view.abandon()
+        request.view.launch_failed()
         raise
     return _conduct(begin, block=block)
 
@@ -382,7 +382,7 @@ def _new_run(
     """
     with contextlib.ExitStack() as undo:
         # A run that has begun is closed by whoever conducts it.
-        undo.callback(request.view.abandon)
+        undo.callback(request.view.launch_failed)
         if session is not None:
             preflight.check_files_of_kernel()
         folder = RunFolder.make(remove_old=session is None)

@@ -61,7 +61,7 @@ class Dashboard(View):
         self._run: Run | None = None
         self._state: RunState | None = None
         self._snapshot: Snapshot | None = None
-        self._expected = ""
+        self._slow_launch = ""
         self._throughput = Throughput()
         self._displays = RankDisplays()
         self._opened_at = 0.0
@@ -69,14 +69,14 @@ class Dashboard(View):
 
     # ---- what the run calls ----------------------------------------------------------------
 
-    def expect(self, name: str) -> None:
-        self._expected = name
+    def launch_is_slow(self, name: str) -> None:
+        self._slow_launch = name
         text = f"{name}: starting, which takes some seconds the first time"
         self._slot.show(render_line(text).bundle)
 
-    def abandon(self) -> None:
-        if self._expected:
-            self._slot.show(render_line(f"{self._expected}: not started").bundle)
+    def launch_failed(self) -> None:
+        if self._slow_launch:
+            self._slot.show(render_line(f"{self._slow_launch}: not started").bundle)
 
     def open(self, run: Run) -> None:
         self._run = run

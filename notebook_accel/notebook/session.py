@@ -111,7 +111,7 @@ class NotebookSession:
         try:
             self.session = Session(config=config, view=line, name="the session")
         except BaseException:
-            line.abandon()
+            line.launch_failed()
             raise
         line.conclude(self.world_size)
         self._hints = SessionHints(shell, lambda: self.names, self._owners.note_assigned)

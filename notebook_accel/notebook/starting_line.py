@@ -19,11 +19,11 @@ class StartingLine(View):
         self._began = time.monotonic()
         self._is_shown = False
 
-    def expect(self, name: str) -> None:
+    def launch_is_slow(self, name: str) -> None:
         self._is_shown = True
         self._show(f"{name} starts, which takes some seconds")
 
-    def abandon(self) -> None:
+    def launch_failed(self) -> None:
         if self._is_shown:
             self._show("the session was not started")
 

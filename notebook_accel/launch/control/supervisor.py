@@ -12,7 +12,7 @@ A call ends in this order, in the pool's thread up to ``ended``::
     finish: final state (verdict, metrics file closed, state saved) -> view.close -> ended is set
     the thread that waits: view.print_end, then the run's error is raised (run.py)
 
-Where the launch itself fails, before there is a run, ``view.abandon`` is all that is called.
+Where the launch itself fails, before there is a run, ``view.launch_failed`` is all that is called.
 """
 
 from __future__ import annotations

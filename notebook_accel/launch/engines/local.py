@@ -36,7 +36,7 @@ class LocalEngine(AgentEngine):
     def warm_up(self, request: StartRequest) -> None:
         def wait(source: Template) -> None:
             if not source.is_ready:
-                request.view.expect(request.name)
+                request.view.launch_is_slow(request.name)
             source.wait_until_ready()
 
         ask_template(request.environment, wait)

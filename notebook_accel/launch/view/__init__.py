@@ -1,9 +1,10 @@
 """What a view must do, and the view that shows nothing.
 
-    expect -> open -> update, update, ... -> close      or  expect -> abandon
-                      poll, poll, ...      -> print_end
+    launch_is_slow -> open -> update, update, ... -> close
+                              poll, poll, ...      -> print_end
+                   -> launch_failed
 
-The lower line is called by the thread that waits for the run. Everybody calls a view through
+The line of ``poll`` is called by the thread that waits for the run. Everybody calls a view through
 :class:`GuardedView`, so that a view with a bug costs the person a picture and not the training.
 """
 
@@ -31,14 +32,14 @@ class View:
     no ``update``.
     """
 
-    def expect(self, name: str) -> None:
+    def launch_is_slow(self, name: str) -> None:
         """A run of the function ``name`` will open in some seconds.
 
         Called where the template has to start first, so that the person sees that something goes
-        on. ``open`` or ``abandon`` follows.
+        on. ``open`` or ``launch_failed`` follows.
         """
 
-    def abandon(self) -> None:
+    def launch_failed(self) -> None:
         """The launch failed: no run will open."""
 
     def open(self, run: Run) -> None:
@@ -74,11 +75,11 @@ class GuardedView(View):
         self._view = view
         self._logged: set[str] = set()
 
-    def expect(self, name: str) -> None:
-        self._guard(self._view.expect, name)
+    def launch_is_slow(self, name: str) -> None:
+        self._guard(self._view.launch_is_slow, name)
 
-    def abandon(self) -> None:
-        self._guard(self._view.abandon)
+    def launch_failed(self) -> None:
+        self._guard(self._view.launch_failed)
 
     def open(self, run: Run) -> None:
         self._guard(self._view.open, run)

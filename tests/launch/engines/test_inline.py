@@ -42,8 +42,8 @@ class Recorded(View):
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def abandon(self) -> None:
-        self.calls.append("abandon")
+    def launch_failed(self) -> None:
+        self.calls.append("launch_failed")
 
     def open(self, run: Run) -> None:
         self.calls.append("open")

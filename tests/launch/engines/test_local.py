@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 SECONDS = 60.0
 
 
-class Expected(View):
-    """Keeps what it is told to expect."""
+class Slow(View):
+    """Keeps the names of what is slow to launch."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def expect(self, name: str) -> None:
+    def launch_is_slow(self, name: str) -> None:
         self.names.append(name)
 
 
@@ -129,7 +129,7 @@ def test_a_wait_for_the_template_is_shown(monkeypatch: pytest.MonkeyPatch) -> No
             self.is_ready = True
 
     for is_ready, expected in ((False, ["train"]), (True, [])):
-        source, view = Source(is_ready=is_ready), Expected()
+        source, view = Source(is_ready=is_ready), Slow()
         monkeypatch.setattr(local, "ask_template", lambda _, question, one=source: question(one))
         LocalEngine().warm_up(request(view))
         assert (view.names, source.is_ready) == (expected, True)
