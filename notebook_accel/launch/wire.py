@@ -29,14 +29,12 @@ import msgspec
 from notebook_accel.launch.odd_text import escaped, unwrapped, wrapped
 
 __all__ = [
-    "VERSION",
     "AgentExited",
     "AgentReady",
     "Alive",
     "Bar",
     "Call",
     "CallEnded",
-    "PortReserved",
     "CallStarted",
     "CountDevices",
     "Credit",
@@ -57,7 +55,7 @@ __all__ = [
     "Notice",
     "Output",
     "Packet",
-    "Passed",
+    "PortReserved",
     "Raised",
     "RankEnded",
     "RankFailed",
@@ -68,9 +66,11 @@ __all__ = [
     "Shutdown",
     "Stacks",
     "Stop",
+    "StopPointReached",
     "StreamOpened",
     "TemplateReady",
     "Terminate",
+    "VERSION",
     "decode",
     "encode",
 ]
@@ -243,7 +243,7 @@ class RankFailed(Message, frozen=True, kw_only=True):
     """A rank of the call failed; the kernel tells the other agents, which end the call there."""
 
 
-class Passed(Message, frozen=True, kw_only=True):
+class StopPointReached(Message, frozen=True, kw_only=True):
     """The answer to ``Stop``: the highest points that ranks of this agent have passed.
 
     As ``StopPoint`` of transport/scoreboard.py, which says how a stop goes.
@@ -251,7 +251,7 @@ class Passed(Message, frozen=True, kw_only=True):
 
     batches: int
     reads: int
-    is_read: bool
+    reads_should_stop: bool
 
 
 class Output(Message, frozen=True, kw_only=True):

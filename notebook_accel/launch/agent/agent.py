@@ -254,11 +254,11 @@ class Agent:
         if point is not None:
             self._stop_asked = None
             self._post(
-                wire.Passed,
+                wire.StopPointReached,
                 call=self._call,
                 batches=point.batches,
                 reads=point.reads,
-                is_read=point.is_read,
+                reads_should_stop=point.reads_should_stop,
             )
 
     def _note_progress(self, now: float) -> None:

@@ -415,9 +415,11 @@ class RankPool:
             self._send_to_others(message.port)
         elif isinstance(message, wire.RankFailed):
             self._send_to([other for other in self._links if other is not link], message)
-        elif isinstance(message, wire.Passed):
+        elif isinstance(message, wire.StopPointReached):
             self._stop_points[link.numbers] = StopPoint(
-                batches=message.batches, reads=message.reads, is_read=message.is_read
+                batches=message.batches,
+                reads=message.reads,
+                reads_should_stop=message.reads_should_stop,
             )
             self._decide_stop(message.call)
 

@@ -73,12 +73,12 @@ class StopPoint:
 
     Attributes:
         batches, reads: how often a rank went on from such a point.
-        is_read: whether a rank ever came to read ``should_stop``.
+        reads_should_stop: whether a rank ever came to read ``should_stop``.
     """
 
     batches: int = 0
     reads: int = 0
-    is_read: bool = False
+    reads_should_stop: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def leave_after(points: Iterable[StopPoint]) -> LeavePoint:
     """
     points = tuple(points)
     reads = 1 + max((point.reads for point in points), default=0)
-    if any(point.is_read for point in points):
+    if any(point.reads_should_stop for point in points):
         return LeavePoint(batches=None, reads=reads)
     return LeavePoint(batches=1 + max((point.batches for point in points), default=0), reads=reads)
 
@@ -213,7 +213,7 @@ class Scoreboard:
                 right as well.
         """
         rows = [row for row in map(self.row, range(self.num_ranks)) if not row.call_over]
-        is_read = any(row.reads for row in rows)
+        reads_should_stop = any(row.reads for row in rows)
         highest = {}
         for counter in _COUNTERS:
             counts = []
@@ -221,12 +221,14 @@ class Scoreboard:
                 came, passed = row.get(counter), row.get(f"passed_{counter}")
                 if came not in (passed, row.get(f"waits_{counter}")):
                     # A rank that reads goes by its batches without a look at the flag.
-                    if patient and not (is_read and counter == "batches"):
+                    if patient and not (reads_should_stop and counter == "batches"):
                         return None
                     passed = came
                 counts.append(passed)
             highest[counter] = max(counts, default=0)
-        return StopPoint(batches=highest["batches"], reads=highest["reads"], is_read=is_read)
+        return StopPoint(
+            batches=highest["batches"], reads=highest["reads"], reads_should_stop=reads_should_stop
+        )
 
     def leave_at(self, point: LeavePoint) -> None:
         """Have the ranks that wait go on to ``point``, and leave there."""

@@ -247,8 +247,8 @@ def test_all_leave_after_the_highest_point(two: PlayedRun) -> None:
     two.pool.stop(call=1, grace=1.0)
     for agent in two.agents:
         assert isinstance(agent.next(), wire.Stop)
-    two.agents[0].tell(wire.Passed, batches=3, reads=0, is_read=False)
-    two.agents[1].tell(wire.Passed, batches=5, reads=0, is_read=False)
+    two.agents[0].tell(wire.StopPointReached, batches=3, reads=0, reads_should_stop=False)
+    two.agents[1].tell(wire.StopPointReached, batches=5, reads=0, reads_should_stop=False)
     leaves = [agent.next() for agent in two.agents]
     assert all(isinstance(leave, wire.LeaveAt) for leave in leaves)
     assert len({leave.batches for leave in leaves if isinstance(leave, wire.LeaveAt)}) == 1
@@ -260,7 +260,7 @@ def test_a_stop_before_the_call_is_everywhere_comes_after_it(two: PlayedRun) -> 
     call.stop()
     assert isinstance(first.next(), wire.Call)
     assert isinstance(first.next(), wire.Stop)
-    first.tell(wire.Passed, batches=0, reads=0, is_read=False)
+    first.tell(wire.StopPointReached, batches=0, reads=0, reads_should_stop=False)
     assert second.says_nothing_new()
     first.tell(wire.PortReserved, port=4321)
     # An agent drops what is about a call that it does not know: in this order.
@@ -268,7 +268,7 @@ def test_a_stop_before_the_call_is_everywhere_comes_after_it(two: PlayedRun) -> 
     assert isinstance(second.next(), wire.Stop)
     call.press(1)
     assert isinstance(second.next(), wire.Interrupt)
-    second.tell(wire.Passed, batches=3, reads=0, is_read=False)
+    second.tell(wire.StopPointReached, batches=3, reads=0, reads_should_stop=False)
     for agent in (second, first):
         while not isinstance(said := agent.next(), wire.LeaveAt):
             assert isinstance(said, wire.Interrupt)
@@ -281,7 +281,7 @@ def test_a_stop_does_not_wait_for_an_agent_that_is_lost(two: PlayedRun) -> None:
     two.pool.stop(call=1, grace=1.0)
     for agent in two.agents:
         assert isinstance(agent.next(), wire.Stop)
-    two.agents[1].tell(wire.Passed, batches=5, reads=0, is_read=False)
+    two.agents[1].tell(wire.StopPointReached, batches=5, reads=0, reads_should_stop=False)
     two.agents[0].channel.close()
     kinds = [type(two.agents[1].next()) for _ in range(2)]
     assert kinds == [wire.RankFailed, wire.LeaveAt]

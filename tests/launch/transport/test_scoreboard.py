@@ -213,12 +213,12 @@ def test_a_rank_between_its_two_writes_is_about_to_say() -> None:
     assert board.passed() is None
     # It looked before the flag went up, and goes on.
     other.row.passed_reads = 1
-    assert board.passed() == StopPoint(reads=1, is_read=True)
+    assert board.passed() == StopPoint(reads=1, reads_should_stop=True)
     other.comes()
     assert board.passed() is None
     # It looked after that, and waits.
     other.row.waits_reads = 2
-    assert board.passed() == StopPoint(reads=1, is_read=True)
+    assert board.passed() == StopPoint(reads=1, reads_should_stop=True)
 
 
 def test_a_rank_that_never_says_counts_as_if_it_had_gone_on() -> None:
@@ -227,7 +227,7 @@ def test_a_rank_that_never_says_counts_as_if_it_had_gone_on() -> None:
     board.ask_stop()
     assert board.passed() is None
     point = board.passed(patient=False)
-    assert point == StopPoint(reads=1, is_read=True)
+    assert point == StopPoint(reads=1, reads_should_stop=True)
     board.leave_at(leave_after([point]))
     # It was only slow, and had not gone on after all.
     assert not board.leaves(1, "reads")
