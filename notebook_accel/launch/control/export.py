@@ -87,7 +87,7 @@ class _Script:
             module = value.__name__
             line = f"import {module}" if module == name else f"import {module} as {name}"
             self.imports[line] = None
-        elif _is_importable(value):
+        elif _is_public_name(value):
             own = value.__qualname__
             alias = own if own == name else f"{own} as {name}"
             self.imports[f"from {_public_module(value)} import {alias}"] = None
@@ -142,7 +142,7 @@ def _is_definition(value: Any) -> bool:
     return isinstance(value, (type, types.FunctionType))
 
 
-def _is_importable(value: Any) -> bool:
+def _is_public_name(value: Any) -> bool:
     """Whether the value is a class or function that its module has under its own name."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     name = getattr(value, "__qualname__", "")

@@ -220,7 +220,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return
         self._roots.add(root)
         module = sys.modules.get(root)
-        if module is None or _is_importable(module, root):
+        if module is None or _module_is_found(module, root):
             return
         if root not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(module)
@@ -282,7 +282,7 @@ def _refuse(remedy: str) -> Callable[[Any], Any]:
     return refuse
 
 
-def _is_importable(module: types.ModuleType, name: str) -> bool:
+def _module_is_found(module: types.ModuleType, name: str) -> bool:
     """Whether a process with the same ``sys.path`` finds this module."""
     spec = getattr(module, "__spec__", None)
     file = getattr(module, "__file__", None) or getattr(spec, "origin", None)

@@ -77,13 +77,14 @@ def remake(value: Any) -> tuple[Any, ...] | None:
     """
     reduce = _NAMED.get(type(value))
     if reduce is not None:
-        return None if _is_importable(value) else reduce(value)
+        return None if _is_at_its_name(value) else reduce(value)
     if isinstance(value, types.FunctionType) and "_torchdynamo_orig_callable" in vars(value):
         return _reduce_compiled(value)
     return None
 
 
-def _is_importable(value: Any) -> bool:
+def _is_at_its_name(value: Any) -> bool:
+    """Whether the value's module, imported elsewhere, has it under its qualified name."""
     module = sys.modules.get(value.__module__)
     name = getattr(value, "__qualname__", None) or value.__name__
     if module is None or module.__name__ == "__main__":
