@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, TypedDict
 import msgspec
 
 from notebook_accel.launch.control.regular_files import open_regular
-from notebook_accel.launch.control.run_folder import loss_line, making_files
+from notebook_accel.launch.control.run_folder import lost_files_notice, making_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -76,7 +76,7 @@ class MetricStore(MetricReader):
     A disk that is full costs the metrics from then on, never the run.
 
     Attributes:
-        loss: a line for the person where metrics are lost, else "".
+        lost_notice: a line for the person where metrics are lost, else "".
     """
 
     def __init__(self, folder: Path) -> None:
@@ -86,7 +86,7 @@ class MetricStore(MetricReader):
             LaunchError: it cannot be made.
         """
         super().__init__(folder)
-        self.loss = ""
+        self.lost_notice = ""
         with making_files(folder):
             self._file = self.path.open("ab")
 
@@ -100,8 +100,8 @@ class MetricStore(MetricReader):
     def flush(self) -> None:
         with self._writing():
             self._file.flush()
-            if not self.loss and os.fstat(self._file.fileno()).st_nlink == 0:
-                self.loss = loss_line("metrics are lost", self.path.parent, None)
+            if not self.lost_notice and os.fstat(self._file.fileno()).st_nlink == 0:
+                self.lost_notice = lost_files_notice("metrics are lost", self.path.parent, None)
 
     def close(self) -> None:
         with self._writing():
@@ -114,7 +114,9 @@ class MetricStore(MetricReader):
         except ValueError:  # closed meanwhile, by the run's end or by a full disk
             return
         except OSError as error:
-            self.loss = loss_line("metrics are lost from here on", self.path.parent, error)
+            self.lost_notice = lost_files_notice(
+                "metrics are lost from here on", self.path.parent, error
+            )
             with contextlib.suppress(OSError):
                 self._file.close()
 

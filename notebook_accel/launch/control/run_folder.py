@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.config import LaunchConfig
 
-__all__ = ["RunFolder", "loss_line", "making_files", "run_folders", "runs_folder"]
+__all__ = ["RunFolder", "lost_files_notice", "making_files", "run_folders", "runs_folder"]
 
 # Of runs that nobody holds any more, the newest stay: enough for some days of work, and no more of
 # the disk than anybody would miss.
@@ -220,7 +220,9 @@ class RunFolder:
             part.write_bytes(msgspec.msgpack.encode(state))
             part.replace(path)
         except (OSError, UnicodeEncodeError) as error:
-            return loss_line("how this run ended is known to this kernel alone", self.path, error)
+            return lost_files_notice(
+                "how this run ended is known to this kernel alone", self.path, error
+            )
         return ""
 
     def load(self) -> RunState | None:
@@ -278,7 +280,7 @@ _REMEDY = (
 )
 
 
-def loss_line(what: str, folder: Path, error: OSError | UnicodeEncodeError | None) -> str:
+def lost_files_notice(what: str, folder: Path, error: OSError | UnicodeEncodeError | None) -> str:
     """A line for the person: what is lost, why, and what to do.
 
     Args:

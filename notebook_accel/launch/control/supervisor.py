@@ -208,9 +208,9 @@ class Supervisor(Conductor):
             return
         self._next_draw = now + _DRAW_SECONDS
         self._metrics.flush()
-        if self._metrics.loss:
+        if self._metrics.lost_notice:
             with self._state_lock:
-                self.state = apply(wire.Notice(text=self._metrics.loss), self.state)
+                self.state = apply(wire.Notice(text=self._metrics.lost_notice), self.state)
         with self._state_lock:
             self.state = self._hangs.look(self.state, now=now)
         if self._hangs.asks(self.state, now=now):
@@ -273,7 +273,7 @@ class Supervisor(Conductor):
         state = replace(
             self.state, status=verdict.status, ended=self.state.now(), failure=verdict.failure
         )
-        lines = [self._metrics.loss] if self._metrics.loss else []
+        lines = [self._metrics.lost_notice] if self._metrics.lost_notice else []
         for line in (*lines, *self._closing_notices(self.state)):
             state = apply(wire.Notice(text=line), state)
         if self.results is not None and self.results.has_rescued:
@@ -283,7 +283,7 @@ class Supervisor(Conductor):
         # What is large, and what holds the notebook's function: the handle has it, nobody else.
         self.results = None
         self._closing_notices = lambda _: ()
-        loss = self._folder.save(state)
-        if loss:
-            state = apply(wire.Notice(text=loss), state)
+        lost_notice = self._folder.save(state)
+        if lost_notice:
+            state = apply(wire.Notice(text=lost_notice), state)
         self.state = state

@@ -58,9 +58,9 @@ class InlineEngine(Engine):
                 conductor.call(request)
         finally:
             new.metrics.close()
-            loss = new.folder.save(conductor.state)
-            if loss:
-                conductor.state = apply(wire.Notice(text=loss), conductor.state)
+            lost_notice = new.folder.save(conductor.state)
+            if lost_notice:
+                conductor.state = apply(wire.Notice(text=lost_notice), conductor.state)
             conductor.drop_results()
             request.view.close(conductor.state)
             conductor.ended.set()

@@ -63,8 +63,8 @@ def test_a_full_disk_ends_no_training_and_is_told(tmp_path: Path) -> None:
         store.add(wall=0, rank=0, step=step, values={"loss": 1.0})
         store.flush()
     store.close()
-    assert "disk full: metrics are lost" in store.loss
-    assert "NOTEBOOK_ACCEL_RUNS" in store.loss
+    assert "disk full: metrics are lost" in store.lost_notice
+    assert "NOTEBOOK_ACCEL_RUNS" in store.lost_notice
 
 
 def test_lines_that_are_no_metrics_are_left_out_and_counted(

@@ -275,12 +275,12 @@ def test_a_folder_that_is_deleted_in_mid_run_is_told(tmp_path: Path) -> None:
     store = MetricStore(folder.path)
     store.add(wall=0, rank=0, step=0, values={"loss": 1.0})
     store.flush()
-    assert store.loss == ""
+    assert store.lost_notice == ""
     folder.remove()
     store.flush()
-    assert "were deleted while it went on" in store.loss
+    assert "were deleted while it went on" in store.lost_notice
     state = starting(run=folder.id, name="train", world_size=1, started=0.0)
-    assert folder.save(state) == store.loss
+    assert folder.save(state) == store.lost_notice
     store.close()
 
 
