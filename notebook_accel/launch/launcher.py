@@ -7,6 +7,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import preflight, run_list
 from notebook_accel.launch.control import state
 from notebook_accel.launch.control.environment import rank_environment
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.engines.base import Engine, RankPlan
     from notebook_accel.launch.payload import CellSource, PackedCall
 
@@ -253,7 +253,7 @@ class Session:
         """Where each rank's Python stands now."""
         return stacks_text(self._pool.stacks(rank), {})
 
-    def close(self, grace: float = 10.0) -> None:
+    def close(self, grace: float = LaunchConfig.grace) -> None:
         """End the ranks, after the call that they are in; at once after ``grace`` seconds."""
         self._pool.shut_down()
         if not self._pool.ended.wait(grace):

@@ -370,7 +370,7 @@ class Call(Message, frozen=True, kw_only=True):
     """
 
     payload: Packet
-    grace: float = 10.0
+    grace: float
     last: bool = False
     group_generation: int = 0
     master_port: int = 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from IPython.core.getipython import get_ipython
 
-from notebook_accel.config import resolve, shown
+from notebook_accel.config import LaunchConfig, resolve, shown
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.engines import ENGINES, engine_named
 from notebook_accel.launch.launcher import launch
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
-    from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.display_slot import DisplaySlot
@@ -95,7 +94,7 @@ def notebook_launcher(
     block: bool = True,
     view: str = "auto",
     timeout: float | None = None,
-    grace: float = 10.0,
+    grace: float = LaunchConfig.grace,
     name: str | None = None,
 ) -> Run:
     """Call ``function(*args, **kwargs)`` on every rank of a new run, and show the run live.

@@ -388,10 +388,10 @@ class NotebookSession:
             for line in text.splitlines()
         )
 
-    def end(self, grace: float = 10.0) -> None:
-        """End the ranks; a cell that runs in the background is stopped after ``grace`` seconds."""
+    def end(self) -> None:
+        """End the ranks; a cell that runs in the background has some seconds to end by itself."""
         self._hints.remove()
-        self.session.close(grace)
+        self.session.close()
 
 
 def _num_ranks(world_size: int) -> str:
@@ -484,11 +484,11 @@ def _check_same(running: NotebookSession, config: LaunchConfig) -> None:
 _OPTIONS = {"num_processes": "-n", "mixed_precision": "--mixed-precision"}
 
 
-def end_session(grace: float = 10.0) -> bool:
+def end_session() -> bool:
     """End the session; False where there is none."""
     global _session
     ending, _session = _session, None
     if ending is None:
         return False
-    ending.end(grace)
+    ending.end()
     return True

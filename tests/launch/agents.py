@@ -92,10 +92,8 @@ class AgentByHand:
         """Send a call to the ranks; gives its number."""
         self._calls += 1
         packet, fds = pack(payload.pack_call(function, args).packed)
-        self.channel.send(
-            wire.Call(run=self.run, call=self._calls, payload=packet, **fields),
-            fds,
-        )
+        given = {"run": self.run, "call": self._calls, "payload": packet, "grace": 10.0}
+        self.channel.send(wire.Call(**{**given, **fields}), fds)
         return self._calls
 
     def say(self, kind: type[wire.Message], /, **fields: Any) -> None:

@@ -231,7 +231,7 @@ class Agent:
         self._answer_stop(now)
         if self._call and not self._ending.is_last and not self._in_call():
             # All ranks have left this call: forget its stages, or they would cut a shutdown short.
-            self._ending = Ending(is_last=False)
+            self._ending = Ending(grace=self._ending.grace, is_last=False)
         stage = self._ending.next_stage(
             now=now,
             idle=self._idle(now),

@@ -68,7 +68,7 @@ class Ending:
 
     Attributes:
         stage: what was done last.
-        grace: seconds that the person gives between two stages.
+        grace: seconds that the person gives between two stages, as each call says.
         is_last: whether the rank processes end after this call anyway, so that nothing in them
             is worth waiting for once one has failed.
         has_failed: whether a rank has failed, which ends the call on the others.
@@ -80,7 +80,7 @@ class Ending:
     """
 
     stage: Stage = Stage.NONE
-    grace: float = 10.0
+    grace: float = 0.0
     is_last: bool = True
     has_failed: bool = False
     settles_from: float | None = None

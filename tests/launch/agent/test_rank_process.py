@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _fork = multiprocessing.get_context("fork")
-CALL = wire.Call(call=1, payload=wire.Packet(header=b""))
+CALL = wire.Call(call=1, payload=wire.Packet(header=b""), grace=10)
 
 
 def spin(processor: int, policy: int) -> None:
