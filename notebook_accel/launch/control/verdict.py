@@ -18,8 +18,10 @@ first, since the clocks of two machines say nothing about it. Functions here are
 from __future__ import annotations
 
 import re
+import signal
 from collections import defaultdict
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.control.state import Failure
@@ -50,9 +52,20 @@ _LIKELY = {
 # NCCL's watchdog aborts a rank that lost another: a consequence, not a cause.
 _WATCHDOG = re.compile(r"ProcessGroupNCCL.*(watchdog|aborting)|NCCL watchdog", re.IGNORECASE)
 
-
 # What gloo and torch say of tensors that do not go together.
 _MISMATCH = re.compile(r"collective mismatch|data size doesn't match expected size")
+
+
+class _Kind(IntEnum):
+    """How a rank failed; a smaller one is the likelier cause of the others.
+
+    DEATH: by a signal or an exit code. EXCEPTION: what the function raised. LOST_PEER: it lost its
+    connection to another rank, which follows from that rank's failure.
+    """
+
+    DEATH = 0
+    EXCEPTION = 1
+    LOST_PEER = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +89,7 @@ def judge(state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], log_d
     # A "lost peer" error is no cause if the peer's agent is lost, or if the peer was told to leave:
     # agents interrupt ranks one by one, so that one may lose the other.
     has_left = is_stopped and any(_left_as_told(rank) for rank in state.ranks)
-    if failed and not ((lost or has_left) and min(map(_kind, failed)) == _CONSEQUENCE):
+    if failed and not ((lost or has_left) and min(map(_kind, failed)) == _Kind.LOST_PEER):
         returned = [rank.rank for rank in state.ranks if rank.returned]
         return Verdict(status="failed", failure=_rank_failure(failed, returned, log_dir))
     without_result = tuple(rank.rank for rank in state.ranks if not rank.returned)
@@ -102,26 +115,22 @@ def _left_as_told(rank: RankState) -> bool:
     return rank.failure is not None and rank.failure.kind in ("stopped", "interrupted")
 
 
-_CONSEQUENCE = 2
-
-
-def _kind(rank: RankState) -> int:
-    """0 for a death, 1 for an exception, 2 for what follows from another rank's failure."""
+def _kind(rank: RankState) -> _Kind:
     failure = rank.failure
     if failure is None:
-        return _CONSEQUENCE if _is_watchdog(rank) else 0
-    return {"exit": 0, "lost peer": _CONSEQUENCE}.get(failure.kind, 1)
+        return _Kind.LOST_PEER if _is_watchdog(rank) else _Kind.DEATH
+    return {"exit": _Kind.DEATH, "lost peer": _Kind.LOST_PEER}.get(failure.kind, _Kind.EXCEPTION)
 
 
 def _in_order(failed: list[RankState]) -> list[RankState]:
     """Failures with the likeliest cause first."""
     # Of each kind of failure behind each agent, when the kernel heard of the first.
-    first: dict[tuple[int, int], int] = {}
+    first: dict[tuple[_Kind, int], int] = {}
     for rank in failed:
         key = _kind(rank), rank.agent
         first[key] = min(rank.end_order, first.get(key, rank.end_order))
 
-    def order(rank: RankState) -> tuple[int, int, float, int]:
+    def order(rank: RankState) -> tuple[_Kind, int, float, int]:
         when = rank.failure.wall if rank.failure is not None else rank.ended or 0.0
         return _kind(rank), first[_kind(rank), rank.agent], when, rank.rank
 
@@ -129,7 +138,7 @@ def _in_order(failed: list[RankState]) -> list[RankState]:
 
 
 def _is_watchdog(rank: RankState) -> bool:
-    return rank.signal == 6 and bool(_WATCHDOG.search("\n".join(rank.tail)))
+    return rank.signal == signal.SIGABRT and bool(_WATCHDOG.search("\n".join(rank.tail)))
 
 
 def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) -> Failure:
@@ -137,7 +146,7 @@ def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) ->
     failed = _in_order(failed)
     cause = failed[0]
     # Ranks that only lost their connection to a peer say nothing of their own.
-    culprits = [rank for rank in failed if _kind(rank) != _CONSEQUENCE] or [cause]
+    culprits = [rank for rank in failed if _kind(rank) != _Kind.LOST_PEER] or [cause]
     raised = cause.failure
     # By way of runs(): a launch that raised gave nobody its handle.
     logs = f"notebook_accel.runs()[-1].logs({cause.rank})"
@@ -226,7 +235,7 @@ def _other_failures(failed: list[RankState], cause: RankState) -> list[str]:
 
 def _peers_that_returned(cause: RankState, returned: list[int]) -> list[str]:
     """Why a rank lost its peers where none of them failed: they had returned already."""
-    if _kind(cause) != _CONSEQUENCE or not returned:
+    if _kind(cause) != _Kind.LOST_PEER or not returned:
         return []
     verb = "has" if len(returned) == 1 else "have"
     line = (
