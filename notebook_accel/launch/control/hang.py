@@ -1,6 +1,6 @@
 """Who waits for whom: from the stacks of ranks that are silent to what a person is told.
 
-    a dump of each rank --standing_of--> Standing --find_hang--> Hang
+    a dump of each rank --read_stack--> RankStack --find_hang--> Hang
 
 All of it is pure. When ranks are asked for their stacks, and how often they must say the same
 before it is believed, is for ``hang_watch.py``.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.stacks import Frame
 
-__all__ = ["Hang", "Standing", "find_hang", "standing_of"]
+__all__ = ["Hang", "RankStack", "find_hang", "read_stack"]
 
 # The functions of torch.distributed in which a rank waits for others.
 _COLLECTIVES = frozenset(
@@ -46,25 +46,25 @@ _IDLE_CPU = 10
 # As long as this a slow network may take for one operation of all ranks.
 _SLOW_SECONDS = 30.0
 _MAX_STACK = 4_000
-_MAX_PLACES = 6
+_MAX_PARTS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
-    """Where a rank that says nothing stands.
+class RankStack:
+    """What the stack of a rank that says nothing tells.
 
     Attributes:
         operation: what it waits for the others in ("all_reduce"); "" where it does not.
-        place: the newest line of the person's own code; "" where the rank gave no answer.
+        own_line: the newest line of the person's own code; "" where the rank gave no answer.
         is_idle: whether it uses no processor time to speak of.
-        stack: as text, for a person.
+        text: the whole stack, for a person.
     """
 
     rank: int
     operation: str
-    place: str
+    own_line: str
     is_idle: bool
-    stack: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,27 +89,27 @@ class Hang:
     stacks: tuple[tuple[tuple[int, ...], str], ...]
 
 
-def standing_of(
-    rank: int, dump: str, labels: Mapping[str, str], *, cpu: int | None, stack: str
-) -> Standing:
-    """Where a rank stands.
+def read_stack(
+    rank: int, dump: str, labels: Mapping[str, str], *, cpu: int | None, text: str
+) -> RankStack:
+    """What the stack of a rank tells.
 
     Args:
         rank: its number.
         dump: what faulthandler wrote of it.
         labels: what a person calls each cell, by the name of its file.
         cpu: percent of a core that the rank uses; None where nobody knows.
-        stack: the dump as a person reads it.
+        text: the dump as a person reads it.
     """
     frames = frames_of_function(dump)
     is_idle = cpu is not None and cpu < _IDLE_CPU
     index = next((i for i, f in enumerate(frames) if _is_own(f, labels)), len(frames) - 1)
-    return Standing(
+    return RankStack(
         rank=rank,
         operation=_operation(frames[:index], is_idle=is_idle),
-        place=_place(frames[index], labels) if frames else "",
+        own_line=_line(frames[index], labels) if frames else "",
         is_idle=is_idle or not frames,
-        stack=stack[:_MAX_STACK],
+        text=text[:_MAX_STACK],
     )
 
 
@@ -117,7 +117,7 @@ def _is_own(frame: Frame, labels: Mapping[str, str]) -> bool:
     return frame.file in labels or not _LIBRARY.search(frame.file)
 
 
-def _place(frame: Frame, labels: Mapping[str, str]) -> str:
+def _line(frame: Frame, labels: Mapping[str, str]) -> str:
     return f"{labels.get(frame.file) or PurePath(frame.file).name}, line {frame.line}"
 
 
@@ -141,38 +141,38 @@ def _operation(frames: Sequence[Frame], *, is_idle: bool) -> str:
 
 
 def find_hang(
-    standings: Sequence[Standing], *, returned: Sequence[int], silent: float, since: float
+    stacks: Sequence[RankStack], *, returned: Sequence[int], silent: float, since: float
 ) -> Hang | None:
     """What to tell of ranks that say nothing; None where nobody waits for another.
 
     Args:
-        standings: of every rank whose part of the call goes on.
+        stacks: of every rank whose part of the call goes on.
         returned: the ranks whose part has ended.
         silent: seconds since any rank made its last step.
         since: when that was, by the clock of the run.
     """
     waiting: dict[tuple[str, str], list[int]] = {}
     others: dict[str, list[int]] = {}
-    for standing in standings:
-        if standing.operation:
-            waiting.setdefault((standing.operation, standing.place), []).append(standing.rank)
+    for stack in stacks:
+        if stack.operation:
+            waiting.setdefault((stack.operation, stack.own_line), []).append(stack.rank)
         else:
-            others.setdefault(standing.place, []).append(standing.rank)
+            others.setdefault(stack.own_line, []).append(stack.rank)
     if not waiting or (
         len(waiting) == 1 and not others and not returned and silent < _SLOW_SECONDS
     ):
         return None
     groups = sorted(waiting.items(), key=lambda item: (-len(item[1]), item[1]))
-    is_certain = all(one.is_idle for one in standings if not one.operation)
+    is_certain = all(one.is_idle for one in stacks if not one.operation)
     parts = [
-        f"{_do(ranks, 'waits', 'wait')} in {operation} at {place}"
-        for (operation, place), ranks in groups
+        f"{_do(ranks, 'waits', 'wait')} in {operation} at {line}"
+        for (operation, line), ranks in groups
     ]
-    for place, ranks in others.items():
-        what = f"at {place}" if place else "silent, as if stopped from outside"
+    for line, ranks in others.items():
+        what = f"at {line}" if line else "silent, as if stopped from outside"
         parts.append(f"{_do(ranks, 'is', 'are')} {what}")
-    if len(parts) > _MAX_PLACES:
-        parts[_MAX_PLACES:] = [f"and so on, at {len(parts) - _MAX_PLACES} more places"]
+    if len(parts) > _MAX_PARTS:
+        parts[_MAX_PARTS:] = [f"and so on, at {len(parts) - _MAX_PARTS} more places"]
     if returned:
         parts.append(f"{_do(returned, 'has', 'have')} returned")
     where = "; ".join(parts)
@@ -182,7 +182,7 @@ def find_hang(
         )
     else:
         text = f"ranks wait for others, which are at work: {where}"
-    # Where all wait, those at the place of the fewest are the ones that others miss.
+    # Where all wait, those at the line of the fewest are the ones that others miss.
     missing = [rank for ranks in others.values() for rank in ranks]
     if not missing and len(groups) > 1:
         missing = [rank for _, ranks in groups[1:] for rank in ranks]
@@ -190,9 +190,9 @@ def find_hang(
         is_certain=is_certain,
         text=text,
         since=since,
-        operations={one.rank: one.operation for one in standings if one.operation},
+        operations={one.rank: one.operation for one in stacks if one.operation},
         missing=tuple(sorted(missing)),
-        stacks=_alike(standings),
+        stacks=_alike(stacks),
     )
 
 
@@ -201,9 +201,9 @@ def _do(ranks: Sequence[int], one: str, several: str) -> str:
     return f"{rank_list(ranks)} {one if len(ranks) == 1 else several}"
 
 
-def _alike(standings: Sequence[Standing]) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """The stacks, ranks that stand in the same place with one for all of them."""
-    found: dict[tuple[str, str], list[Standing]] = {}
-    for one in standings:
-        found.setdefault((one.operation, one.place), []).append(one)
-    return tuple((tuple(one.rank for one in alike), alike[0].stack) for alike in found.values())
+def _alike(stacks: Sequence[RankStack]) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """The stacks, ranks that stand at the same line with one for all of them."""
+    found: dict[tuple[str, str], list[RankStack]] = {}
+    for one in stacks:
+        found.setdefault((one.operation, one.own_line), []).append(one)
+    return tuple((tuple(one.rank for one in alike), alike[0].text) for alike in found.values())

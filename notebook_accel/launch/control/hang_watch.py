@@ -14,14 +14,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch.control.hang import find_hang, standing_of
+from notebook_accel.launch.control.hang import find_hang, read_stack
 from notebook_accel.launch.control.stacks import readable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from notebook_accel.launch import wire
-    from notebook_accel.launch.control.hang import Standing
+    from notebook_accel.launch.control.hang import RankStack
     from notebook_accel.launch.control.state import RankState, RunState
 
 __all__ = ["HangWatch"]
@@ -120,19 +120,19 @@ class HangWatch:
 
     def _judge(self, state: RunState, now: float) -> RunState:
         """What the dumps tell, once they have told the same before."""
-        standings = [
-            self._standing(rank, self._dumps.get(rank.rank, ""))
+        stacks = [
+            self._read(rank, self._dumps.get(rank.rank, ""))
             for rank in state.ranks
             if not rank.has_ended
         ]
         silent = now - max(self._moved.values())
         found = find_hang(
-            standings,
+            stacks,
             returned=[rank.rank for rank in state.ranks if rank.has_ended],
             silent=silent,
             since=state.now() - silent,
         )
-        where = [(one.rank, one.operation, one.place) for one in standings if one.operation]
+        where = [(one.rank, one.operation, one.own_line) for one in stacks if one.operation]
         is_same, self._before = where == self._before, where
         if found is None or is_same:
             self._wait = min(2 * self._wait, _MAX_AGAIN_SECONDS)
@@ -140,9 +140,9 @@ class HangWatch:
         hang = found if is_same else None
         return state if hang == state.hang else replace(state, hang=hang)
 
-    def _standing(self, rank: RankState, dump: str) -> Standing:
-        stack = readable(dump, self._labels)
-        return standing_of(rank.rank, dump, self._labels, cpu=rank.cpu, stack=stack)
+    def _read(self, rank: RankState, dump: str) -> RankStack:
+        text = readable(dump, self._labels)
+        return read_stack(rank.rank, dump, self._labels, cpu=rank.cpu, text=text)
 
 
 def _has_moved(before: RankState, rank: RankState) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.control.hang import Standing, find_hang, standing_of
+from notebook_accel.launch.control.hang import RankStack, find_hang, read_stack
 from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.stacks import frames_of_function
 from tests.notebook.states import after, running
@@ -63,12 +63,12 @@ def dump(frames: tuple[tuple[str, int, str], ...]) -> str:
     )
 
 
-def standing(rank: int, frames: Any, *, cpu: int | None = 0) -> Standing:
-    return standing_of(rank, dump(frames), LABELS, cpu=cpu, stack="stack")
+def stack(rank: int, frames: Any, *, cpu: int | None = 0) -> RankStack:
+    return read_stack(rank, dump(frames), LABELS, cpu=cpu, text="stack")
 
 
 @pytest.mark.parametrize(
-    ("frames", "cpu", "operation", "place"),
+    ("frames", "cpu", "operation", "line"),
     [
         (ALL_REDUCE, 0, "all_reduce", "Cell In[4], line 7"),
         (ALL_REDUCE, 100, "all_reduce", "Cell In[4], line 7"),
@@ -82,24 +82,24 @@ def standing(rank: int, frames: Any, *, cpu: int | None = 0) -> Standing:
         ((("/home/me/train.py", 3, "f"),), 0, "", "train.py, line 3"),
     ],
 )
-def test_where_a_rank_stands(frames: Any, cpu: int, operation: str, place: str) -> None:
-    found = standing(0, frames, cpu=cpu)
-    assert (found.operation, found.place) == (operation, place)
+def test_where_a_rank_stands(frames: Any, cpu: int, operation: str, line: str) -> None:
+    found = stack(0, frames, cpu=cpu)
+    assert (found.operation, found.own_line) == (operation, line)
 
 
 def test_a_rank_without_an_answer_and_one_whose_stack_is_cut() -> None:
-    found = standing_of(1, "the rank did not answer\n", LABELS, cpu=None, stack="")
-    assert (found.operation, found.place, found.is_idle) == ("", "", True)
+    found = read_stack(1, "the rank did not answer\n", LABELS, cpu=None, text="")
+    assert (found.operation, found.own_line, found.is_idle) == ("", "", True)
     deep = "Thread 0x02 (most recent call first):\n" + f'  File "{CELL}", line 5 in f\n' * 100
     assert len(frames_of_function(f"{deep}  ...\n")) == 100
 
 
-def find(*standings: Standing, returned: tuple[int, ...] = (), silent: float = 10.0) -> Any:
-    return find_hang(standings, returned=returned, silent=silent, since=1000.0)
+def find(*stacks: RankStack, returned: tuple[int, ...] = (), silent: float = 10.0) -> Any:
+    return find_hang(stacks, returned=returned, silent=silent, since=1000.0)
 
 
 def test_a_rank_that_skips_a_collective() -> None:
-    hang = find(standing(0, ALL_REDUCE), standing(1, SLEEP))
+    hang = find(stack(0, ALL_REDUCE), stack(1, SLEEP))
     assert hang.is_certain
     assert hang.text == (
         "the run hangs: rank 0 waits in all_reduce at Cell In[4], line 7; "
@@ -111,7 +111,7 @@ def test_a_rank_that_skips_a_collective() -> None:
 
 
 def test_ranks_in_different_collectives() -> None:
-    hang = find(*(standing(rank, ALL_REDUCE) for rank in (0, 1, 3)), standing(2, WAIT_FOR_EVERYONE))
+    hang = find(*(stack(rank, ALL_REDUCE) for rank in (0, 1, 3)), stack(2, WAIT_FOR_EVERYONE))
     assert hang.is_certain
     assert "ranks 0-1 and 3 wait in all_reduce at Cell In[4], line 7; rank 2 waits" in hang.text
     assert hang.missing == (2,)
@@ -119,18 +119,18 @@ def test_ranks_in_different_collectives() -> None:
 
 
 def test_who_waits_for_a_rank_at_work_does_not_hang() -> None:
-    hang = find(standing(0, ALL_REDUCE), standing(1, SLEEP, cpu=98))
+    hang = find(stack(0, ALL_REDUCE), stack(1, SLEEP, cpu=98))
     assert not hang.is_certain
     assert hang.text.startswith("ranks wait for others, which are at work: rank 0 waits in all_red")
 
 
 def test_nobody_waits() -> None:
-    assert find(standing(0, SLEEP), standing(1, SLEEP)) is None
-    assert find(standing(0, BACKWARD, cpu=90), standing(1, SLEEP)) is None
+    assert find(stack(0, SLEEP), stack(1, SLEEP)) is None
+    assert find(stack(0, BACKWARD, cpu=90), stack(1, SLEEP)) is None
 
 
 def test_one_collective_of_all_may_take_its_time() -> None:
-    both = (standing(0, ALL_REDUCE), standing(1, ALL_REDUCE))
+    both = (stack(0, ALL_REDUCE), stack(1, ALL_REDUCE))
     assert find(*both, silent=20.0) is None
     assert find(*both, silent=40.0).is_certain
     assert find(both[0], returned=(1,)).text.startswith(
@@ -140,7 +140,7 @@ def test_one_collective_of_all_may_take_its_time() -> None:
 
 def test_many_places_are_cut() -> None:
     frames = [((CELL, line, "train"),) for line in range(60)]
-    hang = find(standing(99, ALL_REDUCE), *(standing(n, f) for n, f in enumerate(frames)))
+    hang = find(stack(99, ALL_REDUCE), *(stack(n, f) for n, f in enumerate(frames)))
     assert len(hang.text) < 600
     assert "and so on, at 55 more places" in hang.text
 
