@@ -94,11 +94,11 @@ def launch(
         name=name,
     )
     try:
-        begin = _ready_to_begin(request, list(notices))
+        begin = _prepare_launch(request, list(notices))
     except BaseException:
         request.view.launch_failed()
         raise
-    return _conduct(begin, block=block)
+    return _begin_and_wait(begin, block=block)
 
 
 class Session:
@@ -200,7 +200,7 @@ class Session:
                 self._sent = packed.registry
             return new.run
 
-        return _conduct(begin, block=block, keeps_ranks=True)
+        return _begin_and_wait(begin, block=block, keeps_ranks=True)
 
     def ask(
         self, function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None
@@ -301,7 +301,7 @@ def _checked_request(
     )
 
 
-def _ready_to_begin(request: CallRequest, notices: list[str]) -> Callable[[], Run]:
+def _prepare_launch(request: CallRequest, notices: list[str]) -> Callable[[], Run]:
     """Do what takes long and may be interrupted; gives what starts ranks and sends them the call.
 
     Of that, the run goes on, or has ended inline.
@@ -322,7 +322,7 @@ def _ready_to_begin(request: CallRequest, notices: list[str]) -> Callable[[], Ru
     return begin
 
 
-def _conduct(begin: Callable[[], Run], *, block: bool, keeps_ranks: bool = False) -> Run:
+def _begin_and_wait(begin: Callable[[], Run], *, block: bool, keeps_ranks: bool = False) -> Run:
     """Begin a run, and wait for it with ``block``; gives its handle.
 
     Between the first file of the run and the return an interrupt is raised at the end alone: by
@@ -340,7 +340,7 @@ def _conduct(begin: Callable[[], Run], *, block: bool, keeps_ranks: bool = False
                 run.wait_in_cell()
     except BaseException as error:
         if run is not None:
-            _keep_for_its_error(run, error)
+            _keep_run_without_handle(run, error)
         raise
     return run
 
@@ -410,14 +410,14 @@ def _new_run(
         try:
             yield NewRun(run=run, state=first, folder=folder, metrics=metrics)
         except BaseException as error:
-            _keep_for_its_error(run, error)
+            _keep_run_without_handle(run, error)
             raise
         finally:
             if run.has_begun:
                 undo.pop_all()
 
 
-def _keep_for_its_error(run: Run, error: BaseException) -> None:
+def _keep_run_without_handle(run: Run, error: BaseException) -> None:
     """Where the launch raises, nobody is given the handle: the list of runs keeps it.
 
     A KeyboardInterrupt finds the run ended, and knows it as ``run``.

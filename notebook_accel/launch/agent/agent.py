@@ -294,11 +294,11 @@ class Agent:
             self._kernel_gone()
             return
         for message, fds in messages:
-            self._obey(message, fds)
+            self._handle_kernel_message(message, fds)
             for fd in fds:
                 os.close(fd)
 
-    def _obey(self, message: wire.Message, fds: Sequence[int]) -> None:
+    def _handle_kernel_message(self, message: wire.Message, fds: Sequence[int]) -> None:
         if isinstance(message, wire.Call):
             self._begin_call(message, fds)
         elif isinstance(message, wire.Shutdown):
@@ -315,14 +315,14 @@ class Agent:
             self._ending = Ending()
             self._enter_stage(Stage.KILL)
         elif message.call == self._call:
-            self._obey_in_call(message)
+            self._handle_message_of_call(message)
 
-    def _obey_in_call(self, message: wire.Message) -> None:
+    def _handle_message_of_call(self, message: wire.Message) -> None:
         if isinstance(message, wire.LeaveAt):
             self._progressed = time.monotonic()
             self._board.leave_at(LeavePoint(batches=message.batches, reads=message.reads))
         elif isinstance(message, wire.RankFailed):
-            self._let_others_settle()
+            self._begin_settle_window()
         elif isinstance(message, wire.CallEnded):
             self._board.note_others_ended()
         elif type(message) in STAGES:
@@ -418,7 +418,7 @@ class Agent:
             text=f"it {rank.broken}",
             traceback="",
         )
-        self._channel.post(self._noted(rank, raised))
+        self._channel.post(self._handle_rank_message(rank, raised))
 
     def _pass_on(
         self, rank: RankProcess, messages: Sequence[tuple[wire.Message, list[int]]]
@@ -427,7 +427,7 @@ class Agent:
             if self._may_say(rank, message):
                 # Whatever it says of itself: user code can write to the channel of its rank.
                 stamped = msgspec.structs.replace(message, rank=rank.rank)
-                self._channel.post(self._noted(rank, stamped), fds)
+                self._channel.post(self._handle_rank_message(rank, stamped), fds)
             for fd in fds:
                 os.close(fd)
 
@@ -437,7 +437,7 @@ class Agent:
             return rank.is_in_call and message.call == self._call
         return isinstance(message, _FROM_RANKS) and message.call in (0, self._call)
 
-    def _noted(self, rank: RankProcess, message: wire.Message) -> wire.Message:
+    def _handle_rank_message(self, rank: RankProcess, message: wire.Message) -> wire.Message:
         """The message as it is passed on, once the agent has acted on it."""
         if isinstance(message, wire.CallStarted):
             rank.note_started()
@@ -459,11 +459,11 @@ class Agent:
 
     def _rank_failed(self) -> None:
         """A rank here failed: the call is ended on the others, those of other agents included."""
-        self._let_others_settle()
+        self._begin_settle_window()
         if self._has_others:
             self._post(wire.RankFailed, call=self._call)
 
-    def _let_others_settle(self) -> None:
+    def _begin_settle_window(self) -> None:
         """A rank failed, here or elsewhere: the others are ended after the settle window."""
         before = self._ending
         self._ending = before.failed(now=time.monotonic())
