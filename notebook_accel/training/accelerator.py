@@ -29,7 +29,6 @@ from notebook_accel.training.process_group import close_process_group
 from notebook_accel.training.profiling import profile
 from notebook_accel.training.progress import progress
 from notebook_accel.training.settings import ProfileKwargs, pick_handler
-from notebook_accel.training.state import AcceleratorSettings
 from notebook_accel.training.tracking.registry import resolve_trackers
 from notebook_accel.training.tracking.view import TrackerView, Tracking
 from notebook_accel.training.window import WindowView
@@ -167,7 +166,7 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
         self._accumulation.show()
         current().shared[_STRATEGY] = self._strategy
         self._strategy.data_group.show()
-        AcceleratorSettings(self.mixed_precision, self.distributed_type, plan.deepspeed).show()
+        plan.settings().show()
         self._prepared.watch.start(self)
         self._made_here = frozenset(vars(self))
 
@@ -234,6 +233,11 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
                 that was compiled.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """The loader as it is: DeepSpeed's sequence parallelism, which would divide its batches,
+        is not there (``ParallelismConfig`` refuses ``sp_size``)."""
+        return dl
 
     def skip_first_batches(
         self, dataloader: DataLoader[Any], num_batches: int = 0

@@ -15,7 +15,7 @@ from notebook_accel.training.topology import topology
 if TYPE_CHECKING:
     from notebook_accel.training.settings import DistributedType
 
-__all__ = ["get_grad_scaler", "get_mixed_precision_context_manager"]
+__all__ = ["get_fsdp2_grad_scaler", "get_grad_scaler", "get_mixed_precision_context_manager"]
 
 
 def get_mixed_precision_context_manager(
@@ -50,3 +50,15 @@ def get_grad_scaler(
         **kwargs: arguments of ``torch.amp.GradScaler``.
     """
     return torch.amp.GradScaler(topology().device.type, **kwargs)
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
+    """A loss scaler for weights in parts: all ranks agree on whether a step is skipped.
+
+    Args:
+        **kwargs: arguments of ``torch.amp.GradScaler``; its device is this rank's unless given.
+    """
+    # Imported here: torch's sharding costs a second.
+    from notebook_accel.training.strategies.dtensors import AgreeingScaler
+
+    return AgreeingScaler(**{"device": topology().device.type, **kwargs})

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.training.prepare import extract_model_from_parallel
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.nn import Module
 
 __all__ = [
+    "fsdp2_canonicalize_names",
     "get_model_tp_size",
     "get_module_children_bottom_up",
     "get_pretty_name",
@@ -74,3 +77,16 @@ def is_peft_model(model: Module) -> bool:
     """Whether the model, as ``prepare`` gave it or before, is one of PEFT's."""
     peft: Any = sys.modules.get("peft")
     return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights by the names that they have without activation checkpointing and compiling.
+
+    Args:
+        named_params: such as ``dict(model.named_parameters())``.
+    """
+    wrappers = {"_checkpoint_wrapped_module", "_orig_mod"}
+    return {
+        ".".join(part for part in name.split(".") if part not in wrappers): value
+        for name, value in named_params.items()
+    }

@@ -25,13 +25,16 @@ from notebook_accel.training.settings import (
     check_handlers,
     pick_handler,
 )
+from notebook_accel.training.state import AcceleratorSettings
 from notebook_accel.training.strategies import Request, Strategy, make_strategy
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
 
+    from notebook_accel.training.compiling import TorchDynamoPlugin
     from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugins
+    from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 
 __all__ = ["Plan", "make_plan", "refuse_unbuilt", "resolve_loaders", "resolve_project"]
 
@@ -57,6 +60,21 @@ class Plan:
     step_scheduler_with_optimizer: bool
     rng_types: tuple[str, ...] | None
     deepspeed: DeepSpeedPlugins | None
+    fsdp: FullyShardedDataParallelPlugin | None
+    dynamo: TorchDynamoPlugin
+
+    def settings(self) -> AcceleratorSettings:
+        """What ``AcceleratorState`` shows of it."""
+        return AcceleratorSettings(
+            self.precision.name,
+            # None where the topology tells it.
+            self.strategy.distributed_type,
+            self.deepspeed,
+            self.fsdp,
+            self.strategy.parallelism,
+            self.strategy.mesh,
+            self.dynamo,
+        )
 
 
 def make_plan(
@@ -140,6 +158,8 @@ def make_plan(
         step_scheduler_with_optimizer=step_scheduler_with_optimizer,
         rng_types=None if rng_types is None else tuple(map(str, rng_types)),
         deepspeed=zero,
+        fsdp=sharding,
+        dynamo=compiling,
     )
 
 

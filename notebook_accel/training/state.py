@@ -5,8 +5,9 @@ They hold nothing of their own: what they show lives in the rank's context.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
@@ -17,6 +18,7 @@ from notebook_accel.training.accumulation import (
     forget_accumulation,
 )
 from notebook_accel.training.agreement import is_debugging
+from notebook_accel.training.compiling import TorchDynamoPlugin
 from notebook_accel.training.data.active import active_loaders
 from notebook_accel.training.precision import resolve_precision
 from notebook_accel.training.process_group import close_process_group
@@ -28,7 +30,13 @@ from notebook_accel.training.settings import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.device_mesh import DeviceMesh
+
     from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
+    from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
+    from notebook_accel.training.parallelism import ParallelismConfig
 
 __all__ = [
     "AcceleratorSettings",
@@ -36,12 +44,14 @@ __all__ = [
     "DistributedType",
     "GradientState",
     "PartialState",
+    "deepspeed_required",
     "do_nothing",
     "is_initialized",
     "get_active_deepspeed_plugin",
 ]
 
 _SETTINGS = "accelerator settings"
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 
 class PartialState(ProcessView):
@@ -100,6 +110,10 @@ class AcceleratorSettings:
     """None: as the topology says."""
     deepspeed: DeepSpeedPlugins | None = None
     """What DeepSpeed was asked for."""
+    fsdp: FullyShardedDataParallelPlugin | None = None
+    parallelism: ParallelismConfig | None = None
+    mesh: DeviceMesh | None = None
+    dynamo: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
 
     def show(self) -> None:
         """Let ``AcceleratorState`` show this."""
@@ -125,6 +139,39 @@ class AcceleratorState(PartialState):
     def distributed_type(self) -> DistributedType:
         """How the ranks belong together."""
         return self._settings.distributed_type or super().distributed_type
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """The plugin for weights in parts, from the argument or the environment; None without."""
+        return self._settings.fsdp
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether weights are sharded by ``fully_shard``: so wherever they are sharded."""
+        return self.distributed_type == DistributedType.FSDP
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """How many ranks each kind of parallelism has; None for plain data parallelism."""
+        return self._settings.parallelism
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The ranks, arranged by the kinds of parallelism; None where they are just a row."""
+        return self._settings.mesh
+
+    @property
+    def dynamo_plugin(self) -> TorchDynamoPlugin:
+        """How models are compiled; its backend is "NO" where they are not."""
+        return self._settings.dynamo
+
+    @property
+    def torch_tp_plugin(self) -> None:
+        """Always None: tensor parallelism is asked for by ``parallelism_config``."""
+
+    @property
+    def megatron_lm_plugin(self) -> None:
+        """Always None: Megatron-LM is not supported."""
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
@@ -182,6 +229,22 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
         ConfigError: this rank's ``Accelerator`` was made without one.
     """
     return state._some_deepspeed.active
+
+
+def deepspeed_required(func: _Function) -> _Function:
+    """Let a function raise where this rank's newest ``Accelerator`` trains without DeepSpeed.
+
+    Raises:
+        ConfigError: so it is, as the function is called.
+    """
+
+    @wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if is_initialized():
+            AcceleratorState()._some_deepspeed  # noqa: B018 (raises)
+        return func(*args, **kwargs)
+
+    return cast("_Function", checked)
 
 
 class GradientState:

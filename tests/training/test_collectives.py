@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from notebook_accel import Accelerator, WorkerError, notebook_launcher
+from notebook_accel import Accelerator, WorkerError, notebook_launcher, utils
 from notebook_accel.training import collectives
 from notebook_accel.training.agreement import DistributedOperationException
 from notebook_accel.training.collectives import (
@@ -57,6 +57,12 @@ class Encoding(UserDict):
 # On ranks. Each function is one start of processes, and returns what the test looks at.
 
 
+def refusal_to_copy() -> str:
+    with pytest.raises(ValueError, match="pass None on all others") as raised:
+        utils.copy_tensor_to_devices(torch.ones(1))
+    return str(raised.value)
+
+
 def gathers() -> dict[str, Any]:
     rank = collectives.this_rank()
     size = collectives.num_ranks()
@@ -79,6 +85,8 @@ def gathers() -> dict[str, Any]:
         "one object": gather_object(f"word{rank}"),
         "tuple": gather_object((rank, rank)),
         "named": gather_object(Pair(rank, 0)),
+        "copied": utils.copy_tensor_to_devices(torch.full((2,), 5) if rank == 1 else None).tolist(),
+        "not copied": refusal_to_copy(),
         "ragged": gather_ragged([torch.full((rank + 1, 2), rank), torch.zeros(size - rank)]),
     }
 
@@ -86,6 +94,12 @@ def gathers() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def gathered() -> list[dict[str, Any]]:
     return run_ranks(gathers, 3)
+
+
+def test_the_tensor_of_one_rank_is_copied(gathered: list[dict[str, Any]]) -> None:
+    for got in gathered:
+        assert got["copied"] == [5, 5]
+        assert "are [0, 1, 2]" in got["not copied"]
 
 
 def test_tensors_of_all_ranks(gathered: list[dict[str, Any]]) -> None:

@@ -94,6 +94,7 @@ def look_around() -> dict[str, Any]:
         "shard": accelerator.data_parallel_shard_rank,
         "others": (accelerator.pipeline_parallel_rank, accelerator.context_parallel_rank),
         "is_fsdp2": accelerator.is_fsdp2 and accelerator.is_composable_parallelism_enabled,
+        "state": (accelerator.state.device_mesh is mesh, accelerator.state.is_fsdp2),
         "sizes": accelerator.parallelism_config.total_size,  # type: ignore[union-attr]
         "bare": by_bare_functions(accelerator.process_index),
     }
@@ -120,6 +121,7 @@ def test_the_accelerator_tells_where_a_rank_stands() -> None:
         assert result["type"] == "FSDP"
         assert result["names"] == ("dp_shard", "tp")
         assert result["is_fsdp2"]
+        assert result["state"] == (True, True)
         assert result["sizes"] == 4
         assert result["others"] == (0, 0)
     # One rank of each share: neither what its neighbour in the layer has, nor its share again.

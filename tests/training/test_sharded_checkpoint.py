@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from notebook_accel.utils import merge_fsdp_weights
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -124,6 +125,39 @@ def test_sharded_ones_hold_every_rank_s_parts(saved: Any) -> None:
     folder = Path(saved("fsdp, blocks")[0])
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         assert len(list((folder / name).glob("*.distcp"))) == 2
+
+
+def test_parts_are_merged_into_one_file(saved: Any, tmp_path: Path) -> None:
+    """Ours, of a checkpoint and of a model's folder, and those that Accelerate writes."""
+    import torch.distributed.checkpoint as dcp
+    from accelerate.utils import merge_fsdp_weights as theirs
+    from safetensors.torch import load_file
+
+    folder = Path(saved("fsdp x tensor")[0])
+    merge_fsdp_weights(folder, tmp_path / "a" / "b")
+    merge_fsdp_weights(str(folder / "pytorch_model_fsdp_0"), tmp_path, safe_serialization=False)
+    merged = load_file(tmp_path / "a" / "b" / "model.safetensors")
+    plain = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    theirs(str(folder / "pytorch_model_fsdp_0"), str(tmp_path / "theirs"))
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert merged.keys() == plain.keys() == expected.keys() == Tiny().state_dict().keys()
+    for name, value in expected.items():
+        assert torch.equal(merged[name], value)
+        assert torch.equal(plain[name], value)
+
+    written = tmp_path / "checkpoint"
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"model": expected}, checkpoint_id=written / "pytorch_model_fsdp_0", no_dist=True)
+    merge_fsdp_weights(written, tmp_path / "c", remove_checkpoint_dir=True)
+    assert not written.exists()
+    found = load_file(tmp_path / "c" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    (tmp_path / "d" / "optimizer_0").mkdir(parents=True)
+    with pytest.raises(
+        FileNotFoundError, match=r"such as pytorch_model_fsdp_0.*holds: optimizer_0"
+    ):
+        merge_fsdp_weights(tmp_path / "d", tmp_path)
 
 
 def save_weights(folder: str) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections import namedtuple
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import accelerate.utils as peer
 import pytest
@@ -18,6 +19,9 @@ from notebook_accel import ConfigError, utils
 from notebook_accel.training.optimizer import AcceleratedOptimizer
 from notebook_accel.training.scheduler import AcceleratedScheduler
 from tests.training.single import fresh_rank  # noqa: F401
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Pair = namedtuple("Pair", "left right")  # noqa: PYI024
 PROBES = [
@@ -143,7 +147,45 @@ def test_weights_are_tied_again_after_they_got_memory() -> None:
     assert model.head.weight is model.embed.weight
 
 
+def test_weights_of_an_offload_store_are_put_into_a_model(tmp_path: Path) -> None:
+    wanted = nn.Linear(2, 2)
+    utils.offload_state_dict(tmp_path, wanted.state_dict())
+    index = json.loads((tmp_path / "index.json").read_text())
+    for load in (peer.load_offloaded_weights, utils.load_offloaded_weights):
+        model = nn.Linear(2, 2, device="meta")
+        load(model, index, tmp_path)
+        load(model, None, tmp_path)
+        assert torch.equal(model.weight, wanted.weight)
+
+
+def test_names_without_what_wraps_them() -> None:
+    named = {"a._checkpoint_wrapped_module.w": 1, "_orig_mod.b._orig_mod.c": 2, "my_orig_mod": 3}
+    assert utils.fsdp2_canonicalize_names(named) == peer.fsdp2_canonicalize_names(named)
+
+
+def test_what_deepspeed_needs() -> None:
+    @utils.deepspeed_required
+    def asked(value: int) -> int:
+        return value
+
+    assert asked(1) == 1, "nobody has said how to train yet"
+    accelerator = notebook_accel.Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match="there is no DeepSpeedPlugin"):
+        asked(1)
+    weight = nn.Parameter(torch.ones(2))
+    with utils.GatheredParameters(weight, 0), utils.GatheredParameters([weight], enabled=False):
+        assert weight.numel() == 2
+    loader = DataLoader(range(4))  # type: ignore[arg-type]
+    assert accelerator.deepspeed_ulysses_dl_adapter(loader, None) is loader
+    assert utils.get_fsdp2_grad_scaler(init_scale=4.0).get_scale() == 4.0
+
+
 def test_what_is_not_supported_says_so() -> None:
+    for name in ("TERecipeKwargs", "MSAMPRecipeKwargs", "FP8RecipeKwargs"):
+        with pytest.raises(ConfigError, match=rf"{name}\(margin=1\).*by torchao"):
+            getattr(utils, name)(margin=1)
+    with pytest.raises(ConfigError, match=r"Ulysses.*cp_size"):
+        utils.DeepSpeedSequenceParallelConfig(sp_seq_length=8)
     with pytest.raises(ConfigError, match=r"Megatron-LM is not supported.*ParallelismConfig"):
         utils.MegatronLMPlugin(tp_degree=2)
     with pytest.raises(ConfigError, match=r"ParallelismConfig\(tp_size=2\)"):

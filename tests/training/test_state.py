@@ -20,11 +20,13 @@ from notebook_accel import (
     AcceleratorState,
     ConfigError,
     DistributedType,
+    FullyShardedDataParallelPlugin,
     GradientState,
     InitProcessGroupKwargs,
     PartialState,
 )
 from notebook_accel.training import devices
+from notebook_accel.training.compiling import DynamoBackend
 from notebook_accel.training.process_group import close_process_group
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
@@ -196,6 +198,24 @@ def test_states_made_twice_show_the_same() -> None:
     assert first.sync_gradients is True, "each Accelerator has windows of its own"
     for state in (PartialState(), AcceleratorState(), GradientState()):
         assert "cpu" in repr(state) or "Sync Gradients: False" in repr(state)
+
+
+def test_the_state_shows_the_plugins_of_the_newest_accelerator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    compiled = Accelerator(cpu=True, fsdp_plugin=plugin, dynamo_backend="eager").state
+    assert compiled.fsdp_plugin is plugin
+    assert compiled.dynamo_plugin.backend == DynamoBackend.EAGER
+    assert not compiled.is_fsdp2, "one process has nothing to shard"
+    state = Accelerator(cpu=True).state
+    names = ["fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "torch_tp_plugin"]
+    names += ["parallelism_config", "device_mesh"]
+    assert [getattr(state, name) for name in names] == [None] * len(names)
+    assert state.dynamo_plugin.backend == DynamoBackend.NO
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "1")
+    found = Accelerator(cpu=True).state.fsdp_plugin
+    assert isinstance(found, FullyShardedDataParallelPlugin), "the environment asks for it"
 
 
 def test_a_single_process_needs_no_group() -> None:

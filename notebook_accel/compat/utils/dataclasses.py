@@ -11,7 +11,7 @@ from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin as DeepSpee
 from notebook_accel.training.fsdp_plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
-from notebook_accel.training.megatron import MegatronLMPlugin as MegatronLMPlugin
+from notebook_accel.training.not_built import *
 from notebook_accel.training.parallelism import (
     TorchContextParallelConfig as TorchContextParallelConfig,
 )

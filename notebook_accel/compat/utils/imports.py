@@ -1,3 +1,4 @@
 """Door: ``accelerate.utils.imports`` under our name."""
 
 from notebook_accel.training.availability import *
+from notebook_accel.training.state import deepspeed_required as deepspeed_required

@@ -14,6 +14,9 @@ from notebook_accel.training.big_modeling.inference import (
 from notebook_accel.training.big_modeling.loading import (
     load_checkpoint_in_model as load_checkpoint_in_model,
 )
+from notebook_accel.training.big_modeling.loading import (
+    load_offloaded_weights as load_offloaded_weights,
+)
 from notebook_accel.training.big_modeling.loading import load_state_dict as load_state_dict
 from notebook_accel.training.big_modeling.memory_limits import (
     get_balanced_memory as get_balanced_memory,

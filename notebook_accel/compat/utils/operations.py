@@ -20,6 +20,7 @@ from notebook_accel.training.nested import recursively_apply as recursively_appl
 from notebook_accel.training.nested import send_to_device as send_to_device
 from notebook_accel.training.nested import slice_tensors as slice_tensors
 from notebook_accel.training.operations import *
+from notebook_accel.training.strategies.zero_engine import GatheredParameters as GatheredParameters
 from notebook_accel.training.tensor_layout import TensorInformation as TensorInformation
 from notebook_accel.training.tensor_layout import get_data_structure as get_data_structure
 from notebook_accel.training.tensor_layout import initialize_tensors as initialize_tensors

@@ -6,6 +6,7 @@ from notebook_accel.training.checkpoint.weights import (
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
 )
 from notebook_accel.training.compiling import compile_regions as compile_regions
+from notebook_accel.training.compiling import compile_regions_in_place as compile_regions_deepspeed
 from notebook_accel.training.compiling import compile_regions_in_place as compile_regions_fsdp2
 from notebook_accel.training.compiling import has_compiled_regions as has_compiled_regions
 from notebook_accel.training.compiling import is_compiled_module as is_compiled_module

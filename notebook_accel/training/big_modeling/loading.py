@@ -25,6 +25,7 @@ from notebook_accel.training.big_modeling.inference import infer_auto_device_map
 from notebook_accel.training.big_modeling.memory_limits import get_balanced_memory
 from notebook_accel.training.big_modeling.offload_store import (
     OffloadedWeightsLoader,
+    load_offloaded_weight,
     offload_weight,
     save_offload_index,
 )
@@ -42,7 +43,12 @@ if TYPE_CHECKING:
     from notebook_accel.training.big_modeling.memory_limits import MaxMemory
     from notebook_accel.training.big_modeling.tensors import AnyDevice
 
-__all__ = ["load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_state_dict"]
+__all__ = [
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
+    "load_offloaded_weights",
+    "load_state_dict",
+]
 
 Folder = Union[str, "os.PathLike[str]"]
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -359,3 +365,19 @@ def load_checkpoint_and_dispatch(
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
     )
+
+
+def load_offloaded_weights(
+    model: Module, index: Mapping[str, Any] | None, offload_folder: Folder
+) -> None:
+    """Put tensors of an offload store into a model, on the host.
+
+    Args:
+        model: on any device, meta too.
+        index: the entries of the store that are read, by the names of the weights; nothing is
+            read where there are none.
+        offload_folder: has a file a tensor.
+    """
+    for name, entry in (index or {}).items():
+        value = load_offloaded_weight(Path(offload_folder, f"{name}.dat"), entry)
+        set_module_tensor_to_device(model, name, "cpu", value)

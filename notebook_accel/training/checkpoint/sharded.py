@@ -41,6 +41,7 @@ __all__ = [
     "optimizer_piece",
     "read_model",
     "read_optimizer",
+    "read_parts",
     "sizes_of_files",
 ]
 
@@ -119,7 +120,7 @@ def read_model(model: Module, folder: Path, index: int, *, strict: bool) -> None
     if strict and missing:
         raise RuntimeError(f"{path} lacks weights of {type(model).__name__}: {', '.join(missing)}")
     # The tensors of a state dict are the model's own: DCP fills them where they are.
-    _read({name: value for name, value in state.items() if name in known}, path)
+    read_parts({name: value for name, value in state.items() if name in known}, path)
 
 
 def names_of(models: Sequence[Module]) -> dict[torch.Tensor, str]:
@@ -170,7 +171,7 @@ def read_optimizer(
                 tensors[key] = own[entry] = _room_for(known[key], weight)
             else:
                 own[entry] = beside["plain"][key]
-    _read(tensors, path)
+    read_parts(tensors, path)
     optimizer.state.clear()
     optimizer.state.update({weight: own for weight, own in state.items() if own})
     for group, settings in zip(optimizer.param_groups, beside["groups"], strict=True):
@@ -213,13 +214,11 @@ def _tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
     return {key: one for key, one in stored.items() if isinstance(one, TensorStorageMetadata)}
 
 
-def _read(state: dict[str, Any], path: Path) -> None:
+def read_parts(state: dict[str, Any], path: Path, *, alone: bool = False) -> None:
+    """Fill the tensors of ``state`` where they are; all ranks call it, or (``alone``) one."""
+    no_dist = alone or not has_process_group()
     with _without_hint():
-        load(
-            state,
-            storage_reader=FileSystemReader(path),
-            no_dist=not has_process_group(),
-        )
+        load(state, storage_reader=FileSystemReader(path), no_dist=no_dist)
 
 
 @contextmanager

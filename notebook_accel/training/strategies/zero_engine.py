@@ -11,6 +11,7 @@ DeepSpeed clips, unscales, steps and clears in one call of its engine::
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.rank import current
@@ -18,14 +19,20 @@ from notebook_accel.training.optimizer import AcceleratedOptimizer
 from notebook_accel.training.scheduler import AcceleratedScheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
+    from torch.nn import Module
     from torch.optim import Optimizer
 
     from notebook_accel.training.accumulation import Accumulation
 
-__all__ = ["DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper"]
+__all__ = [
+    "DeepSpeedEngineWrapper",
+    "DeepSpeedOptimizerWrapper",
+    "DeepSpeedSchedulerWrapper",
+    "GatheredParameters",
+]
 
 
 class DeepSpeedEngineWrapper:
@@ -152,3 +159,28 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the engine has moved it."""
+
+
+def GatheredParameters(  # noqa: N802 (Accelerate's name)
+    params: torch.Tensor | Iterable[torch.Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: Module | None = None,
+    enabled: bool = True,
+) -> AbstractContextManager[Any]:
+    """A block in which weights that DeepSpeed keeps in parts (stage 3) are whole.
+
+    Around other weights it does nothing, so that code may always have it.
+
+    Args:
+        params: one weight, or several.
+        modifier_rank: the rank whose changes count; None for none.
+        fwd_module: as of ``deepspeed.zero.GatheredParameters``.
+        enabled: False does nothing.
+    """
+    given = [params] if hasattr(params, "numel") else list(params)
+    if not enabled or not any(hasattr(weight, "ds_id") for weight in given):
+        return nullcontext()
+    from deepspeed.runtime.zero import GatheredParameters
+
+    block: AbstractContextManager[Any] = GatheredParameters(given, modifier_rank, fwd_module)
+    return block

@@ -1,0 +1,105 @@
+"""Weights that each rank wrote a part of, merged into one file that any library reads."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from typing import TYPE_CHECKING
+
+import torch
+
+from notebook_accel.training import topology
+from notebook_accel.training.checkpoint.atomic import complete_version
+from notebook_accel.training.checkpoint.file_names import (
+    FSDP_MODEL_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+)
+from notebook_accel.training.checkpoint.folders import describe_folder, resolved
+from notebook_accel.training.checkpoint.weights import save_object
+
+if TYPE_CHECKING:
+    import os
+    from pathlib import Path
+
+__all__ = ["merge_fsdp_weights"]
+
+_log = logging.getLogger(__name__)
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Write the weights of a sharded checkpoint into one file; needs no ranks and no model.
+
+    Where there are ranks, all call it: rank 0 writes, and the others wait for it.
+
+    Args:
+        checkpoint_dir: the folder of one model, ``pytorch_model_fsdp_0``, of this library or of
+            Accelerate; or the checkpoint that it lies in, where that has one model.
+        output_path: a folder, made if it is missing. The file in it is ``model.safetensors``, or
+            ``pytorch_model.bin``.
+        safe_serialization: False writes the latter.
+        remove_checkpoint_dir: remove ``checkpoint_dir`` once the file is written.
+
+    Raises:
+        FileNotFoundError: there are no sharded weights of one model in the folder.
+    """
+    given = resolved(checkpoint_dir)
+    if topology.topology().process_index == 0:
+        weights = _read_whole(_find_parts(given))
+        output = resolved(output_path)
+        output.mkdir(parents=True, exist_ok=True)
+        target = output / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
+        save_object(weights, target, safe=safe_serialization)
+        _log.info("merged %d weights of %s into %s", len(weights), given, target)
+        if remove_checkpoint_dir:
+            shutil.rmtree(given)
+    topology.barrier()
+
+
+def _find_parts(given: Path) -> Path:
+    whole = complete_version(given)
+    if (whole / ".metadata").exists():
+        return whole
+    models = sorted(path.parent for path in whole.glob(f"{FSDP_MODEL_NAME}_*/.metadata"))
+    if len(models) == 1:
+        return models[0]
+    several = f": it has {len(models)} models, pass the folder of one" if models else ""
+    raise FileNotFoundError(
+        f"merge_fsdp_weights found no sharded weights of one model{several}; expected a folder "
+        f"such as {FSDP_MODEL_NAME}_0, with .metadata and .distcp files; given was "
+        f"{describe_folder(given)}"
+    )
+
+
+def _read_whole(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors in a folder of parts, by the names that they have in their model."""
+    # Imported here: torch's distributed checkpoints take 0.3 s.
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from notebook_accel.training.checkpoint.sharded import read_parts
+
+    metadata = FileSystemReader(folder).read_metadata()
+    stored = metadata.state_dict_metadata
+    state = {
+        key: torch.empty(one.size, dtype=one.properties.dtype)
+        for key, one in stored.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    others = sorted(stored.keys() - state.keys())
+    if others:
+        _log.warning("left out of the merged weights, since no tensors: %s", ", ".join(others))
+    read_parts(state, folder, alone=True)
+    # Accelerate writes {"model": weights}, and the file keeps the way to each of them; a
+    # dictionary that was not nested has none.
+    ways = {key: (metadata.planner_data or {}).get(key, (key,)) for key in state}
+    is_nested = all(len(way) > 1 for way in ways.values())
+    return {
+        ".".join(map(str, ways[key][1:] if is_nested else ways[key])): value
+        for key, value in state.items()
+    }
