@@ -195,9 +195,12 @@ class Template:
         return self._devices[chosen]
 
     def exit_of(self, pid: int, *, timeout: float) -> wire.AgentExited | None:
-        """How an agent ended; None if that is not known within ``timeout`` seconds."""
+        """How an agent ended; None if that is not known within ``timeout`` seconds.
+
+        A template that is gone or stopped says nothing: it is not waited for.
+        """
         deadline = time.monotonic() + timeout
-        while pid not in self._exits and time.monotonic() < deadline:
+        while pid not in self._exits and time.monotonic() < deadline and not _is_stopped(self.pid):
             # Whoever holds the lock may wait for another answer, and notes the exits meanwhile.
             if self._lock.acquire(timeout=_POLL_SECONDS):
                 try:
