@@ -10,15 +10,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm.std import tqdm
 
 from notebook_accel.launch import rank
 from notebook_accel.launch.system.token_bucket import TokenBucket
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from notebook_accel.launch.worker.after_import import change_module
 
 __all__ = ["install"]
 
@@ -53,7 +51,7 @@ def install() -> None:
 
     for method in (display, clear, close):
         setattr(tqdm, method.__name__, method)
-    _replace_notebook_bars()
+    change_module("tqdm.notebook", _make_plain)
 
 
 def _draws_on_terminal(bar: Any) -> bool:
@@ -101,37 +99,9 @@ def _mean_rate(shown: dict[str, Any]) -> float | None:
     return done / elapsed if elapsed else None
 
 
-def _replace_notebook_bars() -> None:
-    """tqdm.notebook draws ipywidgets, which a rank has not; its names give the plain class."""
-    finder = _NotebookBars()
-    module = sys.modules.get("tqdm.notebook")
-    if module is not None:
-        finder.patch(module)
-    sys.meta_path.insert(0, finder)
-
-
-class _NotebookBars:
-    """Patches ``tqdm.notebook`` right after its import."""
-
-    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> Any:
-        if name != "tqdm.notebook":
-            return None
-        sys.meta_path.remove(self)
-        import importlib.util
-
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            run: Callable[[Any], None] = loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                run(module)
-                self.patch(module)
-
-            loader.exec_module = exec_module
-        return spec
-
-    @staticmethod
-    def patch(module: Any) -> None:
-        module.tqdm_notebook = module.tqdm = tqdm
-        module.tnrange = module.trange = lambda *args, **kwargs: tqdm(range(*args), **kwargs)
+def _make_plain(notebook_bars: Any) -> None:
+    """``tqdm.notebook`` draws ipywidgets, which a rank has not; its names give the plain class."""
+    notebook_bars.tqdm_notebook = notebook_bars.tqdm = tqdm
+    notebook_bars.tnrange = notebook_bars.trange = lambda *args, **kwargs: tqdm(
+        range(*args), **kwargs
+    )

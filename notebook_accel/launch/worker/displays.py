@@ -13,15 +13,14 @@ import builtins
 import contextlib
 import io
 import sys
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import rank, wire
 from notebook_accel.launch.system.token_bucket import TokenBucket
+from notebook_accel.launch.worker.after_import import change_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from importlib.machinery import ModuleSpec
 
 __all__ = ["format_by", "install", "mime_bundle"]
 
@@ -73,34 +72,7 @@ def install() -> None:
         ("IPython.core.display", replace_display),
         ("matplotlib.pyplot", replace_show),
     ):
-        if name in sys.modules:
-            change(sys.modules[name])
-        else:
-            sys.meta_path.insert(0, _AfterImport(name, change))
-
-
-class _AfterImport:
-    """A finder that changes one module right after its import."""
-
-    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
-        self._name = name
-        self._change = change
-
-    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            execute: Callable[[Any], None] = loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                execute(module)
-                self._change(module)
-
-            loader.exec_module = exec_module
-        return spec
+        change_module(name, change)
 
 
 def _make_display() -> Callable[..., None]:

@@ -1,0 +1,48 @@
+"""Changes a module of somebody else's in this process: now, or right after its import.
+
+Importing it just for the change would cost each rank seconds for what most functions never use.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from importlib.machinery import ModuleSpec
+
+__all__ = ["change_module"]
+
+
+def change_module(name: str, change: Callable[[Any], None]) -> None:
+    """Call ``change`` with the module of that name, once somebody has imported it."""
+    if name in sys.modules:
+        change(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, change))
+
+
+class _AfterImport:
+    """A finder that changes one module right after its import."""
+
+    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
+        self._name = name
+        self._change = change
+
+    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute: Callable[[Any], None] = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                self._change(module)
+
+            loader.exec_module = exec_module
+        return spec
