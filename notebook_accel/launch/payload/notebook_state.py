@@ -1,6 +1,6 @@
 """What cells have set up in the notebook's process beside their variables.
 
-    notebook: capture() -> NotebookState --bytes--> rank: apply() (worker/notebook_state.py)
+    notebook: capture() -> NotebookState --bytes--> rank: worker/apply_notebook_state.py
 
 A fork of the notebook would have all of it. Ranks are no forks of it, and are given: the states of
 the random number generators, torch's settings, logging, warning filters, and how much libraries of

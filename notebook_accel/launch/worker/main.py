@@ -39,11 +39,11 @@ from notebook_accel.launch.worker import (
     exiting,
     groups,
     late_threads,
-    notebook_state,
     output,
     standard_input,
     torch_fixes,
 )
+from notebook_accel.launch.worker.apply_notebook_state import apply_notebook_state
 from notebook_accel.launch.worker.call import run_call
 from notebook_accel.launch.worker.interrupts import Interrupts, Sender
 
@@ -303,7 +303,7 @@ def _enter_environment(inherited: Inherited) -> None:
     if torch.distributed.is_available():
         torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
     if launch.notebook:
-        notebook_state.apply(from_bytes(launch.notebook))
+        apply_notebook_state(from_bytes(launch.notebook))
 
 
 def _store_port(inherited: Inherited) -> rank.StorePort | None:

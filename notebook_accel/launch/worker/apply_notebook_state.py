@@ -18,10 +18,10 @@ if TYPE_CHECKING:
         NotebookState,
     )
 
-__all__ = ["apply"]
+__all__ = ["apply_notebook_state"]
 
 
-def apply(state: NotebookState) -> None:
+def apply_notebook_state(state: NotebookState) -> None:
     """Make this process's generators and settings those of the notebook."""
     for name, text in state.environment.items():
         os.environ.setdefault(name, text)
