@@ -25,6 +25,7 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import preflight
 from notebook_accel.launch.control.run_folder import runs_folder
 from notebook_accel.launch.machine import Machine, look_at_machine
+from notebook_accel.launch.system.open_files import files_needed, hard_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -175,14 +176,14 @@ def _shared_memory(_machine: Machine) -> Iterator[Finding]:
 
 
 def _limits(_machine: Machine) -> Iterator[Finding]:
-    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    number = "without a limit" if files == resource.RLIM_INFINITY else f"{files:,} at most"
-    low = files != resource.RLIM_INFINITY and files < preflight.files_needed(8)
+    files, needed = hard_limit(), files_needed(8)
+    number = "without a limit" if files is None else f"{files:,} at most"
+    low = files is not None and files < needed
     yield Finding(
         level=HURTS if low else FINE,
         subject="open files",
         found=f"{number} (ulimit -Hn)",
-        remedy=f"8 ranks need {preflight.files_needed(8)}: have it raised" if low else "",
+        remedy=f"8 ranks need {needed}: have it raised" if low else "",
     )
     _, processes = resource.getrlimit(resource.RLIMIT_NPROC)
     if processes != resource.RLIM_INFINITY and processes < _FEW_PROCESSES:

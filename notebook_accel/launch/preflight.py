@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import resource
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from notebook_accel.config import check_seconds, shown
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.system import processes
-from notebook_accel.launch.system.open_files import check_open_files
+from notebook_accel.launch.system.open_files import check_open_files, files_needed, hard_limit
 
 if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
@@ -26,12 +25,8 @@ __all__ = [
     "check_machine",
     "check_platform",
     "check_wait",
-    "files_needed",
 ]
 
-# Of an agent, for each rank: its channel, log, watch and stacks; gloo's mesh is in the ranks.
-_FILES_A_RANK = 6
-_FILES_BESIDE = 64
 # Of the notebook's process while it launches: folder, metrics, payload, template and channels.
 _FILES_OF_KERNEL = 24
 _MAX_SHOWN = 200
@@ -155,9 +150,8 @@ def check_machine(config: LaunchConfig, world_size: int) -> None:
     Raises:
         LaunchError: the limit of open files, or the port.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = files_needed(world_size)
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    hard, needed = hard_limit(), files_needed(world_size)
+    if hard is not None and hard < needed:
         ranks = "1 rank needs" if world_size == 1 else f"{world_size} ranks need"
         advice = "have it raised" if world_size == 1 else "ask for fewer ranks, or have it raised"
         raise LaunchError(
@@ -169,11 +163,6 @@ def check_machine(config: LaunchConfig, world_size: int) -> None:
             f"use_port={config.use_port} is taken on this machine: choose another, or leave it "
             "out and a free one is found"
         )
-
-
-def files_needed(world_size: int) -> int:
-    """Files that the agent of so many ranks has open, about."""
-    return _FILES_BESIDE + _FILES_A_RANK * world_size
 
 
 def can_bind(port: int) -> bool:

@@ -36,7 +36,7 @@ from notebook_accel.launch.agent.gauges import gauges_of
 from notebook_accel.launch.agent.logs import rank_logs
 from notebook_accel.launch.agent.ports import reserve_port
 from notebook_accel.launch.agent.rank_process import CLOSED, GARBAGE, RankProcess
-from notebook_accel.launch.system import processes, scratch
+from notebook_accel.launch.system import open_files, processes, scratch
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.scoreboard import FLAG_SECONDS, LeavePoint, Scoreboard
 from notebook_accel.launch.worker import main as worker
@@ -90,7 +90,7 @@ def main(
     # A rank that was just forked, and has no handler yet, inherits this.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.adopt_orphans()
-    processes.raise_open_files()
+    open_files.raise_to_hard_limit()
     message, _ = first
     if not isinstance(message, wire.Launch):
         raise ProtocolError(f"the first message must be Launch, not {type(message).__name__}")

@@ -1,4 +1,8 @@
-"""The limit of open files of the notebook's own process, which a leaky notebook reaches."""
+"""How many files a process may have open: the limit, what a launch needs of it, and its error.
+
+The kernel's limit is raised only as far as it must be, since the user's code lives there; that of
+an agent as far as it may be.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,39 @@ from notebook_accel.errors import LaunchError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["TOO_MANY_FILES", "check_open_files", "naming_what_is_short", "too_many_files"]
+__all__ = [
+    "TOO_MANY_FILES",
+    "check_open_files",
+    "files_needed",
+    "hard_limit",
+    "naming_what_is_short",
+    "raise_to_hard_limit",
+    "too_many_files",
+]
 
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+
+# Of an agent, for each rank: its channel, log, watch and stacks; gloo's mesh is in the ranks.
+_FILES_A_RANK = 6
+_FILES_BESIDE = 64
+
+
+def files_needed(world_size: int) -> int:
+    """Files that the agent of so many ranks has open, about."""
+    return _FILES_BESIDE + _FILES_A_RANK * world_size
+
+
+def hard_limit() -> int | None:
+    """Files that a process of this user may have open at most; None for no limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if hard == resource.RLIM_INFINITY else hard
+
+
+def raise_to_hard_limit() -> None:
+    """Let this process open as many files as it may."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def too_many_files() -> LaunchError:

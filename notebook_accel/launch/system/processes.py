@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import resource
 import select
 import signal
 import sys
@@ -27,7 +26,6 @@ __all__ = [
     "kill_leftovers",
     "kill_tree",
     "line_buffer_c_output",
-    "raise_open_files",
     "reset_signals",
     "signal_name",
     "supported",
@@ -133,14 +131,6 @@ def reset_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-
-
-def raise_open_files() -> int:
-    """Raise this process's limit of open files as far as it may; gives the limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def line_buffer_c_output() -> None:
