@@ -119,20 +119,8 @@ class RankContext:
             ConfigError: ``step`` is no whole number of 64 bits.
         """
 
-    def bar(
-        self,
-        bar: int,
-        *,
-        name: str,
-        n: float,
-        total: float | None = None,
-        rate: float | None = None,
-        elapsed: float = 0.0,
-        unit: str = "it",
-        postfix: str = "",
-        closed: bool = False,
-    ) -> None:
-        """Report the state of a progress bar."""
+    def bar(self, **state: Any) -> None:
+        """Report the state of a progress bar: the fields of ``wire.Bar``."""
 
     def notice(self, text: str) -> None:
         """Show one line to the person; equal lines of several ranks are shown once."""
@@ -245,31 +233,8 @@ class LaunchedContext(RankContext):
         numbers = {str(name): float(value) for name, value in values.items()}
         self.report(wire.Metric, values=numbers, step=None if step is None else _whole(step))
 
-    def bar(
-        self,
-        bar: int,
-        *,
-        name: str,
-        n: float,
-        total: float | None = None,
-        rate: float | None = None,
-        elapsed: float = 0.0,
-        unit: str = "it",
-        postfix: str = "",
-        closed: bool = False,
-    ) -> None:
-        self.report(
-            wire.Bar,
-            bar=bar,
-            name=name,
-            n=n,
-            total=total,
-            rate=rate,
-            elapsed=elapsed,
-            unit=unit,
-            postfix=postfix,
-            closed=closed,
-        )
+    def bar(self, **state: Any) -> None:
+        self.report(wire.Bar, **state)
 
     def notice(self, text: str) -> None:
         self.report(wire.Notice, text=text)

@@ -103,7 +103,7 @@ class RankProcess:
         self._next_output = 0.0
         self._next_sample = 0.0
         self._gauges = gauges
-        self._sample: tuple[Any, ...] = ()
+        self._sample: dict[str, Any] = {}
 
     @property
     def leaving(self) -> bool:
@@ -127,7 +127,7 @@ class RankProcess:
         """Send a call to the rank, unless its process has ended."""
         if self.alive:
             self._call = message.call
-            self._sample = ()
+            self._sample = {}
             self._returned_at = None
             self.is_in_call = True
             self._has_started = False
@@ -227,24 +227,20 @@ class RankProcess:
         if self.alive:
             self._gauges.read(now)
         row, gauges = self.row, self._gauges
-        device_memory = row.device_memory or gauges.device_memory
-        counts = (row.batches, row.total_batches, row.pass_start, row.steps)
-        sample = (*counts, device_memory, gauges.memory, gauges.cpu, gauges.device_use)
+        sample = {
+            "batches": row.batches,
+            "total_batches": row.total_batches or None,
+            "pass_start": row.pass_start,
+            "steps": row.steps,
+            "memory": gauges.memory,
+            "device_memory": row.device_memory or gauges.device_memory,
+            "cpu": gauges.cpu,
+            "device_use": gauges.device_use,
+            "device": gauges.device,
+        }
         if sample != self._sample:
             self._sample = sample
-            yield wire.Sample(
-                call=self._call,
-                rank=self.rank,
-                batches=row.batches,
-                total_batches=row.total_batches or None,
-                pass_start=row.pass_start,
-                steps=row.steps,
-                memory=gauges.memory,
-                device_memory=device_memory,
-                cpu=gauges.cpu,
-                device_use=gauges.device_use,
-                device=gauges.device,
-            )
+            yield wire.Sample(call=self._call, rank=self.rank, **sample)
 
     # ---- stacks ----------------------------------------------------------------------------
 

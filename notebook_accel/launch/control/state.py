@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from functools import singledispatch
+from functools import cache, singledispatch
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.launch import wire
@@ -272,6 +272,17 @@ def change_rank(
     return _changed(state, ranks=ranks)
 
 
+def _own_fields(message: wire.Message) -> dict[str, Any]:
+    """What the message says beside its head: the state has fields of the same names for it."""
+    return {name: getattr(message, name) for name in _names_of_own_fields(type(message))}
+
+
+@cache
+def _names_of_own_fields(kind: type[wire.Message]) -> tuple[str, ...]:
+    head = wire.Message.__struct_fields__
+    return tuple(name for name in kind.__struct_fields__ if name not in head)
+
+
 @singledispatch
 def apply(message: wire.Message, state: RunState) -> RunState:  # noqa: ARG001
     """``state`` after ``message``. Messages that say nothing about the state leave it as it is."""
@@ -322,18 +333,7 @@ def _num_bytes(data: dict[str, str]) -> int:
 @apply.register
 def _(message: wire.Bar, state: RunState) -> RunState:
     def change(rank: RankState) -> RankState:
-        bar = BarState(
-            rank=rank.rank,
-            bar=message.bar,
-            name=message.name,
-            n=message.n,
-            total=message.total,
-            rate=message.rate,
-            elapsed=message.elapsed,
-            unit=message.unit,
-            postfix=message.postfix,
-            closed=message.closed,
-        )
+        bar = BarState(rank=rank.rank, **_own_fields(message))
         return _changed(rank, bars=_with_bar(rank.bars, bar))
 
     return change_rank(state, message.rank, change)
@@ -384,22 +384,7 @@ def _(message: wire.Output, state: RunState) -> RunState:
 
 @apply.register
 def _(message: wire.Sample, state: RunState) -> RunState:
-    return change_rank(
-        state,
-        message.rank,
-        lambda rank: _changed(
-            rank,
-            batches=message.batches,
-            total_batches=message.total_batches,
-            pass_start=message.pass_start,
-            steps=message.steps,
-            memory=message.memory,
-            device_memory=message.device_memory,
-            cpu=message.cpu,
-            device_use=message.device_use,
-            device=message.device,
-        ),
-    )
+    return change_rank(state, message.rank, lambda rank: _changed(rank, **_own_fields(message)))
 
 
 @apply.register

@@ -77,7 +77,7 @@ def _report(bar: Any, *, closed: bool) -> None:
         return
     shown: dict[str, Any] = bar.format_dict
     rank.current().bar(
-        reports.number,
+        bar=reports.number,
         name=str(shown.get("prefix") or "").rstrip(": "),
         n=float(shown["n"]),
         total=_as_float(shown.get("total")),
