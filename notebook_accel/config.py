@@ -16,7 +16,6 @@ import itertools
 import math
 import operator
 import os
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -28,6 +27,7 @@ import yaml
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.plugin_options import PLUGINS
+from notebook_accel.text_values import parse_flag, shown, value_of
 
 if TYPE_CHECKING:
     from notebook_accel.launch.engines.base import Engine
@@ -39,9 +39,7 @@ __all__ = [
     "choices_of",
     "default_config_path",
     "descriptions",
-    "parse_flag",
     "resolve",
-    "shown",
     "value_of_text",
     "write_basic_config",
 ]
@@ -74,19 +72,6 @@ _ACCELERATE_VARIABLES = {
 # A mapping is no text: what these carry has variables of its own, which reach the ranks by
 # themselves.
 _NO_VARIABLE = ("env", *PLUGINS)
-_FLAGS = {
-    **dict.fromkeys(("1", "true", "yes", "on", "y", "t"), True),
-    **dict.fromkeys(("0", "false", "no", "off", "n", "f"), False),
-}
-
-# How a value is written in an error. YAML's aliases make a value of gigabytes out of 300 bytes.
-_repr = reprlib.Repr()
-_repr.maxlevel, _repr.maxstring, _repr.maxother, _repr.maxlong = 3, 200, 200, 100
-
-
-def shown(value: object) -> str:
-    """``repr(value)``, of bounded length whatever the value is."""
-    return _repr.repr(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,27 +351,7 @@ def _from_variable(name: str, variable: str, text: str) -> dict[str, Any]:
 
 def value_of_text(name: str, text: str) -> Any:
     """The value of a field that ``text`` means; the text itself where it is none of its type."""
-    import msgspec
-
-    kind = get_type_hints(LaunchConfig)[name]
-    if kind is bool:
-        return parse_flag(name, text)
-    try:
-        return msgspec.convert(text, kind, strict=False)
-    except msgspec.ValidationError:
-        return text
-
-
-def parse_flag(name: str, text: str) -> bool:
-    """The flag that a text means: true, 1, yes, on, or the opposite.
-
-    Raises:
-        ConfigError: it means neither; the message calls it ``name``.
-    """
-    found = _FLAGS.get(text.strip().lower())
-    if found is None:
-        raise ConfigError(f"{name}={shown(text)}: expected true or false")
-    return found
+    return value_of(text, get_type_hints(LaunchConfig)[name])
 
 
 # ---- YAML ----------------------------------------------------------------------------------

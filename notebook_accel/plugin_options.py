@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.text_values import value_of
 
 __all__ = ["PLUGINS", "Option", "Plugin"]
 
@@ -60,19 +61,10 @@ class Option:
 
     def from_text(self, text: Any) -> Any:
         """The value that a YAML file means, which may have written a flag or a number as text."""
-        if isinstance(text, str) and self.kind is int and text.strip().isdecimal():
-            return int(text)
-        if isinstance(text, str) and self.kind is float:
-            try:
-                return float(text)
-            except ValueError:
-                return text
-        if isinstance(text, str) and self.kind is bool:
-            return {"true": True, "false": False}.get(text.strip().lower(), text)
-        if isinstance(text, str) and self.choices:
-            lowered = {choice.lower(): choice for choice in self.choices}
-            return lowered.get(text.strip().lower(), text)
-        return text
+        if not isinstance(text, str):
+            return text
+        lowered = {choice.lower(): choice for choice in self.choices}
+        return lowered.get(text.strip().lower(), value_of(text, self.kind))
 
 
 @dataclass(frozen=True, kw_only=True)

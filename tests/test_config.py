@@ -320,7 +320,7 @@ def test_accelerates_file_for_fsdp_and_a_mesh(tmp_path: Path) -> None:
         "fsdp_config:\n"
         "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
         "  fsdp_transformer_layer_cls_to_wrap: BertLayer\n"
-        "  fsdp_offload_params: 'false'\n"
+        "  fsdp_offload_params: 'No'\n"
         "  fsdp_use_orig_params: true\n"
         "  fsdp_version: 2\n"
         "num_processes: 4\n"

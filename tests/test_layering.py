@@ -29,11 +29,12 @@ ROOT = "notebook_accel"
 MAY_IMPORT = {
     "": {"notebook.warming"},
     "errors": set(),
-    "plugin_options": {"errors"},
-    "config": {"errors", "plugin_options"},
-    "launch": {"errors", "config", "plugin_options"},
-    "training": {"errors", "config", "launch.group_store", "launch.rank", "launch.wire"},
-    "notebook": {"errors", "config", "launch", "plugin_options"},
+    "text_values": {"errors"},
+    "plugin_options": {"errors", "text_values"},
+    "config": {"errors", "plugin_options", "text_values"},
+    "launch": {"errors", "config", "plugin_options", "text_values"},
+    "training": {"errors", "text_values", "launch.group_store", "launch.rank", "launch.wire"},
+    "notebook": {"errors", "config", "launch", "plugin_options", "text_values"},
     "cli": {"errors", "config", "launch"},
     "compat": {"errors", "config", "launch", "training", "notebook"},
 }

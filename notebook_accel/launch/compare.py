@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.config import shown
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.control.plotting import plot_together
 from notebook_accel.launch.run import Run
+from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from IPython.core.getipython import get_ipython
 
-from notebook_accel.config import LaunchConfig, resolve, shown
+from notebook_accel.config import LaunchConfig, resolve
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.engines import ENGINES, engine_named
 from notebook_accel.launch.launcher import launch
@@ -18,6 +18,7 @@ from notebook_accel.notebook.session import session_for
 from notebook_accel.notebook.sources import cell_sources
 from notebook_accel.notebook.tracebacks import show_in_short
 from notebook_accel.notebook.views import choose_view
+from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:
     import os

@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.config import shown
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
@@ -14,6 +13,7 @@ from notebook_accel.launch.view.terminal import TerminalView
 from notebook_accel.notebook import clicks
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.transcript import Transcript
+from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

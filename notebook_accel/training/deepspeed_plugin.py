@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from notebook_accel.config import parse_flag
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
+from notebook_accel.text_values import parse_flag
 from notebook_accel.training import environment
 from notebook_accel.training.availability import (
     is_deepspeed_available,

@@ -10,8 +10,8 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from notebook_accel.config import parse_flag
 from notebook_accel.errors import ConfigError
+from notebook_accel.text_values import parse_flag
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from notebook_accel.config import parse_flag
 from notebook_accel.errors import ConfigError
+from notebook_accel.text_values import parse_flag
 from notebook_accel.training import environment
 from notebook_accel.training.notices import notice_once
 

@@ -38,13 +38,13 @@ from uuid import uuid4
 
 import psutil
 
-from notebook_accel.config import parse_flag
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
+from notebook_accel.text_values import parse_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

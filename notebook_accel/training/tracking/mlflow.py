@@ -7,7 +7,7 @@ import os
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.config import parse_flag
+from notebook_accel.text_values import parse_flag
 from notebook_accel.training.notices import notice_once
 from notebook_accel.training.tracking.base import LibraryTracker
 from notebook_accel.training.tracking.values import numbers_of
