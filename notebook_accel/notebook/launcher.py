@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
@@ -34,16 +35,8 @@ P = ParamSpec("P")
 
 # Arguments that need an engine which is not built yet.
 _ABSENT = ("node_rank", "num_nodes", "max_restarts", "join_token")
-_SETTINGS = (
-    "num_processes",
-    "mixed_precision",
-    "use_port",
-    "engine",
-    "devices",
-    "env",
-    "debug",
-    "grace",
-)
+# The fields of LaunchConfig; those that are arguments of the launcher too have the same names.
+_SETTINGS = [field.name for field in fields(LaunchConfig)]
 
 
 def _with_given_arguments(
