@@ -12,7 +12,7 @@ import platformdirs
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 
-__all__ = ["forget", "recall", "remember"]
+__all__ = ["recall", "remember"]
 
 
 def remember(config: LaunchConfig) -> None:
@@ -27,12 +27,6 @@ def recall() -> LaunchConfig | None:
         path = _path()
         return LaunchConfig.load(path) if path.is_file() else None
     return None
-
-
-def forget() -> None:
-    """Keep nothing for the current folder."""
-    with contextlib.suppress(OSError, RuntimeError):
-        _path().unlink(missing_ok=True)
 
 
 def _path() -> Path:

@@ -9,7 +9,6 @@ import pytest
 
 from notebook_accel import ConfigError, LaunchConfig, config_picker
 from notebook_accel.launch.machine import Device, Machine
-from notebook_accel.notebook import remembered
 from notebook_accel.notebook.picker_fields import plugin_rows, setting_rows
 from notebook_accel.notebook.picker_texts import as_code, devices_line, read_arguments
 from notebook_accel.plugin_options import PLUGINS
@@ -122,8 +121,7 @@ def test_what_was_saved_last_is_there_again_in_the_same_folder(
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert config_picker().config == LaunchConfig()
     monkeypatch.chdir(tmp_path)
-    remembered.forget()
-    assert config_picker().config == LaunchConfig()
+    assert config_picker().config == FULL
 
 
 def test_a_file_that_cannot_be_used_is_told(tmp_path: Path) -> None:

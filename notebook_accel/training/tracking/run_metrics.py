@@ -31,4 +31,4 @@ def report(values: Mapping[str, Any], step: int | None = None) -> None:
         else:
             numbers_found[name] = number
     if numbers_found:
-        current().metric(numbers_found, None if step is None else int(step))
+        current().metric(numbers_found, step)
