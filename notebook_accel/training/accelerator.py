@@ -494,4 +494,4 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Pickled.make_again, (Pickled.of(self),)
+        return Pickled.make_again, (Pickled.of(self), Accelerator)

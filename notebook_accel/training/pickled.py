@@ -79,13 +79,15 @@ class Pickled:
             iteration=accelerator.save_iteration,
         )
 
-    def make_again(self) -> Accelerator:
-        """An ``Accelerator`` of the same arguments, which has prepared the same objects."""
-        from notebook_accel.training.accelerator import Accelerator
+    def make_again(self, base: type[Accelerator]) -> Accelerator:
+        """An ``Accelerator`` of the same arguments, which has prepared the same objects.
 
+        Args:
+            base: ``Accelerator`` itself, whose arguments these are. What the ``__init__`` of a
+                subclass takes is not known; what it added is kept.
+        """
         made = self.kind.__new__(self.kind)
-        # Not a subclass's own __init__, whose arguments are not known: what it added is kept.
-        Accelerator.__init__(made, **self.arguments)
+        base.__init__(made, **self.arguments)
         vars(made).update(self.extras)
         made.gradient_accumulation_steps = self.num_steps
         made.step, made.sync_gradients = self.step, self.sync_gradients
