@@ -39,8 +39,11 @@ _GIB = 1024**3
 _SMALL_SHARED_MEMORY = _GIB // 4
 # One rank with torch takes about 0.25 GB before it has a model.
 _LITTLE_MEMORY = _GIB
+# Where runs are kept 2 GB of old ones may be; this much is for the logs of the next.
 _LITTLE_DISK = _GIB
+# A rank has some ten threads, each of which counts, and a loader's worker is a process more.
 _FEW_PROCESSES = 200
+# nvidia-smi takes a second or two, and never answers where a driver hangs.
 _SECONDS = 10
 
 

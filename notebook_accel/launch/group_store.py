@@ -26,7 +26,9 @@ __all__ = ["is_served", "store_of_next_group"]
 
 _SERVER = "the store that this rank serves, and its address"
 _NUM_GROUPS = "number of groups made in each call"
+# A connection to the loopback interface is made or refused at once; a busy server may be late.
 _PROBE_SECONDS = 1.0
+# Ranks begin within milliseconds of each other, and all wait for rank 0's store.
 _POLL_SECONDS = 0.001
 
 

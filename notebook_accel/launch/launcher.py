@@ -41,6 +41,7 @@ __all__ = ["Session", "launch"]
 
 # SIGKILL takes milliseconds; a rank in the middle of a large write to a disk or device, longer.
 _KILL_SECONDS = 10.0
+# Characters of a run's name: it stands in one line with its state and time.
 _MAX_NAME = 60
 
 

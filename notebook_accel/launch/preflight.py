@@ -30,6 +30,7 @@ __all__ = [
 
 # Of the notebook's process while it launches: folder, metrics, payload, template and channels.
 _FILES_OF_KERNEL = 24
+# Characters of a value in an error; of a longer one, its type.
 _MAX_SHOWN = 200
 _INLINE = "otherwise take engine='inline', which runs the function in the notebook's own process"
 

@@ -35,6 +35,7 @@ __all__ = ["PROVIDED", "cell_function", "shown"]
 
 PROVIDED = ("accelerator", "device", "rank", "world_size")
 _PROVIDER = "notebook_accel.training.cell_names"
+# Characters of a value's text: about four pages.
 _MAX_SHOWN = 20_000
 _SHOW = "_notebook_accel_shown"
 # ``!ls``, ``%time f()``, ``files = !ls``, ``?name`` and ``name?``.

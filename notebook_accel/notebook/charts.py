@@ -34,6 +34,7 @@ COLOURS = (
     "#808080",
 )
 _GREY = "#808080"
+# Of a curve, whose chart is 240 pixels wide; more make the saved notebook larger, not the picture.
 _MAX_POINTS = 160
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_LINES", "LogBlock", "LogWindow"]
 
+# A page scrolls through so many without a pause; the rank's file has all.
 MAX_LINES = 2000
 # A block is one message at most, and a panel may send 20 KB at a time.
 _BLOCK_LINES = 100

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_LINES", "PAGE_SIZE", "Chart", "Look", "colour_of", "groups_of", "render_charts"]
 
+# Charts that are drawn at once; they share the points below.
 PAGE_SIZE = 6
 # Of more ranks their mean is drawn, and the range around it.
 MAX_LINES = 8
@@ -30,6 +31,7 @@ _ALL = ""
 # Stands for a rank where the mean of all is drawn.
 _MEAN = -1
 _WIDTH, _HEIGHT = 240, 64
+# Of one chart: points of the mean, and stripes of the range around it. A point each two pixels.
 _MEAN_POINTS = 120
 _STRIPES = 20
 # Of all charts of a page; a point takes seven bytes, a stripe about a hundred.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ownership", "Push"]
 
+# From this size on a push is worth a line: every rank gets a copy of its own.
 _LARGE_BYTES = 100_000_000
 
 

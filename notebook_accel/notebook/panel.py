@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_BYTES", "Details", "render_panel", "render_stacks", "render_title"]
 
+# A message of 20 KB five times a second is what a page keeps up with (notebook/dashboard.py); the
+# rest is for what the message has beside the panel.
 MAX_BYTES = 18_000
+# Different stacks; less of each is shown the more there are.
 _MAX_STACKS = 8
 # As many ranks have a row each; of more, the slowest.
 _MAX_ROWS = 16

@@ -53,6 +53,7 @@ __all__ = [
 # What the ranks have from the start: a notebook's own of that name must be assigned after it.
 _PROVIDED = ("accelerator", "device", "rank", "world_size")
 _RESTART = "`%accelerate restart` starts new ranks; the names of the old ones are lost"
+# Between two looks at whether the person has interrupted; as in launch/run.py.
 _SLICE_SECONDS = 0.05
 _PLAIN = "text/plain"
 

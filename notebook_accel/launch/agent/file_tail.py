@@ -12,6 +12,7 @@ __all__ = ["FileTail"]
 
 # What the agent passes on at once; anything older stays in the file.
 _MAX_LIVE_BYTES = 32_768
+# Read at once of what a rank printed: a flood of gigabytes needs no more memory than this.
 _CHUNK_BYTES = 1 << 20
 # Bytes of UTF-8 that no character begins with.
 _CONTINUATION = bytes(range(0x80, 0xC0))

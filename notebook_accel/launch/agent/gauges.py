@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Gauges", "gauges_of"]
 
+# Processor use is a mean over this time; over a shorter one its clock of 10 ms shows.
 _SECONDS = 1.0
 
 

@@ -45,6 +45,7 @@ _BACKWARD = "_engine_run_backward"
 _IDLE_CPU = 10
 # As long as this a slow network may take for one operation of all ranks.
 _SLOW_SECONDS = 30.0
+# Characters of a stack, and parts of the sentence: a message of the panel has 20 KB for all.
 _MAX_STACK = 4_000
 _MAX_PARTS = 6
 

@@ -26,9 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = ["HangWatch"]
 
+# A rank is shown as quiet after this time: longer than a step of most trainings.
 _QUIET_SECONDS = 5.0
+# Ranks are asked for their stacks after this time, and once more after the next: a hang is told
+# some ten seconds after the last step.
 _SILENT_SECONDS = 8.0
 _AGAIN_SECONDS = 2.0
+# A run that computes for minutes is asked ever more rarely, down to this: a dump wakes all ranks.
 _MAX_AGAIN_SECONDS = 60.0
 # An agent waits three seconds for the dump of a rank that does not answer.
 _ANSWER_SECONDS = 4.0

@@ -51,11 +51,12 @@ _TICK_SECONDS = 0.1
 _IDLE_SECONDS = 1.0
 # The agent itself gives a rank three seconds to write its stacks.
 _STACKS_SECONDS = 5.0
+# Between two looks at whether the stacks have come.
 _POLL_SECONDS = 0.01
 # An agent that was told to kill and does not answer is killed itself; its ranks go with it.
 _DEAF_SECONDS = 3.0
 # So is one that says nothing for so long, though it sends a word every two seconds, once somebody
-# wants the end; before that the person is told, since it may go on.
+# wants the end. Where nobody does, the person is told after twice that: it may go on.
 _SILENT_SECONDS = 10.0
 _TELL_SILENCE_SECONDS = 20.0
 

@@ -37,6 +37,7 @@ ENDED = ("succeeded", "failed", "stopped")
 S = TypeVar("S", "RankState", "RunState", "BarState")
 # As many as a live panel can show.
 _MAX_TAIL_LINES = 2000
+# Of each rank: a bar an epoch that stays (leave=True) fills it in long trainings.
 _MAX_BARS = 500
 # Of each rank; a view has shown older ones by then.
 _MAX_DISPLAYS = 20

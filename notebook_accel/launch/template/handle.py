@@ -79,7 +79,9 @@ _DEVICES_SECONDS = 70.0
 # stopped: a debugger stops it for moments.
 _LOOK_SECONDS = 0.25
 _NUM_LOOKS = 4
+# SIGKILL takes milliseconds; a process in the middle of a read from a slow disk, longer.
 _KILLED_SECONDS = 5.0
+# Between two looks at whether another thread is done with the template.
 _POLL_SECONDS = 0.01
 # A launch that has waited for the imports asks for its agent within this time, and its template is
 # kept so long; later, the launch must have failed on the way.

@@ -54,7 +54,9 @@ _PRELOADED = (
 )
 # A template that was warmed may wait as long as its notebook is open; it watches the kernel.
 _IDLE_SECONDS = 1e7
+# A driver that was asleep names its devices within seconds; a broken one never does.
 _ANSWER_SECONDS = 60.0
+# The end of it, which says what was wrong.
 _MAX_TRACEBACK_BYTES = 20_000
 
 

@@ -38,6 +38,7 @@ _FD = struct.Struct("i")
 # message has more than one descriptor today.
 _MAX_FRAME = 1 << 30
 _MAX_FDS = 8
+# Read at once; a socket of the system holds about as much.
 _CHUNK = 1 << 18
 
 

@@ -35,6 +35,7 @@ __all__ = [
 _WINDOW_SECONDS = 5.0
 # Below this the mean of a window says nothing.
 _MIN_WINDOW_SECONDS = 0.5
+# Characters of what programs name freely: a metric, a bar's name or postfix, its unit.
 _MAX_NAME = 40
 _MAX_LABEL = 200
 _MAX_UNIT = 20

@@ -41,7 +41,9 @@ COLUMNS = ("rank", "state", "progress", "rate", "memory")
 SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "lost peer": "○"}
 # Of more metrics the first ones are named, and the others counted.
 MAX_NAMED_METRICS = 60
+# Ranks with a row of their own; of more, those that failed and the first.
 _MAX_ROWS = 16
+# Characters: of the run's name, of a rank's progress, of what is said of a hang.
 _MAX_NAME = 60
 _MAX_PROGRESS = 100
 _MAX_HANG = 2000
