@@ -29,7 +29,7 @@ def compare(*runs: Run, names: Sequence[str] = ()) -> Any:
         The axes, in the order of the names.
 
     Raises:
-        ConfigError: there is no run, something is none, or no run has a metric of that name.
+        ConfigError: no run was given, or what is no run, or no run has a metric of that name.
         FileNotFoundError: a run was deleted from disk.
         ImportError: matplotlib is not installed.
     """

@@ -303,9 +303,11 @@ def _checked_request(
 
 
 def _prepare_launch(request: CallRequest, notices: list[str]) -> Callable[[], Run]:
-    """Do what takes long and may be interrupted; gives what starts ranks and sends them the call.
+    """Do what takes long and may be interrupted: pack the function, and plan the ranks.
 
-    Of that, the run goes on, or has ended inline.
+    Returns:
+        A function that starts the ranks, sends them the call and gives the run, which goes on; an
+        inline run has ended by then.
     """
     engine = engine_named(request.config.engine)
     packed = None
@@ -324,10 +326,11 @@ def _prepare_launch(request: CallRequest, notices: list[str]) -> Callable[[], Ru
 
 
 def _begin_and_wait(begin: Callable[[], Run], *, block: bool, keeps_ranks: bool = False) -> Run:
-    """Begin a run, and wait for it with ``block``; gives its handle.
+    """Begin a run, and wait for its end with ``block``; gives its handle.
 
-    Between the first file of the run and the return an interrupt is raised at the end alone: by
-    then either nothing is left, or the run is known, and is ended.
+    An interrupt that comes while the run begins is raised at the end of that. Then either nothing
+    of the run is left, or there is a run, which is ended. Ranks that stay (``keeps_ranks``) get
+    the interrupt instead.
     """
     run: Run | None = None
     try:
@@ -357,7 +360,7 @@ def _pack(request: CallRequest, session: Registry | None = None) -> PackedCall:
 
 
 def _plan(engine: Engine, request: StartRequest) -> RankPlan:
-    """Which ranks there are to be; what can be known to fail, and what takes long, comes before."""
+    """Which ranks the launch gets, once this machine was found able to hold them."""
     engine.warm_up(request)
     plan = engine.plan_ranks(request)
     preflight.check_machine(request.config, plan.world_size)
@@ -371,7 +374,7 @@ def _new_run(
     notices: Sequence[str],
     session: RunFolder | None = None,
 ) -> Iterator[NewRun]:
-    """A run with its folder, for a block that begins it; where it does not, nothing is left.
+    """A run with its folder, for a block that begins it; where the block fails, nothing is left.
 
     It is entered with interrupts held, and so is the block, until an engine lets them through.
 
@@ -419,9 +422,10 @@ def _new_run(
 
 
 def _keep_run_without_handle(run: Run, error: BaseException) -> None:
-    """Where the launch raises, nobody is given the handle: the list of runs keeps it.
+    """Keep the handle of a run whose launch raises ``error``, in the list of runs.
 
-    A KeyboardInterrupt finds the run ended, and knows it as ``run``.
+    Nobody is given it otherwise. A run that was interrupted is ended, and the KeyboardInterrupt
+    has it as ``run``.
     """
     if run.has_begun:
         run_list.keep(run)

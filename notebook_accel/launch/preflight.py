@@ -132,7 +132,7 @@ def check_files_of_kernel() -> None:
     """Refuse a launch, or a call of a session, for which this process cannot open files enough.
 
     Raises:
-        LaunchError: so it is, and its limit cannot be raised.
+        LaunchError: it cannot, and its limit cannot be raised.
     """
     with held():
         check_open_files(_FILES_OF_KERNEL)
@@ -150,7 +150,7 @@ def check_machine(config: LaunchConfig, world_size: int) -> None:
     """Refuse what this machine cannot hold.
 
     Raises:
-        LaunchError: the limit of open files, or the port.
+        LaunchError: the limit of open files is too low for the ranks, or the port is taken.
     """
     hard, needed = hard_limit(), files_needed(world_size)
     if hard is not None and hard < needed:

@@ -75,7 +75,8 @@ class RankContext:
         shared: what the state classes of ``training`` keep for this rank; they are views of it.
         launched: whether notebook_accel started this rank.
         call: number of the call that the ranks serve; it is the same on all of them.
-        before_return: what has to be done before the function's end is told, by who asked for it.
+        before_return: functions to call before the rank says that its own has returned, by who
+            asked for each.
         store: where the ranks of one machine meet; None leaves it to MASTER_ADDR and MASTER_PORT.
     """
 

@@ -247,7 +247,7 @@ class Agent:
             self._channel.flush(block=False)
 
     def _answer_stop(self, now: float) -> None:
-        """Tell the kernel how far ranks here have passed, once that stays true."""
+        """Answer a stop: tell the kernel how far ranks have come, once none goes further."""
         if self._stop_asked is None or now < self._stop_asked + FLAG_SECONDS:
             return
         point = self._board.passed(patient=now < self._stop_asked + _STOP_SECONDS)
@@ -274,7 +274,7 @@ class Agent:
         return 0.0 if asks else now - self._progressed
 
     def _have_settled(self) -> bool:
-        """Whether every rank has had its own time since one failed."""
+        """Whether every rank has had the time to fail as well since one did (ending.py)."""
         if not self._ending.is_settling:
             return True
         # All are asked: their clocks are the more exact the more often they are read.
@@ -362,7 +362,7 @@ class Agent:
         return self._launch.world_size > 1
 
     def _kernel_gone(self) -> None:
-        """Nobody will ever read of these ranks: end them without grace, and go."""
+        """The kernel or the connection to it is gone: end the ranks without grace, and exit."""
         processes.kill_tree(rank.pid for rank in self._ranks)
         scratch.remove(self._launch.run, used_by=processes.kill_descendants())
         self._logs.close()
@@ -432,13 +432,13 @@ class Agent:
                 os.close(fd)
 
     def _may_say(self, rank: RankProcess, message: wire.Message) -> bool:
-        """Whether a rank may say this now: it is no agent, and a call ends once."""
+        """Whether a rank may send this: what a rank says of itself, and the end of a call once."""
         if isinstance(message, (wire.Returned, wire.Raised)):
             return rank.is_in_call and message.call == self._call
         return isinstance(message, _FROM_RANKS) and message.call in (0, self._call)
 
     def _handle_rank_message(self, rank: RankProcess, message: wire.Message) -> wire.Message:
-        """The message as it is passed on, once the agent has acted on it."""
+        """Act on what a rank says; gives the message as it is passed on to the kernel."""
         if isinstance(message, wire.CallStarted):
             rank.note_started()
         if not isinstance(message, (wire.Returned, wire.Raised)):
@@ -472,7 +472,7 @@ class Agent:
                 rank.begin_settling()
 
     def _is_after_interrupt(self, when: float) -> bool:
-        """Whether ranks had been interrupted by then, both by this machine's own clock."""
+        """Whether ranks here were interrupted before ``when``, a time of this machine's clock."""
         return self._interrupted_at is not None and when >= self._interrupted_at
 
     def _reap(self, rank: RankProcess) -> None:

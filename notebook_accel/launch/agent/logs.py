@@ -45,13 +45,13 @@ class RankLogs(ABC):
 
     @abstractmethod
     def _opened(self, rank: int) -> None:
-        """The file of a rank is there."""
+        """Called once the file of a rank was made."""
 
     def end(self, rank: int) -> None:  # noqa: B027 - most have nothing to do
-        """Nobody writes to the file of a rank any more."""
+        """Called when a rank's process has ended: nobody writes to its file any more."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
-        """The agent ends."""
+        """Called when the agent ends."""
 
 
 class _LogsOfRun(RankLogs):

@@ -111,7 +111,7 @@ class RankProcess:
         return self.row.leaving
 
     def descriptors(self) -> tuple[int, ...]:
-        """What later ranks must not keep."""
+        """What the agent has open for this rank, which ranks that are forked later close."""
         return (
             self.channel.fileno(),
             self.exit_fd,
@@ -159,7 +159,7 @@ class RankProcess:
     # ---- after a failure -------------------------------------------------------------------
 
     def begin_settling(self) -> None:
-        """A rank failed: this one has its own time from now on, or from when it starts."""
+        """A rank failed: from now on count the time that this one has had to fail as well."""
         self._must_settle = True
         self.has_settled()
 
@@ -279,7 +279,7 @@ class RankProcess:
         os.eventfd_write(self._disconnect, 1)
 
     def end(self, number: signal.Signals) -> None:
-        """Send the signal, unless the rank is at its end already; SIGKILL takes all below it."""
+        """Send the signal, unless the process was reaped; SIGKILL goes to its descendants too."""
         if not self.alive:
             return
         if number == signal.SIGKILL:

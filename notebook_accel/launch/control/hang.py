@@ -79,7 +79,7 @@ class Hang:
         since: when the last rank made its last step, by the clock of the run (wall, seconds).
         operations: in what each rank waits, by its number.
         missing: the ranks for which the others wait.
-        stacks: the ranks that stand alike, and their stack as text.
+        stacks: each different stack as text, behind the ranks that have it.
     """
 
     is_certain: bool
@@ -203,7 +203,7 @@ def _do(ranks: Sequence[int], one: str, several: str) -> str:
 
 
 def _alike(stacks: Sequence[RankStack]) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """The stacks, ranks that stand at the same line with one for all of them."""
+    """Each different stack once, behind the ranks that wait in the same operation and line."""
     found: dict[tuple[str, str], list[RankStack]] = {}
     for one in stacks:
         found.setdefault((one.operation, one.own_line), []).append(one)

@@ -61,7 +61,7 @@ class HangWatch:
             self._dumps[message.rank] = message.text
 
     def asks(self, state: RunState, *, now: float) -> bool:
-        """Whether the ranks are to be asked for their stacks now; asked once they are.
+        """Whether the ranks are to be asked for their stacks now; whoever gets True asks them.
 
         Args:
             state: the newest.
@@ -123,7 +123,7 @@ class HangWatch:
         return now >= self._asked + _ANSWER_SECONDS or all(rank in self._dumps for rank in alive)
 
     def _judge(self, state: RunState, now: float) -> RunState:
-        """What the dumps tell, once they have told the same before."""
+        """The state with what the dumps tell, once two in a row tell the same."""
         stacks = [
             self._read(rank, self._dumps.get(rank.rank, ""))
             for rank in state.ranks

@@ -41,7 +41,7 @@ class MetricReader:
         What is no row is left out, with a line in Python's log that counts it.
 
         Raises:
-            OSError: the file cannot be read, or is none.
+            OSError: the file cannot be read, or is no regular one.
         """
         with contextlib.suppress(FileNotFoundError), open_regular(self.path) as file:
             return self._rows(line for line in file if line.endswith(b"\n"))
@@ -165,7 +165,7 @@ def _decode(line: bytes) -> dict[str, Any]:
     """The row of one line.
 
     Raises:
-        ValueError: the line is none.
+        ValueError: the line is no row.
     """
     row: dict[str, Any] = _DECODER.decode(line)  # type: ignore[assignment]
     if isinstance(row["value"], str):

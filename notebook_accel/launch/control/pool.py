@@ -5,8 +5,8 @@
 
 The pool holds the only connections, one an agent. Its thread keeps the states of the processes,
 hands what is said about the running call to that call's supervisor, and gives it its turn to draw
-and to look at the clock. It ends when all rank processes have ended; those of an agent that was
-lost have.
+and to look at the clock. It ends when all rank processes have ended; those of a
+lost agent count as ended.
 
 What agents must know of each other goes through here, since they have no connection of their own:
 the port at which the ranks meet, that a rank failed, the count at which all leave a call that is
@@ -221,7 +221,7 @@ class RankPool:
     # ---- what anybody may ask ----------------------------------------------------------------
 
     def send(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        """Send a message to every agent; one that is gone gets nothing, which its link tells."""
+        """Send a message to every agent; for one that is gone it is dropped."""
         self._send_to(list(self._links), message, fds)
 
     def launch(self, link: AgentLink, message: wire.Launch) -> None:
@@ -402,7 +402,7 @@ class RankPool:
                 call.take(message, fds)
 
     def _save_log(self, link: AgentLink, rank: int, stream: int) -> None:
-        """Keep the output of a rank on another machine where that of ranks here lies."""
+        """Write the output of a rank on another machine into the run's folder, as ranks here do."""
         fd = open_log(self._log_dir, rank)
         self._log_streams[rank] = link, stream
         with self._channel_lock:
@@ -411,7 +411,7 @@ class RankPool:
     # ---- what agents must know of each other -----------------------------------------------
 
     def _pass_between_agents(self, link: AgentLink, message: wire.Message) -> None:
-        """Tell the others what an agent said about the call that concerns them."""
+        """Tell the other agents what one of them said that concerns their part of the call."""
         if isinstance(message, wire.PortReserved):
             self._send_to_others(message.port)
         elif isinstance(message, wire.RankFailed):
@@ -425,7 +425,7 @@ class RankPool:
             self._decide_stop(message.call)
 
     def _send_to_others(self, port: int) -> None:
-        """The port of the call is known: the other agents get what has waited for it."""
+        """The port of the call is known: send the other agents the messages that waited for it."""
         with self._channel_lock:
             waiting, self._for_others = self._for_others or [], None
             for waited, fds in waiting:

@@ -1,6 +1,6 @@
 """What the ranks of a run gave back, or had when they were stopped.
 
-It is pickled until somebody asks for it, then the object.
+Each value is kept as its pickle until somebody asks for it, and as the object from then on.
 
 While the run goes on its conductor and its handle share one :class:`Results`; once it has ended,
 the handle alone holds it. So a result of gigabytes is freed with the last handle, while the lists

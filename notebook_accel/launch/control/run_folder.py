@@ -189,7 +189,7 @@ class RunFolder:
 
         Raises:
             FileNotFoundError: the folder was deleted.
-            OSError: the file cannot be read, or is none.
+            OSError: the file cannot be read, or is no regular one.
         """
         self.check()
         try:
@@ -203,7 +203,7 @@ class RunFolder:
         return "\n".join(as_shown(line) for line in text.split("\n"))
 
     def save(self, state: RunState, config: LaunchConfig | None = None) -> str:
-        """Write what other processes can know; a full disk costs them that, never us the run.
+        """Write what other processes can know of the run; where that fails, the run goes on.
 
         Args:
             state: the newest.
@@ -262,7 +262,11 @@ def run_folders(root: Path | None = None) -> list[RunFolder]:
 
 @contextlib.contextmanager
 def making_files(folder: Path) -> Iterator[None]:
-    """Whoever cannot make a file in the folder of a new run says what to do."""
+    """Make files of a new run inside of the block; an error says which folder, why, what to do.
+
+    Raises:
+        LaunchError: in place of an ``OSError`` of the block.
+    """
     try:
         yield
     except OSError as error:
@@ -284,9 +288,9 @@ def lost_files_notice(what: str, folder: Path, error: OSError | UnicodeEncodeErr
     """A line for the person: what is lost, why, and what to do.
 
     Args:
-        what: is lost.
+        what: how the line begins: what is lost.
         folder: of the run.
-        error: why; None where it was deleted.
+        error: what writing a file raised; None where files were deleted.
     """
     if error is None or not folder.is_dir():
         return (

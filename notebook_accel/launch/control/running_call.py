@@ -1,4 +1,4 @@
-"""What the pool of ranks asks of the call that they are in; the call's ``Supervisor`` is it."""
+"""What the pool of ranks asks of the call that they are in; ``Supervisor`` implements it."""
 
 from __future__ import annotations
 

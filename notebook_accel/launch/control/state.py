@@ -101,7 +101,7 @@ class RankState:
     Attributes:
         status: "starting", "running", "succeeded", "failed" or "stopped".
         bars: its progress bars in the order in which they were opened.
-        batches, total_batches: given out by its prepared loaders in all, and an epoch's number.
+        batches: given out by its prepared loaders so far; total_batches: those of an epoch.
         pass_start: ``batches`` less this is the number of the newest batch in its pass through a
             loader; negative after a resume in the middle of a pass.
         steps: made by its prepared optimizers.
@@ -213,9 +213,9 @@ class RunState:
         return len(self.ranks)
 
     def now(self) -> float:
-        """Wall time, seconds, by the clock of the run: nobody sets it while the run goes on.
+        """Wall time in seconds, by a clock that nobody sets while the run goes on.
 
-        What took 10 seconds takes 10 seconds, though the system's clock was set meanwhile.
+        So what took 10 seconds is shown as 10, though the system's clock was set meanwhile.
         """
         if self.began is None:
             return time.time()

@@ -220,7 +220,7 @@ class Supervisor(Conductor):
             self._context.run(self._view.update, self.state)
 
     def _time_out(self) -> None:
-        """The first time politely, then harder: a grace period between each."""
+        """End the call, politely the first time, and harder each grace period after that."""
         if not self.timed_out:
             self.timed_out = True
             self.stop()

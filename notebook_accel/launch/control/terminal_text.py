@@ -1,5 +1,5 @@
-"""Text for terminals and pages: what it would have them obey is left out, and rewritten lines
-show their last state.
+"""Text for terminals and pages: control sequences are left out, and rewritten lines show their
+last state.
 
 Output comes in pieces that end anywhere. A :class:`Tail` holds the newest lines and whether the
 last of them goes on; :func:`append_output` adds a piece.

@@ -191,7 +191,7 @@ class Engine(ABC):
     needs_payload: ClassVar[bool] = True
 
     def warm_up(self, request: StartRequest) -> None:
-        """What takes long and may be interrupted, before anything of the run exists.
+        """Do what takes long and may be interrupted, before anything of the run exists.
 
         Raises:
             LaunchError: what starts the ranks cannot be started itself.

@@ -30,7 +30,7 @@ _EXIT_SECONDS = 3.0
 
 
 class LocalEngine(AgentEngine):
-    """Forks of a clean process, on the CPU or one an accelerator."""
+    """Ranks are forks of a clean process, on the CPU or one rank an accelerator."""
 
     description = "engine='local', whose ranks are on one machine"
 

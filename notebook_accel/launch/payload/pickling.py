@@ -43,7 +43,7 @@ _objects: ContextVar[Sequence[Any]] = ContextVar("notebook_accel_objects")
 
 
 def itself(value: Any) -> Any:
-    """What one object is replaced by."""
+    """The value: a pickle names this function where something else takes an object's place."""
     return value
 
 

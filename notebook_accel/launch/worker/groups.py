@@ -39,7 +39,7 @@ _made: list[tuple[set[str], set[str] | None]] = []
 
 @contextlib.contextmanager
 def noting_sockets() -> Iterator[None]:
-    """Know the sockets that are opened inside of the block for those of a process group.
+    """Note the sockets that are opened inside of the block, which makes a process group.
 
     Gloo connects every pair of ranks while a group is made; wherever the other rank is, behind
     another agent or on another machine, these are the connections on which a collective waits.
@@ -54,7 +54,7 @@ def noting_sockets() -> Iterator[None]:
 
 
 def _sockets() -> dict[str, int]:
-    """The descriptor of each socket of this process, by what names the socket."""
+    """The descriptor of each socket of this process, by the socket's name in /proc."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

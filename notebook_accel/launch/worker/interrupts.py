@@ -48,7 +48,7 @@ class Interrupts:
             is_interrupted: whether the agent sent one for this call before the rank had read it.
 
         Raises:
-            KeyboardInterrupt: so it is.
+            KeyboardInterrupt: the agent sent one.
         """
         self.num_seen = 0
         self._came_meanwhile = False

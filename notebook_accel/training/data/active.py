@@ -118,7 +118,7 @@ class ActiveLoaders:
 
 
 def active_loaders(context: RankContext | None = None) -> ActiveLoaders:
-    """Those of this rank."""
+    """The passes of this rank that are under way."""
     shared = (context or current()).shared
     found: ActiveLoaders = shared.setdefault(ActiveLoaders, ActiveLoaders())
     return found

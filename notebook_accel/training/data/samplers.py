@@ -53,7 +53,7 @@ __all__ = [
 
 
 class LastRound(NamedTuple):
-    """How many samples a round had that lacked some."""
+    """How many samples the last round had, where it lacked some."""
 
     num_samples: int
     """Samples of all ranks in it, without those repeated to fill it up; -1 where that is not
@@ -96,7 +96,7 @@ class LastRoundCollate:
 
 
 def _fill(round_: list[Any], first_round: list[Any], size: int) -> list[Any]:
-    """The round with what it lacks to ``size`` from the first one, again and again if need be."""
+    """The round, filled up to ``size`` with those of the first one, again and again if need be."""
     return round_ + list(itertools.islice(itertools.cycle(first_round), size - len(round_)))
 
 
@@ -347,7 +347,7 @@ class SeedableRandomSampler(RandomSampler):
         self._is_agreed = data_seed is not None
 
     def agree_on_seed(self) -> None:
-        """Take rank 0's seed, unless one was given: ranks that differ would share out badly."""
+        """Take rank 0's seed, unless one was given: in different orders ranks share samples."""
         if not self._is_agreed:
             (self.initial_seed,) = broadcast_object_list([self.initial_seed])
             self._is_agreed = True
@@ -466,7 +466,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield _LastRoundSample(sample, last_round)
 
     def _first_round(self, first_read: list[Any]) -> list[Any]:
-        """The first round of the data, of which that was the first one read."""
+        """The first round of the data; ``first_read`` is the first that this pass read."""
         return first_read
 
 
@@ -480,7 +480,7 @@ class StatefulDatasetShard(IterableDatasetShard):
     _at_start: Any = None  # the dataset as it was before it was told to go on
 
     def state_dict(self) -> dict[str, Any]:
-        """The dataset's."""
+        """The dataset's own state."""
         dataset: Any = self.dataset
         return dict(dataset.state_dict())
 
