@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError
 from notebook_accel.launch.launcher import Session
+from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.ownership import Ownership, Push
 from notebook_accel.notebook.session_hints import SessionHints
@@ -314,10 +315,9 @@ class NotebookSession:
 
     def _how_it_ended(self) -> str:
         for process in self.session.processes:
-            if process.signal is not None:
-                return f"rank {process.rank} was killed by signal {process.signal}"
-            if process.exitcode is not None:
-                return f"rank {process.rank} ended with exit code {process.exitcode}"
+            # Of ranks whose agent was lost nobody knows either.
+            if process.signal is not None or process.exitcode is not None:
+                return f"rank {process.rank} {describe_exit(process.exitcode, process.signal)}"
         return "the ranks of the session have ended"
 
     # ---- names -----------------------------------------------------------------------------

@@ -337,7 +337,7 @@ def test_a_dead_rank_says_how_to_start_again(book: Notebook) -> None:
     """)
     assert "SIGKILL" in text
     text = book.fails("%%accelerate\n1")
-    assert "rank 1 was killed" in text
+    assert "rank 1 was killed by SIGKILL" in text
     assert "`%accelerate restart`" in text
     book.run("%accelerate restart")
     assert book.run("%%accelerate\nworld_size, 'x' in globals()") == "ranks 0-1: (2, False)\n"
