@@ -173,11 +173,13 @@ class Dashboard(View):
                 if now < self._opened_at + _SLIM_SECONDS:
                     return
                 self._add_panel(self._state, self._slot)
-            self._drawn_at = now
             self._has_changed = False
             for panel in self._panels:
                 if panel.draw(self._state, self._details(self._state, panel)):
                     self._has_changed = True
+            # From the end: on a busy machine drawing itself takes long, and the next messages
+            # would follow the last ones at once.
+            self._drawn_at = time.monotonic()
 
     def _details(self, state: RunState, panel: LivePanel) -> Details:
         return Details(

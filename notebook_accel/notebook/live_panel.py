@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["LivePanel"]
 
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+_TITLE_SECONDS = 1.0
 # So long the second click on Kill is waited for.
 _SURE_SECONDS = 4.0
 # A page keeps what a link holds in its memory.
@@ -60,6 +61,7 @@ class LivePanel:
         self._slot = slot
         self._hang: Hang | None = None
         self._kill_asked = 0.0
+        self._titled, self._titled_at = "", 0.0
         self._stacks = ""
         self._is_folder_asked = False
         self._title, self._note, self._body = (ipywidgets.HTML() for _ in range(3))
@@ -117,12 +119,16 @@ class LivePanel:
         self._log.read(state)
 
     def draw(self, state: RunState, details: Details) -> bool:
-        """Show how the run stands; True where more of the log waits.
+        """Show how the run stands; True where more of the log may wait.
 
-        A page is only told of what changed.
+        A page is only told of what changed. In the long run one call makes two messages, for the
+        ranks and for a block of the log, and each second two more, for the title and the charts.
         """
         now = time.monotonic()
-        self._title.value = str(render_title(state, details))
+        # The rate in the title changes all the time, and is a message of its own.
+        if state.status != self._titled or now >= self._titled_at + _TITLE_SECONDS:
+            self._titled, self._titled_at = state.status, now
+            self._title.value = str(render_title(state, details))
         self._body.value = str(render_panel(state, details))
         self._draw_buttons(state, now)
         self._draw_note(state)

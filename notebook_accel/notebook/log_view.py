@@ -5,8 +5,8 @@ Nothing but core widgets and CSS. The box lays its content out from the bottom u
 scrolls up; then the browser keeps what he sees in place. A new box starts at the bottom again,
 which is what the button does.
 
-Widgets are used again for newer blocks: each has a place in the box by its ``order``, so that none
-is ever taken out, and the page draws no other anew.
+Widgets are used again for newer blocks: each block has its place in the box by its ``order`` in
+CSS, so that no widget is ever taken out, and the page draws no other anew.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from notebook_accel.notebook.log_window import LogWindow
-from notebook_accel.notebook.markup import message_bytes
+from notebook_accel.notebook.markup import element
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
+    from notebook_accel.notebook.log_window import LogBlock
     from notebook_accel.notebook.markup import Markup
 
 __all__ = ["LogView", "close_widget"]
 
 # For 2,000 lines, where lines are short; blocks of long lines have fewer.
 _MAX_WIDGETS = 24
-# One block at a time, and a second one where the first was small.
-_BYTES_A_DRAW = 2_000
 _ALL_RANKS = -1
 
 
@@ -63,6 +62,7 @@ class LogView:
         # The number of the block that each widget shows.
         self._shown: dict[int, int] = {}
         self._has_output = False
+        self._is_turn_of_older = False
         self._blocks = ipywidgets.VBox()
         self._blocks.add_class("na-blocks")
         self._scroll = self._make_scroll_box()
@@ -113,7 +113,7 @@ class LogView:
             self._window.read(state)
 
     def draw(self, state: RunState) -> bool:
-        """Send the page what it lacks, as much as may be sent at a time; True where more waits."""
+        """Send the page one block that it lacks; True where more may wait."""
         ranks = tuple(range(state.world_size)) if self.chosen is None else (self.chosen,)
         if (self._window.ranks, self._window.words) != (ranks, self._words):
             is_all = self.chosen is None and not self._words
@@ -129,7 +129,7 @@ class LogView:
         if not self._has_output and not self._window.is_empty:
             self._has_output = True
             self.box.remove_class("na-empty")
-        return self._send_blocks()
+        return self._send_block()
 
     def close(self) -> None:
         """Close all widgets: a page that connects asks for the state of each that there is."""
@@ -167,34 +167,33 @@ class LogView:
             self._clear(index)
         self._is_follow_asked = True
 
-    def _send_blocks(self) -> bool:
+    def _send_block(self) -> bool:
         numbers = self._window.block_numbers
-        num_bytes = 0
-        while num_bytes < _BYTES_A_DRAW and (block := self._window.next_block()) is not None:
-            if block.number < numbers.stop - _MAX_WIDGETS:
-                # There are so many blocks because their lines are long: the newest ones are shown.
-                continue
-            markup = str(self._window.render(block))
-            num_bytes += message_bytes(markup)
-            self._show(block.number, markup)
-        if num_bytes >= _BYTES_A_DRAW:
-            return True
+        # The newest block and those before it take turns: where lines keep coming, the newest one
+        # alone would take every message.
+        self._is_turn_of_older = not self._is_turn_of_older
+        while (block := self._window.next_block(older=self._is_turn_of_older)) is not None:
+            # There may be more blocks than widgets, where lines are long: the newest are shown.
+            if block.number >= numbers.stop - _MAX_WIDGETS:
+                self._show(block)
+                return True
         # Blocks that the window has dropped; in a flood their widgets are used again instead.
         for index, number in list(self._shown.items()):
             if number < numbers.start:
                 self._clear(index)
         return False
 
-    def _show(self, number: int, markup: str) -> None:
+    def _show(self, block: LogBlock) -> None:
         # Blocks stand in the page's own order too, for screen readers and for copied text, but
         # for the seam between the oldest and the newest one.
-        index = number % _MAX_WIDGETS
+        index = block.number % _MAX_WIDGETS
         if index >= len(self._blocks.children):
             self._add_widgets(index + 1 - len(self._blocks.children))
-        widget = self._blocks.children[index]
-        widget.value = markup
-        widget.layout.order = str(number)
-        self._shown[index] = number
+        lines = self._window.render(block)
+        # The order comes with the lines: as the widget's layout it would be one more message.
+        markup = element("div", lines, class_="na-block", style=f"order:{block.number}")
+        self._blocks.children[index].value = str(markup)
+        self._shown[index] = block.number
 
     def _clear(self, index: int) -> None:
         self._blocks.children[index].value = ""
@@ -204,9 +203,10 @@ class LogView:
         """Add widgets to the box, all at once: each time the page is told the whole list."""
         widgets = list(self._blocks.children)
         for _ in range(number):
-            # They share one style: each of its own would be one more message and model.
-            style = {"style": widgets[0].style} if widgets else {}
-            widgets.append(ipywidgets.HTML(layout=ipywidgets.Layout(order="0"), **style))
+            # They share style and layout: of its own, each would be one more message and model.
+            first = widgets[0] if widgets else None
+            shared = {"style": first.style, "layout": first.layout} if first else {}
+            widgets.append(ipywidgets.HTML(**shared))
         self._blocks.children = widgets
 
     def _make_scroll_box(self) -> Any:

@@ -4,8 +4,8 @@
 
 A block is closed when it is full and never changes again. So the page keeps what it has: a
 selection stays, a reader who scrolled up stays where he is, and a message holds new lines only.
-In a flood the newest block is sent first, and those before it as soon as there is time; lines that
-were passed over meanwhile are marked by an ellipsis.
+In a flood the newest block and those before it take turns; lines that were passed over meanwhile
+are marked by an ellipsis.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ MAX_LINES = 2000
 # A block is one message at most, and a panel may send 20 KB at a time.
 _BLOCK_LINES = 100
 _BLOCK_BYTES = 8_000
+_LINES_AT_ONCE = 20
 # Of a longer line the start is shown: a page with a line of a megabyte stands still.
 _LINE_CHARACTERS = 2_000
 _LINE_BYTES = 8_000
@@ -95,9 +96,8 @@ class LogWindow:
             num_missing = found.num_missing + len(wanted) - len(lines)
             if num_missing and not self._needle:
                 text = f"… {num_missing:,} lines of rank {number} are in run.logs({number})"
-                self._append(None, text)
-            for line in lines:
-                self._append(number, line)
+                self._append(None, [text])
+            self._append(number, lines)
         newest = {n: state.ranks[n].tail[-1] for n in self._readers if state.ranks[n].open_line}
         newest = {n: line for n, line in newest.items() if self._wanted((line,))}
         if newest != self._open_lines:
@@ -128,11 +128,16 @@ class LogWindow:
         """The numbers of the blocks that the page should show."""
         return range(self._num_blocks - len(self._blocks), self._num_blocks)
 
-    def next_block(self) -> LogBlock | None:
-        """Take the newest block that the page lacks, as sent; None where it has them all."""
+    def next_block(self, *, older: bool = False) -> LogBlock | None:
+        """Take the newest block that the page lacks, as sent; None where it has them all.
+
+        Args:
+            older: leave the very newest block for later where the page lacks another one.
+        """
         after: LogBlock | None = None
+        is_left = older and not all(block.is_sent for block in list(self._blocks)[:-1])
         for block in reversed(self._blocks):
-            if not block.is_sent:
+            if not block.is_sent and not (is_left and block is self._blocks[-1]):
                 index = block.number - self.block_numbers.start
                 before = self._blocks[index - 1] if index else None
                 block.follows_gap = not before.is_sent if before else self._has_dropped_unsent
@@ -171,15 +176,25 @@ class LogWindow:
             )
         return join(groups)
 
-    def _append(self, rank: int | None, line: str) -> None:
-        block = self._newest_block()
-        if block.is_full:
-            block = self._add_block()
-        is_labelled = not block.lines or block.lines[-1][0] != rank
-        block.num_bytes += min(_markup_bytes(line), _LINE_BYTES) + _LABEL_BYTES * is_labelled
-        block.lines.append((rank, line))
-        block.is_sent = False
-        self._num_lines += 1
+    def _append(self, rank: int | None, lines: Sequence[str]) -> None:
+        self._num_lines += len(lines)
+        start = 0
+        while start < len(lines):
+            block = self._newest_block()
+            if block.is_full:
+                block = self._add_block()
+            if not block.lines or block.lines[-1][0] != rank:
+                block.num_bytes += _LABEL_BYTES
+            # Measured some at a time: a flood brings tens of thousands of lines a second.
+            some = lines[start : start + min(_LINES_AT_ONCE, _BLOCK_LINES - len(block.lines))]
+            num_bytes = _markup_bytes("".join(some))
+            if block.num_bytes + num_bytes > _BLOCK_BYTES:
+                some = some[:1]
+                num_bytes = min(_markup_bytes(some[0]), _LINE_BYTES)
+            block.num_bytes += num_bytes
+            block.lines.extend((rank, line) for line in some)
+            block.is_sent = False
+            start += len(some)
 
     def _newest_block(self) -> LogBlock:
         return self._blocks[-1] if self._blocks else self._add_block()

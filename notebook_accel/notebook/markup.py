@@ -32,7 +32,8 @@ def escape(text: str) -> Markup:
 
 def join(parts: Iterable[str]) -> Markup:
     """The parts after each other, each escaped where it is plain text."""
-    return Markup("").join(map(escape, parts))
+    # Markup's own join would escape each part once more.
+    return Markup("".join(map(escape, parts)))
 
 
 def element(tag: str, /, *children: str, **attributes: str | float | bool | None) -> Markup:
@@ -56,6 +57,9 @@ def element(tag: str, /, *children: str, **attributes: str | float | bool | None
 
 def shorten(text: str, max_bytes: int) -> str:
     """``text`` cut to about ``max_bytes`` bytes of markup; an ellipsis stands for the rest."""
+    # Most texts are far shorter, and thousands a second come here.
+    if len(text) * max(_ESCAPED_BYTES.values()) <= max_bytes:
+        return text
     used = 0
     for index, letter in enumerate(text):
         used += _ESCAPED_BYTES.get(letter, 1 if letter.isascii() else 3)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
 
 from notebook_accel.launch import wire
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
@@ -10,6 +13,9 @@ from notebook_accel.notebook.log_view import LogView
 from notebook_accel.notebook.markup import Markup
 from tests.notebook.states import after, running
 from tests.notebook.test_markup import Tags
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def output(rank: int, text: str) -> wire.Output:
@@ -24,7 +30,7 @@ def view_of(state: Any) -> LogView:
 def blocks(view: LogView) -> list[Any]:
     """The widgets of the blocks, as the page lays them out."""
     shown = [widget for widget in view._blocks.children if widget.value]
-    return sorted(shown, key=lambda widget: int(widget.layout.order))
+    return sorted(shown, key=lambda widget: int(re.findall(r"order:(\d+)", widget.value)[0]))
 
 
 def text(view: LogView) -> str:
@@ -64,6 +70,28 @@ def test_widgets_are_used_again_and_lines_stay_in_order() -> None:
     assert numbers == list(range(numbers[0], 20_000))
     assert len(numbers) >= 2000
     assert len(view._blocks.children) <= 28
+
+
+def test_lines_that_keep_coming_take_one_message_a_draw_and_older_ones_get_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = running(1)
+    view = view_of(state)
+    sent: list[Any] = []
+    monkeypatch.setattr(ipywidgets.Widget, "send_state", lambda *args, **_: sent.append(args))
+    for number in range(100):
+        lines = "".join(f"line {n}\n" for n in range(40 * number, 40 * number + 40))
+        state = after(state, output(0, lines))
+        view.read(state)
+        view.draw(state)
+        if number == 65:
+            # All widgets were made.
+            sent.clear()
+    assert len(sent) == 34
+    numbers = [int(line) for line in re.findall(r"line (\d+)", text(view))]
+    missing = set(range(numbers[0], 4000)) - set(numbers)
+    assert len(missing) <= 200
+    assert len(numbers) > 1500
 
 
 def test_the_chosen_rank_is_shown_alone_and_then_all_again() -> None:
