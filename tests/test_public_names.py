@@ -72,3 +72,28 @@ def test_the_version_is_the_installed_one() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=MISSING):
         getattr(notebook_accel, MISSING)
+
+
+def test_help_on_a_run_shows_what_the_documentation_names_alone() -> None:
+    documented = [
+        "results",
+        "wait",
+        "status",
+        "stop",
+        "kill",
+        "logs",
+        "log_dir",
+        "progress",
+        "metrics",
+        "to_pandas",
+        "plot",
+        "stacks",
+        "show",
+        "export",
+        "rescued",
+        "pids",
+        "world_size",
+        "state",
+    ]
+    members = {name for name in dir(notebook_accel.Run) if not name.startswith("_")}
+    assert members == set(documented)

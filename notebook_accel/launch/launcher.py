@@ -214,7 +214,7 @@ class Session:
         """
         run = self.call(function, kwargs=kwargs, view=View(), block=False)
         try:
-            run.wait_in_cell()
+            run._wait_in_cell()
             return list(run)
         finally:
             run_list.discard(run)
@@ -338,10 +338,10 @@ def _begin_and_wait(begin: Callable[[], Run], *, block: bool, keeps_ranks: bool 
             with naming_what_is_short():
                 run = begin()
             if keeps_ranks and presses.count:
-                run.conductor.press(1)
-                run.wait_in_cell()
+                run._conductor.press(1)
+                run._wait_in_cell()
             elif block and not presses.count:
-                run.wait_in_cell()
+                run._wait_in_cell()
     except BaseException as error:
         if run is not None:
             _keep_run_without_handle(run, error)
@@ -417,7 +417,7 @@ def _new_run(
             _keep_run_without_handle(run, error)
             raise
         finally:
-            if run.has_begun:
+            if run._has_begun:
                 undo.pop_all()
 
 
@@ -427,14 +427,14 @@ def _keep_run_without_handle(run: Run, error: BaseException) -> None:
     Nobody is given it otherwise. A run that was interrupted is ended, and the KeyboardInterrupt
     has it as ``run``.
     """
-    if run.has_begun:
+    if run._has_begun:
         run_list.keep(run)
         if isinstance(error, KeyboardInterrupt):
             error.run = run  # type: ignore[attr-defined]
             run.kill()
-            run.conductor.ended.wait(_KILL_SECONDS)
-            if run.conductor.rescued_as and not error.args:
-                error.args = (f"what was being trained is kept: {run.conductor.rescued_as}",)
+            run._conductor.ended.wait(_KILL_SECONDS)
+            if run._conductor.rescued_as and not error.args:
+                error.args = (f"what was being trained is kept: {run._conductor.rescued_as}",)
 
 
 def _script(request: CallRequest, world_size: int, file: str) -> str:

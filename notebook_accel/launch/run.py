@@ -95,6 +95,8 @@ class Run:
     ``run[r]`` is what rank r returned, ``len(run)`` the number of ranks.
     """
 
+    # Launchers and views use the members with an underscore too: ``help(Run)`` is the person's.
+
     def __init__(
         self,
         *,
@@ -112,41 +114,41 @@ class Run:
         self._metrics = metrics
         self._view = view
         self._source = source
-        self._conductor: Conductor | None = None
+        self._attached: Conductor | None = None
         self._results: Results | None = None
 
-    def attach(self, conductor: Conductor) -> None:
+    def _attach(self, conductor: Conductor) -> None:
         """The run has a conductor from now on: it begins, or ended in another process."""
-        self._conductor = conductor
+        self._attached = conductor
         self._results = conductor.results
 
-    def without_results(self) -> Run:
+    def _without_results(self) -> Run:
         """This run, without what its handles alone keep: results, and the function."""
         other = copy.copy(self)
         other._results = other._source = None
         return other
 
-    def remove_files(self) -> None:
+    def _remove_files(self) -> None:
         """Leave no files of a run that nobody will look at."""
         self._folder.remove()
 
     @property
-    def has_begun(self) -> bool:
+    def _has_begun(self) -> bool:
         """Whether somebody conducts this run."""
-        return self._conductor is not None
+        return self._attached is not None
 
     @property
-    def conductor(self) -> Conductor:
+    def _conductor(self) -> Conductor:
         """Who conducts this run."""
-        assert self._conductor is not None, "the run has not begun"
-        return self._conductor
+        assert self._attached is not None, "the run has not begun"
+        return self._attached
 
     # ---- how it stands ---------------------------------------------------------------------
 
     @property
     def state(self) -> RunState:
         """All that is known now, as one immutable value."""
-        return self.conductor.state
+        return self._conductor.state
 
     @property
     def status(self) -> str:
@@ -225,9 +227,9 @@ class Run:
             NotebookAccelError: the run goes on in another process, which alone has its results.
         """
         self._wait_for_end(None)
-        return self.peek()
+        return self._peek()
 
-    def peek(self) -> list[Any]:
+    def _peek(self) -> list[Any]:
         """What :attr:`results` gives of a run that has ended; shows nothing on the way."""
         return [self._result_or_none(rank) for rank in range(len(self))]
 
@@ -245,7 +247,7 @@ class Run:
             NotebookAccelError: it is gone with the results, whose handle nobody holds any more.
         """
         self._wait_for_end(None)
-        if self._results is None and self.conductor.rescued_as:
+        if self._results is None and self._conductor.rescued_as:
             raise self._about_this(
                 NotebookAccelError(
                     f"what run {self.id} was training is gone: it lived as long as the handle that "
@@ -279,10 +281,10 @@ class Run:
             raise self._about_this(
                 TimeoutError(f"the run has not ended within {timeout} s; it goes on ({self!r})")
             )
-        self.raise_error()
+        self._raise_error()
         return self
 
-    def wait_in_cell(self) -> None:
+    def _wait_in_cell(self) -> None:
         """Wait as the run's own cell does: interrupts go to the ranks, and the cell ends with them.
 
         Raises:
@@ -291,7 +293,7 @@ class Run:
         """
         with held(patience=None) as presses:
             self._wait_for_end(None, presses)
-        self.raise_error()
+        self._raise_error()
 
     def _wait_for_end(self, timeout: float | None, presses: Presses | None = None) -> bool:
         """Wait for the end; False where it has not come within ``timeout`` seconds.
@@ -300,22 +302,22 @@ class Run:
             timeout: seconds; None for no limit.
             presses: the person's interrupts, which are passed on to the ranks.
         """
-        self.conductor.check_waiting()
+        self._conductor.check_waiting()
         deadline = None if timeout is None else time.monotonic() + timeout
-        ended = self.conductor.ended
+        ended = self._conductor.ended
         num_passed_on = 0
         # In short slices: signals and the view get their turn.
         while not ended.wait(_SLICE_SECONDS):
             self._view.poll()
             if presses is not None and num_passed_on < presses.count:
                 num_passed_on += 1
-                self.conductor.press(num_passed_on)
+                self._conductor.press(num_passed_on)
             if deadline is not None and time.monotonic() >= deadline:
                 return ended.is_set()
         self._view.print_end()
         return True
 
-    def raise_error(self) -> None:
+    def _raise_error(self) -> None:
         """Raise the error of a run that has ended, if it has one."""
         error = self._error()
         if error is not None:
@@ -326,11 +328,11 @@ class Run:
         failure = self.state.failure
         if failure is not None:
             return self._about_this(self._worker_error(failure))
-        if self.conductor.timed_out:
+        if self._conductor.timed_out:
             return self._about_this(TimeoutError("the run was ended by its time-out"))
         has_result = any(rank.returned for rank in self.state.ranks)
         if self.status == "stopped" and not has_result:
-            kept = self.conductor.rescued_as
+            kept = self._conductor.rescued_as
             kept = f"; what was being trained is kept: {kept}" if kept else ""
             return self._about_this(RunStopped(f"the run was stopped before it had a result{kept}"))
         return None
@@ -367,11 +369,11 @@ class Run:
         if grace is not None:
             check_seconds("grace", grace)
             grace = float(grace)
-        self.conductor.stop(grace)
+        self._conductor.stop(grace)
 
     def kill(self) -> None:
         """End all ranks and what they started, now."""
-        self.conductor.kill()
+        self._conductor.kill()
 
     # ---- what it left ----------------------------------------------------------------------
 
@@ -415,7 +417,7 @@ class Run:
         self._folder.check()
         return self._metrics.read()
 
-    def sample_metrics(self, max_bytes: int = 8_000_000) -> list[dict[str, Any]]:
+    def _sample_metrics(self, max_bytes: int = 8_000_000) -> list[dict[str, Any]]:
         """The metrics for a plot: all of them, or parts from all over a long run.
 
         Args:
@@ -458,7 +460,7 @@ class Run:
 
     def stacks(self, rank: int | None = None) -> str:
         """Where each rank's Python stands now; works while a rank hangs or holds the GIL."""
-        return self.conductor.stacks(rank)
+        return self._conductor.stacks(rank)
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write the function, with what it needs, as a script that torchrun runs; gives the path.
@@ -489,10 +491,10 @@ class Run:
             IndexError: there is no such rank.
         """
         if rank is None:
-            self._view.reopen(self.without_results())
+            self._view.reopen(self._without_results())
         else:
             self._check_rank(rank)
-            self._view.show_displays(self.without_results(), rank % len(self))
+            self._view.show_displays(self._without_results(), rank % len(self))
 
     def __repr__(self) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"

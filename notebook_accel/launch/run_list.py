@@ -43,7 +43,7 @@ _known: list[_Known] = []
 
 def add(run: Run) -> None:
     """List a run that begins, without what its handles alone keep."""
-    _known.append(_Known(handle=weakref.ref(run), run=run.without_results()))
+    _known.append(_Known(handle=weakref.ref(run), run=run._without_results()))
     del _known[:-_MAX_RUNS]
 
 
@@ -57,7 +57,7 @@ def keep(run: Run) -> None:
 def discard(run: Run) -> None:
     """List a run that has ended no longer, and leave no files of it."""
     _known[:] = [known for known in _known if known.run.id != run.id]
-    run.remove_files()
+    run._remove_files()
 
 
 def expression(run_id: str) -> str:
@@ -140,5 +140,5 @@ def _read_run(folder: RunFolder) -> Run | None:
         metrics=MetricReader(folder.path),
         view=PlainView(),
     )
-    run.attach(_Elsewhere(state))
+    run._attach(_Elsewhere(state))
     return run

@@ -119,7 +119,7 @@ class Dashboard(View):
             self._state = state
             self._has_ended = True
             if self._panels:
-                self._snapshot = render_snapshot(state, self._run.sample_metrics())
+                self._snapshot = render_snapshot(state, self._run._sample_metrics())
             else:
                 self._snapshot = render_slim(state)
                 self._slot.show(self._snapshot.bundle)
@@ -129,7 +129,7 @@ class Dashboard(View):
     def reopen(self, run: Run) -> None:
         with self._lock:
             if self._has_ended:
-                DisplaySlot().show(render_snapshot(run.state, run.sample_metrics()).bundle)
+                DisplaySlot().show(render_snapshot(run.state, run._sample_metrics()).bundle)
                 show_displays(run.state)
             else:
                 self._add_panel(run.state, DisplaySlot())

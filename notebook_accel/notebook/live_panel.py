@@ -132,7 +132,7 @@ class LivePanel:
         self._body.value = str(render_panel(state, details))
         self._draw_buttons(state, now)
         self._draw_note(state)
-        curves = self._run.conductor.curves
+        curves = self._run._conductor.curves
         if curves is not None:
             self._metrics.draw(curves, now=now)
         return self._log.draw(state)

@@ -182,7 +182,7 @@ class NotebookSession:
 
     def _follow(self, run: Run, request: CellCall, slot: DisplaySlot) -> None:
         """Wait for a cell in the background, and conclude it."""
-        while not run.conductor.ended.wait(1.0):
+        while not run._conductor.ended.wait(1.0):
             continue
         self._note_end(run)
         self._conclude_cell(run, request, slot)
@@ -261,7 +261,7 @@ class NotebookSession:
             request: what the ranks were asked.
             slot: where the values go; None for the output of the cell that runs now.
         """
-        outcomes: list[CellOutcome | None] = run.peek()
+        outcomes: list[CellOutcome | None] = run._peek()
         self._take(outcomes)
         show_values([None if one is None else one.value for one in outcomes], slot)
         chosen = outcomes[request.pull_from or 0]

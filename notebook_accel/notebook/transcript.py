@@ -39,10 +39,10 @@ class Transcript(PlainView):
 
     def close(self, state: RunState) -> None:
         if self._run is not None and not self._waits:
-            self._slot.show(render_snapshot(state, self._run.sample_metrics()).bundle)
+            self._slot.show(render_snapshot(state, self._run._sample_metrics()).bundle)
 
     def reopen(self, run: Run) -> None:
-        snapshot = render_snapshot(run.state, run.sample_metrics(), now=run.state.now())
+        snapshot = render_snapshot(run.state, run._sample_metrics(), now=run.state.now())
         DisplaySlot().show(snapshot.bundle)
         show_displays(run.state)
 
@@ -60,6 +60,6 @@ class Transcript(PlainView):
         if self.is_short_cell(run):
             snapshot = render_slim(run.state, with_output=False)
         else:
-            snapshot = render_snapshot(run.state, run.sample_metrics(), with_output=False)
+            snapshot = render_snapshot(run.state, run._sample_metrics(), with_output=False)
         self._displays.show_new(run.state)
         self._slot.show(snapshot.bundle)

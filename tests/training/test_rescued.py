@@ -121,7 +121,7 @@ def test_a_stop_keeps_it(way: str, tmp_path: Path) -> None:
 def test_an_interrupt_keeps_it(way: str, tmp_path: Path) -> None:
     mesh, num_ranks = WAYS[way]
     run = begin(mesh, num_ranks, tmp_path)
-    run.conductor.press(1)
+    run._conductor.press(1)
     with pytest.raises(RunStopped, match=r"\.rescued"):
         run.wait(SOON)
     check_rescued(run, tmp_path, has_model=mesh is None)
@@ -157,7 +157,7 @@ def test_of_calls_of_a_session_too(session: Session, tmp_path: Path) -> None:
         if kind == "reads":
             run.stop()
         else:
-            run.conductor.press(1)
+            run._conductor.press(1)
         run._wait_for_end(SOON)
         return run
 
@@ -173,7 +173,7 @@ def test_of_calls_of_a_session_too(session: Session, tmp_path: Path) -> None:
     # Nothing is trained any more, and nothing of the calls before is kept.
     run = session.call(time.sleep, (1000,), view=View(), block=False)
     eventually(lambda: run.status == "running", within=SOON, what="it sleeps")
-    run.conductor.press(1)
+    run._conductor.press(1)
     with pytest.raises(RunStopped) as caught:
         run.wait(SOON)
     assert run.rescued is None
@@ -193,7 +193,7 @@ def test_an_interrupted_cell_says_what_to_type(tmp_path: Path) -> None:
     rescued = eval(typed, {"notebook_accel": notebook_accel})
     assert rescued.models[0].weight.item() == 7.0
     # It goes with the handle.
-    other = runs()[-1].without_results()
+    other = runs()[-1]._without_results()
     with pytest.raises(NotebookAccelError, match="is gone"):
         _ = other.rescued
 

@@ -170,7 +170,7 @@ class NewRun:
 
     def begin(self, conductor: Conductor) -> None:
         """Give the handle its conductor, and list the run; called once, by the engine."""
-        self.run.attach(conductor)
+        self.run._attach(conductor)
         self.folder.save(conductor.state, self.run.config)
         run_list.add(self.run)
 
@@ -357,7 +357,7 @@ def begin_call(
                 grace=request.config.grace,
                 last=last,
             )
-            request.view.open(new.run.without_results())
+            request.view.open(new.run._without_results())
         except BaseException:
             # A session's other calls are not ours to end: kill only if this call was sent, or the
             # ranks exist for it alone.

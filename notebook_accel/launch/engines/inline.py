@@ -51,7 +51,7 @@ class InlineEngine(Engine):
     ) -> None:
         conductor = _Inline(new.state)
         new.begin(conductor)
-        request.view.open(new.run.without_results())
+        request.view.open(new.run._without_results())
         of_cpu = ON_CPU if request.config.devices == "cpu" else {}
         try:
             with _environment({**request.environment, **_ALONE, **of_cpu}), let_through():
