@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProfileSummary", "profile"]
 
+# The operators that take longest: what fits below a cell without scrolling.
 _NUM_ROWS = 12
 
 

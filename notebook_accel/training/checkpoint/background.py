@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Pending", "Writer", "make_writer"]
 
+# How late an interrupt of whoever waits for the writer is heard.
 _SLICE_SECONDS = 0.1
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
