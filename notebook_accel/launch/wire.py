@@ -77,7 +77,7 @@ __all__ = [
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 1
+VERSION = 2
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
