@@ -186,6 +186,38 @@ def test_a_stop_keeps_the_place_for_a_checkpoint(num_given: int) -> None:
     assert (loader.state_dict()["iteration"], loader.state_dict()["given"]) == (1, 0)
 
 
+class Noise:
+    """Samples that are drawn from the global random numbers."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(())
+
+
+def test_a_stop_keeps_the_random_numbers_of_what_was_read_ahead() -> None:
+    def noise() -> Any:
+        set_seed(1)
+        return prepare(DataLoader(Noise(), batch_size=2))  # type: ignore[arg-type]
+
+    whole = lists(noise())
+    before = ranks.current()
+    ranks.enter(Counting(stop_at=2))
+    try:
+        loader, given = noise(), []
+        with pytest.raises(RunStopped):
+            given.extend(loader)
+        state, left = loader.state_dict(), torch.get_rng_state()
+    finally:
+        ranks.enter(before)
+    assert len(state["random"]["ahead"]) == 2
+    resumed = noise()
+    resumed.load_state_dict(state)
+    torch.set_rng_state(left)
+    assert lists(given) + lists(resumed) == whole
+
+
 def test_a_stop_in_an_inner_loop_keeps_the_place_of_the_outer_one() -> None:
     before = ranks.current()
     ranks.enter(Counting(stop_at=2))

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from notebook_accel import Accelerator, DataLoaderConfiguration, skip_first_batches
+from notebook_accel.training.seeding import set_seed
 from tests.training.harness import run_ranks
 from tests.training.loading import numbers, prepare
 from tests.training.single import fresh_rank  # noqa: F401
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 EPOCHS = 3
 
@@ -96,6 +102,102 @@ def test_two_ranks_resume_too(tmp_path: Path) -> None:
     whole = run_ranks(resumes, 2, str(tmp_path / "state"), 7)
     rest = run_ranks(resumes, 2, str(tmp_path / "state"), None)
     assert [one[7:] for one in whole] == rest
+
+
+def draw() -> float:
+    """An augmentation: of each of the random numbers that samples draw from."""
+    return float(torch.rand(1)) + float(np.random.rand()) + random.random()
+
+
+class Augmented(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index + draw()])
+
+
+class AugmentedStream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker: Any = get_worker_info()
+        start, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        return (torch.tensor([index + draw()]) for index in range(start, 23, step))
+
+
+class OwnOrder(Sampler[int]):
+    """A sampler that draws from the global random numbers, and has no generator to be given."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.permutation(23).tolist())
+
+
+# Dataset, loader, DataLoaderConfiguration.
+AUGMENTED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "map": (Augmented, {"shuffle": True}, {}),
+    "own order": (Augmented, {"sampler": OwnOrder()}, {}),
+    "workers": (Augmented, {"shuffle": True, "num_workers": 2}, {}),
+    "workers that stay": (
+        Augmented,
+        {"shuffle": True, "num_workers": 2, "persistent_workers": True},
+        {"use_seedable_sampler": True},
+    ),
+    "stream": (AugmentedStream, {}, {"dispatch_batches": False}),
+    "stream, workers": (AugmentedStream, {"num_workers": 2}, {"dispatch_batches": False}),
+    "stateful": (Augmented, {}, {"use_stateful_dataloader": True}),
+}
+DISPATCHED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "map": (Augmented, {"shuffle": True}, {"dispatch_batches": True}),
+    "split": (Augmented, {"shuffle": True}, {"dispatch_batches": True, "split_batches": True}),
+    "workers": (Augmented, {"num_workers": 2}, {"dispatch_batches": True}),
+    "stream": (AugmentedStream, {}, {}),
+}
+
+
+def learn(case: Any, folder: Path, save_at: int | None) -> list[float]:
+    """Two epochs whose steps draw random numbers too; resumed where there is a checkpoint."""
+    kind, loading, config = case
+    set_seed(1 if save_at else 2, device_specific=True)
+    settings = DataLoaderConfiguration(**config)
+    accelerator = Accelerator(cpu=True, dataloader_config=settings)
+    model: Any = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
+    loader: Any = DataLoader(kind(), batch_size=4, **loading)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    start = accelerator.resume_or_start(folder)
+    losses: list[float] = []
+    for _ in range(start.epoch, 2):
+        for batch in loader:
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+            if len(losses) == save_at:
+                accelerator.save_state(folder)
+    return losses
+
+
+@pytest.mark.parametrize("name", AUGMENTED)
+def test_losses_are_those_of_a_run_that_was_never_stopped(name: str, tmp_path: Path) -> None:
+    case, save_at = AUGMENTED[name], 8 if name == "own order" else 3
+    whole = learn(case, tmp_path / "run", save_at)
+    assert learn(case, tmp_path / "run", None) == whole[save_at:]
+
+
+def learn_all(folder: str) -> dict[str, Any]:
+    found = {}
+    for cases, save_at in ((DISPATCHED, 2), (AUGMENTED, 2)):
+        for name in cases if cases is DISPATCHED else ("map", "workers", "stream"):
+            place = Path(folder) / f"{name} {cases is DISPATCHED}"
+            whole = learn(cases[name], place, save_at)
+            found[place.name] = whole[save_at:], learn(cases[name], place, None)
+    return found
+
+
+def test_so_are_those_of_two_ranks_however_they_share_the_data(tmp_path: Path) -> None:
+    for found in run_ranks(learn_all, 2, str(tmp_path)):
+        for name, (expected, resumed) in found.items():
+            assert expected == resumed, name
 
 
 def test_other_ranks_go_on_at_the_first_sample_not_seen() -> None:

@@ -110,13 +110,12 @@ def test_without_a_state_of_their_own_loaders_count() -> None:
 def in_two_ranks(folder: str) -> dict[str, Any]:
     """Dispatched, and torchdata's own loader given to ``prepare``; through checkpoints."""
     found: dict[str, Any] = {}
-    # Dispatched, a resumed epoch fills its last round up from where it began: here it is whole.
-    for name, count, dispatched in (("dispatched", 28, None), ("alone", 27, False)):
+    for name, dispatched in (("dispatched", None), ("alone", False)):
         config = DataLoaderConfiguration(dispatch_batches=dispatched)
 
-        def make(config: Any = config, count: int = count) -> tuple[Any, Any]:
+        def make(config: Any = config) -> tuple[Any, Any]:
             accelerator = Accelerator(cpu=True, dataloader_config=config)
-            plain = StatefulDataLoader(Resumable(count), batch_size=3)
+            plain = StatefulDataLoader(Resumable(27), batch_size=3)
             return accelerator, accelerator.prepare(plain)
 
         accelerator, loader = make()
@@ -129,14 +128,15 @@ def in_two_ranks(folder: str) -> dict[str, Any]:
         accelerator.load_state(f"{folder}/{name}")
         rest = lists(loader)
         stream = getattr(loader.dataset, "dataset", loader.dataset)
-        found[name] = rest == whole[3:], stream.read[:1]
+        found[name] = rest == whole[3:], [number for number in stream.read if number < 18]
     return found
 
 
 def test_ranks_go_on_from_a_checkpoint(tmp_path: Any) -> None:
     first, second = run_ranks(in_two_ranks, 2, str(tmp_path))
-    assert first == {"dispatched": (True, [18]), "alone": (True, [18])}
-    assert second == {"dispatched": (True, []), "alone": (True, [18])}
+    # Of what came before, the first batch alone is read again: it fills up the last round.
+    assert first == {"dispatched": (True, [0, 1, 2]), "alone": (True, [])}
+    assert second == {"dispatched": (True, []), "alone": (True, [])}
 
 
 def test_torchdata_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

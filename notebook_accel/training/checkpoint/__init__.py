@@ -38,7 +38,6 @@ from notebook_accel.training.checkpoint.pieces import (
     write_one_by_one,
     write_prepared,
 )
-from notebook_accel.training.checkpoint.random_states import get_random_states, set_random_states
 from notebook_accel.training.checkpoint.roles import Follow, Lead, Role
 from notebook_accel.training.checkpoint.start import (
     Start,
@@ -52,6 +51,7 @@ from notebook_accel.training.checkpoint.weights import numbered, save_model
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.notices import notice, notice_once
+from notebook_accel.training.random_states import get_random_states, set_random_states
 
 if TYPE_CHECKING:
     import os
@@ -63,7 +63,8 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoints"]
 
 # What of a loader's state is each rank's own.
-_OF_RANK = ("generators", "reader")
+_OF_RANK = ("generators", "random", "reader")
+_NOT_OF_ALL = ("random", "reader")
 
 
 class Checkpoints:
@@ -335,7 +336,9 @@ class Checkpoints:
         if not loaders:
             return as_plain(Start(step=step), None)
         trained = self._plan.accumulation.trained_on
-        index = next((i for i, one in enumerate(loaders) if trained and one.is_part_of(trained)), 0)
+        # Not "if trained": that asks a loader for its length, and a stream has none.
+        known = [trained is not None and one.is_part_of(trained) for one in loaders]
+        index = known.index(True) if any(known) else 0
         epoch, batch, samples = loaders[index].progress()
         return as_plain(Start(epoch=epoch, batch=batch, step=step, samples=samples), index)
 
@@ -366,7 +369,7 @@ class Checkpoints:
                 yield state_file(item.state_dict(), name, type(item).__name__)
             for name, loader in self._stateful_loaders():
                 yield torch_file(
-                    {k: v for k, v in loader.state_dict().items() if k != "reader"}, name
+                    {k: v for k, v in loader.state_dict().items() if k not in _NOT_OF_ALL}, name
                 )
             if strategy.scaling is not None:
                 yield torch_file(strategy.scaling.scaler.state_dict(), "scaler.pt")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.rank import RankContext, current
+from notebook_accel.training.data.replay import Replay
 
 if TYPE_CHECKING:
     from notebook_accel.training.data.samplers import LastRound
@@ -34,6 +35,7 @@ class Position:
         is_over: whether the pass has ended, or was left.
         is_stopped: whether a stop of the run (``RunStopped``) ended it: a training that is resumed
             from a checkpoint saved after that goes on with the rest of the epoch.
+        replay: the random numbers that the reads of the pass find.
     """
 
     __slots__ = (
@@ -46,10 +48,17 @@ class Position:
         "loader",
         "num_given",
         "remainder",
+        "replay",
     )
 
     def __init__(
-        self, *, epoch: int = 0, num_given: int = 0, remainder: int = -1, is_uneven: bool = False
+        self,
+        *,
+        epoch: int = 0,
+        num_given: int = 0,
+        remainder: int = -1,
+        is_uneven: bool = False,
+        replay: Replay | None = None,
     ) -> None:
         self.loader: Any = None
         self.epoch = epoch
@@ -60,6 +69,7 @@ class Position:
         self.is_uneven = is_uneven
         self.is_over = False
         self.is_stopped = False
+        self.replay = replay or Replay(None, watches=False)
 
 
 class ActiveLoaders:

@@ -102,7 +102,8 @@ class DataLoaderDispatcher(PreparedLoader):
         )
 
     def _lead(self, position: Position) -> Iterator[Part]:
-        rounds = RoundDivider(
+        start = position.num_given * self._batches_a_round
+        divider = RoundDivider(
             num_parts=self._options.num_processes,
             batches_a_round=self._batches_a_round,
             batch_size=self.batch_size,
@@ -110,9 +111,16 @@ class DataLoaderDispatcher(PreparedLoader):
             is_uneven=self._options.is_uneven,
             keeps_batches=self._keeps_batches,
             slice_fn=self._options.slice_fn,
-        ).divide(self._read_from(position.num_given * self._batches_a_round))
+        )
+        # What fills the last round up comes from the start of the epoch, where that is resumed too.
+        needs_first = start > 0 and not (divider.drop_last or divider.is_uneven)
+        batches = self._read_from(start, keeps_first=needs_first)
+        rounds = divider.divide(batches)
+        is_begun = not needs_first
         while True:
             try:
+                if not is_begun:
+                    divider.first, is_begun = next(batches, None), True
                 divided = next(rounds, None)
                 header, buffers = _pack(divided, self._options.data_group.index_of_rank)
             except Exception as error:

@@ -3,7 +3,7 @@
 A *pass* is one run over the loader (``for batch in loader``). From the samples to the loop::
 
     sampler: indices of this rank's samples
-      -> _IndexSource: from batch n on, where an epoch is resumed
+      -> IndexSource: from batch n on, where an epoch is resumed
       -> torch's own iterator, with its workers
       -> _read: batches as the dataset made them
       -> _give: one batch ahead of the loop, on the device, counted in a Position
@@ -16,7 +16,6 @@ few attribute reads a batch: what can be decided at its start is.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training.collectives import num_ranks, this_rank
 from notebook_accel.training.data.active import Position, active_loaders
 from notebook_accel.training.data.joined import copy_as
+from notebook_accel.training.data.replay import IndexSource, Replay, seed_of_pass, skip
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -115,27 +115,6 @@ class _Progress:
         return _Progress, (), kept
 
 
-class _IndexSource:
-    """What torch's iterators take indices from: the loader's sampler, from batch ``start`` on.
-
-    So an epoch that is resumed runs through the indices of what it skips, and loads none of it.
-    """
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-        self.start = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        # Not a generator: torch's iterators with workers ask for several iterators, of which they
-        # use one.
-        if not self.start:
-            return iter(self.sampler)
-        return itertools.islice(self.sampler, self.start, None)
-
-    def __len__(self) -> int:
-        return length_of(self.sampler)
-
-
 class PreparedLoader(DataLoader[Any]):
     """What the prepared loaders have in common.
 
@@ -155,7 +134,7 @@ class PreparedLoader(DataLoader[Any]):
     _notebook_accel_stays_home = "prepare it inside the function"
     _options: LoaderOptions
     _progress: _Progress
-    _index: _IndexSource
+    _index: IndexSource
 
     def __init__(
         self,
@@ -201,7 +180,7 @@ class PreparedLoader(DataLoader[Any]):
     def _settle(self, options: LoaderOptions, progress: _Progress) -> None:
         self._options = options
         self._progress = progress
-        self._index = _IndexSource(super()._index_sampler)
+        self._index = IndexSource(super()._index_sampler)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_iterator": None}  # processes of a pass that is under way
@@ -289,9 +268,10 @@ class PreparedLoader(DataLoader[Any]):
         was left in the middle it is the start of this one, unless a stop of the run ended it.
         """
         progress, position = self._progress, self._progress.position
-        epoch, given = progress.iteration, 0
+        epoch, given, drawn = progress.iteration, 0, None
         if progress.restored is not None:
             given, states = int(progress.restored["given"]), progress.restored["generators"]
+            drawn = progress.restored.get("random")
         elif (
             position is None
             or position.end_of_dataloader
@@ -300,10 +280,12 @@ class PreparedLoader(DataLoader[Any]):
             states = self._generator_states()
         else:
             epoch, given, states = position.epoch, position.num_given, progress.generators
+            drawn = position.replay.state_dict()
         return {
             "iteration": epoch,
             "given": given,
             "generators": states,
+            "random": drawn,
             "samples": progress.samples,
             "seeds": [sampler.initial_seed for sampler in self._seedable_samplers()],
             "total_batch_size": self.total_batch_size,
@@ -324,7 +306,9 @@ class PreparedLoader(DataLoader[Any]):
             sampler.restore_seed(int(seed))
         self.set_epoch(int(state_dict["iteration"]))
         self._progress.samples = int(state_dict.get("samples", 0))
-        self._progress.restored = {**state_dict, "given": given}
+        # With another number of samples a step, what a rank reads is not what it read.
+        drawn = state_dict.get("random") if before == now else None
+        self._progress.restored = {**state_dict, "given": given, "random": drawn}
 
     def progress(self) -> tuple[int, int, int | None]:
         """The epoch, the batches given in it, and the samples of all ranks over all epochs."""
@@ -356,7 +340,7 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         # In this order: rank 0's restored states go to the other ranks, and what a checkpoint in
         # the middle of this pass will keep are the states from which its order is drawn next.
-        start = self._restore()
+        start, drawn = self._restore()
         self._synchronize()
         self._progress.generators = self._generator_states()
         position = Position(
@@ -364,20 +348,27 @@ class PreparedLoader(DataLoader[Any]):
             num_given=start,
             remainder=getattr(self._shard, "remainder", -1),
             is_uneven=getattr(self._shard, "is_uneven", self._options.is_uneven),
+            replay=Replay(drawn, watches=not self.num_workers),
         )
         self._progress.position = position
-        return self._give(self._read(position), position)
+        return self._give(position.replay.open(partial(self._read, position)), position)
 
-    def _restore(self) -> int:
-        """Go back to the start of a restored epoch; gives the batch to begin with."""
+    def _restore(self) -> tuple[int, Mapping[str, Any] | None]:
+        """Go back to the start of a restored epoch.
+
+        Returns:
+            the batch to begin with, and the random numbers of the pass that this one goes on with.
+        """
         restored, self._progress.restored = self._progress.restored, None
         if restored is None:
-            return self.skip_batches
+            return self.skip_batches, None
         for name, generator in self._generators().items():
             if name in restored["generators"]:
                 generator.set_state(restored["generators"][name])
-        skip = self._options.skip_batches
-        return int(restored["given"]) if skip is None else skip
+        given, asked, drawn = int(restored["given"]), self._options.skip_batches, restored["random"]
+        if asked in (None, given):
+            return given, drawn
+        return asked, drawn and {**drawn, "ahead": []}
 
     def _synchronize(self) -> None:
         """Give every rank rank 0's random states, so that all run through the same order.
@@ -414,11 +405,26 @@ class PreparedLoader(DataLoader[Any]):
         """The batches of this rank from ``position`` on, as the dataset made them."""
         return self._read_from(position.num_given)
 
-    def _read_from(self, start: int) -> Iterator[Any]:
+    def _read_from(self, start: int, *, keeps_first: bool = False) -> Iterator[Any]:
+        """The batches from ``start`` on; ahead of them, where it ``keeps_first``, that of the
+        epoch's start."""
+        index, position = self._index, self._progress.position
+        index.keeps_first = keeps_first and start > 0
+        index.before_start = position.replay.reach_start if position and start else None
         if isinstance(self.dataset, IterableDataset):
-            return itertools.islice(super().__iter__(), start, None)
-        self._index.start = start
+            reader = iter(super().__iter__())
+            return skip(reader, start, index) if start else reader
+        index.start, index.seed = start, self._seed_of_workers()
         return iter(super().__iter__())
+
+    def _seed_of_workers(self) -> int | None:
+        """What the random numbers of worker processes are seeded by, batch by batch.
+
+        None where there are none, and where the user's ``worker_init_fn`` may seed them.
+        """
+        if not self.num_workers or self.worker_init_fn is not None or self.generator is None:
+            return None
+        return seed_of_pass(self.generator, self.iteration, self._options.process_index)
 
     def _give(self, source: Iterator[Any], position: Position) -> Iterator[Any]:
         context = current()
@@ -441,6 +447,7 @@ class PreparedLoader(DataLoader[Any]):
                 if not stack or stack[-1] is not position:
                     active.put_on_top(position)
                 position.num_given += 1
+                position.replay.note_given()
                 yield batch
                 batch = following if receive is None else receive(following)
             if batch is not _NO_BATCH:
@@ -450,6 +457,7 @@ class PreparedLoader(DataLoader[Any]):
             if batch is not _NO_BATCH:
                 active.put_on_top(position)
                 position.num_given += 1
+                position.replay.note_given()
                 yield batch
         except RunStopped:
             active.stop(position)

@@ -16,7 +16,6 @@ The state belongs to a rank: ranks may read different files.
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -25,6 +24,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.joined import copy_as
 from notebook_accel.training.data.loaders import DataLoaderShard, PreparedLoader
+from notebook_accel.training.data.replay import skip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -65,9 +65,9 @@ class _KeepsReaderState(PreparedLoader):
     _batches_a_step = 1
     """Batches that are read for one that the loop gets."""
 
-    def _read_from(self, start: int) -> Iterator[Any]:
+    def _read_from(self, start: int, *, keeps_first: bool = False) -> Iterator[Any]:
         if not hasattr(self.dataset, "state_dict"):
-            yield from super()._read_from(start)
+            yield from super()._read_from(start, keeps_first=keeps_first)
             return
         progress, is_iterable = self._progress, isinstance(self.dataset, IterableDataset)
         restored, progress.reader = progress.reader, None
@@ -76,11 +76,18 @@ class _KeepsReaderState(PreparedLoader):
         progress.reader_states = states = {}
         begin = int(restored["begin"]) if restored else start
         torchdata: Any = super(PreparedLoader, self)
+        index, position = self._index, progress.position
+        index.start, index.keeps_first = 0, False
+        index.before_start = None
+        if keeps_first:
+            torchdata.load_state_dict({})
+            yield next(torchdata.__iter__())
+        if position is not None and start:
+            index.before_start = position.replay.reach_start
         torchdata.load_state_dict(restored["state"] if restored else {})
-        self._index.start = 0 if is_iterable else begin
+        index.start = 0 if is_iterable else begin
         reader = torchdata.__iter__()
-        skipped = start if is_iterable and not restored else 0
-        batches = itertools.islice(reader, skipped, None)
+        batches = skip(reader, 0 if restored else start, index) if is_iterable else reader
         for number, batch in enumerate(batches, start + 1):
             states[number] = {
                 "num_read": number,

@@ -1,0 +1,215 @@
+"""What a dataset draws from random numbers, so that a pass that is resumed gets the very same.
+
+A prepared loader reads one batch ahead of its loop. Where samples are read in the rank's own
+process, what they draw from the global random numbers (an augmentation, say) lies between what two
+steps of the training draw (dropout)::
+
+    read 0   read 1   step 0   read 2   step 1   | saved while the loop has batch 1
+             ^                 ^                    batch 2 is read already: `ahead` keeps the
+                                                    states before that read
+
+    resumed  [states of the save]   back to `ahead`: read 2   forth again   read 3   step 2   ...
+
+``begin`` are the states before the first read, from which a sampler without a generator of its own
+draws the order of the whole pass.
+
+Worker processes have random numbers of their own. They are seeded anew for each batch, by the seed
+of the pass and the number of the batch, so that they do not depend on which batches came before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from notebook_accel.training.data.samplers import length_of
+from notebook_accel.training.random_states import get_random_states, set_random_states
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+__all__ = ["IndexSource", "Replay", "seed_of_pass", "skip"]
+
+_HOST = torch.device("cpu")
+_NO_BATCH = object()
+# Keeping the states costs more than reading a tensor, so that it is only done where it matters:
+# reads that draw nothing from them are soon told from others.
+_READS_TO_WATCH = 4
+
+
+class IndexSource:
+    """What torch's iterators take indices from: the loader's sampler, from batch ``start`` on.
+
+    So an epoch that is resumed runs through the indices of what it skips, and loads none of it.
+
+    Attributes:
+        start: the batch to begin with.
+        keeps_first: give the first batch of the epoch too, ahead of the others.
+        before_start: called right before the indices of batch ``start`` are given.
+        seed: seeds the random numbers of worker processes, batch by batch; None leaves them.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.start = 0
+        self.keeps_first = False
+        self.before_start: Callable[[], None] | None = None
+        self.seed: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        # Torch's iterators with workers ask for several iterators, of which they use one.
+        if not self.start and self.seed is None:
+            return iter(self.sampler)
+        # What holds for this pass, even if another begins before it asks for its first indices.
+        return self._numbered(self.start, self.keeps_first, self.before_start, self.seed)
+
+    def _numbered(
+        self, start: int, keeps_first: bool, before_start: Callable[[], None] | None, seed: Any
+    ) -> Iterator[Any]:
+        for number, indices in enumerate(self.sampler):
+            if number == start and before_start is not None:
+                before_start()
+            if number >= start or (keeps_first and not number):
+                yield indices if seed is None else _Seeding(indices, _mix(seed, number))
+
+    def __len__(self) -> int:
+        return length_of(self.sampler)
+
+
+class _Seeding:
+    """Indices that seed the random numbers of the worker process that receives them.
+
+    The worker gets the plain indices: it reads them as they are unpickled, one batch at a time,
+    right before it loads them.
+    """
+
+    def __init__(self, indices: Any, seed: int) -> None:
+        self.indices = indices
+        self.seed = seed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive, (self.indices, self.seed)
+
+
+def _receive(indices: Any, seed: int) -> Any:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    return indices
+
+
+def seed_of_pass(generator: torch.Generator, *numbers: int) -> int:
+    """A seed for the workers of one pass, from the state of a generator that draws nothing for it,
+    and from numbers that tell this pass from others."""
+    return _digest(generator.get_state().numpy().tobytes(), *numbers)
+
+
+def _mix(seed: int, number: int) -> int:
+    return _digest(b"", seed, number)
+
+
+def _digest(text: bytes, *numbers: int) -> int:
+    digest = hashlib.blake2b(text, digest_size=8)
+    digest.update(b",".join(b"%d" % number for number in numbers))
+    return int.from_bytes(digest.digest(), "little")
+
+
+class Replay:
+    """The global random numbers of one pass, as its reads find them.
+
+    Args:
+        restored: what :meth:`state_dict` gave in the pass that this one goes on with.
+        watches: whether samples are read in this process.
+    """
+
+    def __init__(self, restored: Mapping[str, Any] | None, *, watches: bool) -> None:
+        self._is_resumed = restored is not None
+        self._begin = get_random_states(_HOST) if restored is None else restored["begin"]
+        self._restored: list[Any] = [] if restored is None else list(restored["ahead"])
+        # Before the read of each batch that is read and not yet given.
+        self._ahead: list[Any] = []
+        self._num_watched = _READS_TO_WATCH if watches else 0
+        self._draws = bool(self._restored)
+
+    def open(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The batches of what ``make`` gives, each read with its own random numbers."""
+        if not self._is_resumed:
+            return self._read(make())
+        now = get_random_states(_HOST)
+        set_random_states(self._begin, _HOST)
+        try:
+            return self._read(make())
+        finally:
+            set_random_states(now, _HOST)
+
+    def _read(self, source: Iterator[Any]) -> Iterator[Any]:
+        if self._is_resumed:
+            now = get_random_states(_HOST)
+            # The order comes first: the source calls `reach_start` before it reads.
+            for number, before in enumerate([self._begin, *self._restored[1:]]):
+                set_random_states(before, _HOST)
+                self._ahead += self._restored[number : number + 1]
+                batch = next(source, _NO_BATCH)
+                set_random_states(now, _HOST)
+                if batch is _NO_BATCH:
+                    return
+                yield batch
+        while self._draws or self._num_watched:
+            before = get_random_states(_HOST)
+            self._ahead.append(before)
+            batch = next(source, _NO_BATCH)
+            if batch is _NO_BATCH:
+                return
+            if not self._draws:
+                self._watch(before)
+            yield batch
+        yield from source
+
+    def _watch(self, before: Mapping[str, Any]) -> None:
+        self._num_watched -= 1
+        self._draws = not _are_same(before, get_random_states(_HOST))
+        if not self._draws and not self._num_watched:
+            self._ahead.clear()
+
+    def reach_start(self) -> None:
+        """Go to where the first batch of a resumed pass was read."""
+        if self._restored:
+            set_random_states(self._restored[0], _HOST)
+
+    def note_given(self) -> None:
+        """The loop gets the oldest of the batches that were read ahead."""
+        if self._ahead:
+            del self._ahead[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states from which this pass goes on, after the batch that the loop has."""
+        return {"begin": self._begin, "ahead": list(self._ahead)}
+
+
+def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(
+        torch.equal(value, other[key]) if torch.is_tensor(value) else value == other[key]
+        for key, value in one.items()
+    )
+
+
+def skip(batches: Iterator[Any], number: int, source: IndexSource) -> Iterator[Any]:
+    """The batches of a stream from ``number`` on; those before it are read, and left out.
+
+    Args:
+        batches: from the start of the epoch.
+        number: how many are left out.
+        source: says whether the first is given all the same, and is called before the first that
+            is not left out.
+    """
+    for position, batch in enumerate(itertools.islice(batches, number)):
+        if source.keeps_first and not position:
+            yield batch
+    if source.before_start is not None:
+        source.before_start()
+    yield from batches
