@@ -26,14 +26,16 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _changes_nothing() -> Iterator[None]:
-    before = _surroundings()
+    before, threads, processes = _surroundings(), {*threading.enumerate()}, {*below(os.getpid())}
     yield
     assert _surroundings() == before
+    # Those of the tests before may end meanwhile.
+    assert {*threading.enumerate()} <= threads
+    assert {*below(os.getpid())} <= processes
 
 
 def _surroundings() -> tuple[object, ...]:
-    environment = {**os.environ, "PYTEST_CURRENT_TEST": ""}
-    return environment, threading.active_count(), os.getcwd(), {*below(os.getpid())}
+    return {**os.environ, "PYTEST_CURRENT_TEST": ""}, os.getcwd()
 
 
 class Recorded(View):
