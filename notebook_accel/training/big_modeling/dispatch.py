@@ -11,6 +11,7 @@ from notebook_accel.training.big_modeling.align_devices import (
     AlignDevicesHook,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
+    has_offloaded_params,
     offloaded_values,
 )
 from notebook_accel.training.big_modeling.device_map import check_device_map
@@ -41,6 +42,7 @@ __all__ = [
     "disk_offload",
     "dispatch_model",
     "get_state_dict_offloaded_model",
+    "is_offloaded",
 ]
 
 Folder = Union[str, "os.PathLike[str]"]
@@ -234,6 +236,11 @@ def _refuse_move(*_: Any, **__: Any) -> Module:
         "this model has weights on the host or on disk, and cannot be moved: load it with another "
         "device_map, or without one"
     )
+
+
+def is_offloaded(model: Module) -> bool:
+    """Whether weights of a model are kept elsewhere, and brought in for each forward."""
+    return any(has_offloaded_params(module) for module in model.modules())
 
 
 def get_state_dict_offloaded_model(model: Module) -> dict[str, torch.Tensor]:

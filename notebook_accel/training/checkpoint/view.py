@@ -34,15 +34,22 @@ class CheckpointView(ConfiguredView):
     def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole weights of a model; all ranks call it.
 
+        Those of a model that is offloaded (``cpu_offload``, ``disk_offload``, a device map) come
+        from where they are kept, and are on the host.
+
         Args:
             model: as ``prepare`` gave it.
             unwrap: False keeps the names that the wrapper gives.
         """
         if not unwrap:
             return model.state_dict()
-        return self._strategy.state_dict(
-            extract_model_from_parallel(model, keep_torch_compile=False), full=True
-        )
+        own = extract_model_from_parallel(model, keep_torch_compile=False)
+        # Imported here: big_modeling reads checkpoints, so that it imports this package.
+        from notebook_accel.training.big_modeling import dispatch
+
+        if dispatch.is_offloaded(own):
+            return dispatch.get_state_dict_offloaded_model(own)
+        return self._strategy.state_dict(own, full=True)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object once, by rank 0; the file is whole or not there.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from notebook_accel import Accelerator
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.big_modeling.align_devices import (
     AlignDevicesHook,
@@ -27,6 +28,7 @@ from notebook_accel.training.big_modeling.hooks import (
     add_hook_to_module,
     remove_hook_from_submodules,
 )
+from notebook_accel.training.big_modeling.loading import load_checkpoint_in_model
 from notebook_accel.training.big_modeling.tensors import named_module_tensors
 from tests.training.big_modeling.models import Language, values
 
@@ -189,6 +191,27 @@ def test_an_offloaded_model_gives_its_whole_state(model: Language) -> None:
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], value) for name, value in state.items())
     assert model.embed.weight.device.type == "meta"
+
+
+def test_the_weights_of_an_offloaded_model_are_saved_from_where_they_are_kept(
+    model: Language, tmp_path: Path
+) -> None:
+    accelerator, state = Accelerator(cpu=True), values(model)
+    partly = {"embed": "cpu", "layers.0": "disk", "layers.1": "cpu", "lmhead": "cpu"}
+    offloads: dict[str, Any] = {
+        "host": cpu_offload,
+        "disk": lambda one: disk_offload(one, tmp_path / "store"),
+        "partly": lambda one: dispatch_model(one, partly, offload_dir=tmp_path / "part"),
+    }
+    for name, offload in offloads.items():
+        offloaded = offload(copy.deepcopy(model))
+        accelerator.save_model(offloaded, tmp_path / name, max_shard_size="200B")
+        assert len(list((tmp_path / name).glob("*.safetensors"))) > 1
+        loaded = Language()
+        load_checkpoint_in_model(loaded, tmp_path / name)
+        found = loaded.state_dict()
+        assert all(torch.equal(found[each], state[each]) for each in found), name
+        assert set(map(str, devices_of(offloaded).values())) != {"cpu"}, "it stays offloaded"
 
 
 def test_gradients_reach_what_comes_before_an_offloaded_block(model: Language) -> None:
