@@ -12,6 +12,7 @@ import ast
 import shlex
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
@@ -24,6 +25,7 @@ from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.template.handle import warm
 from notebook_accel.notebook import session
 from notebook_accel.notebook.cell_function import cell_function
+from notebook_accel.notebook.cell_script import script_of_cell
 from notebook_accel.notebook.doctor import diagnose
 from notebook_accel.notebook.launcher import run_cell
 from notebook_accel.notebook.picker import config_picker
@@ -98,6 +100,7 @@ class AccelerateMagics(Magics):
     @argument("--pull", metavar="NAMES", help="afterwards, take these from the session: a,b")
     @argument("--push", metavar="NAMES", help="first give these to the session: x,y")
     @argument("--no-push", "--no_push", action="store_true", help="push no name unasked")
+    @argument("--write", metavar="FILE", help="first write it, with what it needs, as a script")
     @_MIXED_PRECISION
     @_CONFIG
     @line_cell_magic
@@ -134,7 +137,12 @@ class AccelerateMagics(Magics):
                 in_background=options.bg,
             )
             _check_syntax(shell.transform_cell(cell), source.filename)
-            running = session.session_for(shell, *_settings(options))
+            if options.write and chosen.ranks is not None:
+                raise UsageError("--write and --ranks: every process runs the whole of a script")
+            config, notices = _settings(options)
+            running = session.session_for(shell, config, notices)
+            if options.write:
+                self._write(cell, number, options.write, running.config, running)
             run = running.run_cell(cell, source, first_line=2, number=number, options=chosen)
         return run if options.bg else None
 
@@ -150,8 +158,37 @@ class AccelerateMagics(Magics):
                 name=f"In[{number}]",
                 first_line=2,
             )
-        run = run_cell(function, *_settings(options), source)
+        config, notices = _settings(options)
+        if options.write:
+            with show_in_short():
+                self._write(cell, number, options.write, config, None)
+        run = run_cell(function, config, notices, source)
         print(by_rank(run.results), end="")  # noqa: T201
+
+    def _write(
+        self,
+        cell: str,
+        number: int,
+        path: str,
+        config: LaunchConfig,
+        running: session.NotebookSession | None,
+    ) -> None:
+        """Write the cell as a script, after those that the session has run."""
+        shell: Any = self.shell
+        target = Path(path).expanduser()
+        script = script_of_cell(
+            cell,
+            number=number,
+            inputs=shell.history_manager.input_hist_raw,
+            session_cells={} if running is None else running.cells,
+            namespace=shell.user_ns,
+            transform=shell.transform_cell,
+            world_size=running.world_size if running else config.num_processes or 1,
+            mixed_precision=config.mixed_precision,
+            file=target.name,
+        )
+        target.write_text(script, encoding="utf-8")
+        print(f"wrote {target}")  # noqa: T201
 
     def _source(self, line: str, cell: str) -> tuple[CellSource, int]:
         """The cell as the page has it, and its number."""

@@ -85,6 +85,7 @@ class NotebookSession:
         config: with which they were started.
         session: the ranks themselves.
         names: what they have of their own.
+        cells: the text of each cell that all ranks have run, by its number.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class NotebookSession:
         """
         self.config = config
         self.names: frozenset[str] = frozenset(_PROVIDED)
+        self.cells: dict[int, str] = {}
         self._shell: Any = shell
         self._owners = Ownership(shell.user_ns, shell.user_ns_hidden)
         self._owners.note_session_assigned(_PROVIDED)
@@ -171,13 +173,15 @@ class NotebookSession:
             slot.show({_PLAIN: ""})
             # Its displays go into slots: what a thread prints appears anywhere.
             self._background = threading.Thread(
-                target=self._follow, args=(run, request, slot), name="notebook-accel-cell"
+                target=self._follow, args=(run, request, slot), name=request.label
             )
             self._background.daemon = True
             self._background.start()
         else:
             self._owners.note_session_assigned(found.assigned)
             self._conclude_cell(run, request)
+        if options.ranks is None:
+            self.cells[number] = text
         return run
 
     def _follow(self, run: Run, request: CellCall, slot: DisplaySlot) -> None:
@@ -305,9 +309,15 @@ class NotebookSession:
         Raises:
             LaunchError: a rank has ended.
         """
-        # In short slices: an interrupt leaves the wait, and the cell in the background goes on.
-        while self._background is not None and self._background.is_alive():
-            self._background.join(_SLICE_SECONDS)
+        if self._background is not None and self._background.is_alive():
+            slot = DisplaySlot()
+            slot.show({_PLAIN: f"waits for {self._background.name}, which runs in the background"})
+            try:
+                # In short slices: an interrupt leaves the wait, and that cell goes on.
+                while self._background.is_alive():
+                    self._background.join(_SLICE_SECONDS)
+            finally:
+                slot.show({_PLAIN: ""})
         if not self.is_usable:
             raise LaunchError(f"{self._how_it_ended()}. {_RESTART}")
         if self._has_untold_names:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -292,14 +294,45 @@ def test_a_cell_in_the_background_leaves_the_notebook_free(book: Notebook, tmp_p
     run = values(reply)[-1]
     assert re.match(r"<Run .* of In\[\d+\]: (starting|running), 2 ranks>", run)
     assert book.run("print('free')") == "free\n"
-    queued = book.start("%%accelerate\nlate + 1")
+    queued = book.start("%%accelerate --bg\nlate + 1")
+    is_told = lambda: re.search(r"waits for In\[\d+\], which runs", str(book.kernel.first))  # noqa: E731
+    assert book.kernel.listen_until(is_told, seconds=SOON)
     (tmp_path / "go").touch()
-    assert book.finish(queued).text == "rank 0: 6\nrank 1: 7\n"
+    assert re.match("<Run ", values(book.finish(queued))[-1])
+    assert book.run("%%accelerate\nlate + 2") == "rank 0: 7\nrank 1: 8\n"
     assert book.run("print(late)") == "5\n"
     assert any(
         "rank 0: 5\nrank 1: 6" in shown["data"].get("text/plain", "")
         for shown in book.kernel.displays.values()
     )
+
+
+def test_a_cell_is_written_as_a_script_that_torchrun_runs(book: Notebook, tmp_path: Path) -> None:
+    target = tmp_path / "train.py"
+    book.run("%accelerate restart -n 2")
+    book.run("import math")
+    book.run("unused = open('/dev/null')")
+    book.run("scale = 10\ndef scaled(value):\n    return value * scale")
+    book.run("%matplotlib inline\nwide = math.floor(3.5)")
+    book.run("%%accelerate\nimport torch\nown = torch.tensor(scaled(rank + wide), device=device)")
+    shown = book.run(f"""
+        %%accelerate --write {target}
+        total = accelerator.reduce(own)
+        total.item(), world_size
+    """)
+    assert shown == f"wrote {target}\nranks 0-1: (70, 2)\n"
+    text = target.read_text()
+    assert "def scaled(value):\n    return value * scale\n" in text
+    assert "unused" not in text
+    assert "print((total.item(), world_size))" in text
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(target)]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.count("(70, 2)") == 2, done.stderr
+    text = book.run(f"%%accelerate --write {target} --ranks 0\n1")
+    assert "--write and --ranks" in text
 
 
 def test_a_function_is_launched_on_the_warm_workers(book: Notebook) -> None:

@@ -1,0 +1,181 @@
+"""A cell of a session as a script that torchrun starts, made of the notebook's own text.
+
+    In[1]  import torch                    in the script: In[3] uses torch
+    In[2]  table = open_it()               left out: nothing below uses it
+    In[3]  %%accelerate                    all cells that the session has run are there
+           model = torch.nn.Linear(2, 1)
+    In[4]  %%accelerate --write train.py
+           model(torch.ones(2))            the cell itself, last
+
+Which of the notebook's cells are needed is read from their names, from the last cell to the first.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.notebook.cell_function import PROVIDED
+from notebook_accel.notebook.used_names import is_history, names_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+__all__ = ["script_of_cell"]
+
+_HEAD = '''"""{label} of a notebook, with the cells that it needs.
+
+Run it with: torchrun --nproc_per_node={world_size} {file}
+"""
+
+from __future__ import annotations
+'''
+# ``%time f()``, ``!ls``, ``name?``.
+_IPYTHON_LINE = re.compile(r"(\s*)([!%?].*|[\w.]+\?\??\s*)$")
+_MADE_BY = {
+    "rank": "rank = accelerator.process_index",
+    "world_size": "world_size = accelerator.num_processes",
+    "device": "device = accelerator.device",
+}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A cell in the script: its label, its text as Python, and whether the session ran it."""
+
+    label: str
+    text: str
+    is_of_session: bool
+
+
+def script_of_cell(
+    text: str,
+    *,
+    number: int,
+    inputs: Sequence[str],
+    session_cells: Mapping[int, str],
+    namespace: Collection[str],
+    transform: Callable[[str], str],
+    world_size: int,
+    mixed_precision: str | None,
+    file: str,
+) -> str:
+    """The text of a script that does what the cell does, after the cells before it.
+
+    Args:
+        text: of the cell, without the line of its magic.
+        number: of the cell.
+        inputs: the text of each of the notebook's cells, by number.
+        session_cells: text of the cells that the session has run, by number.
+        namespace: the notebook's names.
+        transform: turns IPython's syntax into Python.
+        world_size: the number of processes that the script's first lines propose.
+        mixed_precision: of the session.
+        file: the name that they call the script.
+
+    Raises:
+        ConfigError: a name is used that no cell assigns, or a cell has what no script can.
+    """
+    parts = [_Part(f"In[{number}]", _shown_at_the_end(_plain(text)), is_of_session=True)]
+    needed = set(names_of(transform(text)).used)
+    first_of_session = min(session_cells, default=number)
+    # The session has these from its start, whatever the notebook called so before.
+    at_hand: set[str] = set()
+    for earlier in range(number - 1, 0, -1):
+        if earlier == first_of_session - 1:
+            at_hand = needed & set(PROVIDED)
+            needed -= at_hand
+        is_of_session = earlier in session_cells
+        raw = session_cells.get(earlier, inputs[earlier] if earlier < len(inputs) else "")
+        names = names_of(transform(raw))
+        if is_of_session or (names.assigned & needed and not raw.lstrip().startswith("%%")):
+            parts.append(_Part(f"In[{earlier}]", _plain(raw), is_of_session))
+            needed = (needed - names.assigned) | names.used
+    parts.reverse()
+    missing = sorted(
+        name
+        for name in needed - {"display", *PROVIDED, *vars(builtins)}
+        if name in namespace and not is_history(name)
+    )
+    if missing:
+        raise ConfigError(
+            f"--write {file}: no cell of this notebook assigns `{'`, `'.join(missing)}`, which the "
+            "script needs; assign it in a cell, or in this one"
+        )
+    first = next(index for index, part in enumerate(parts) if part.is_of_session)
+    head = _HEAD.format(label=f"Cell In[{number}]", world_size=world_size, file=file)
+    blocks = [head]
+    blocks += [_block(part) for part in parts[:first]]
+    blocks += _provided(at_hand | (needed & {"display", *PROVIDED}), mixed_precision)
+    blocks += [_block(part) for part in parts[first:]]
+    script = "\n".join(blocks)
+    try:
+        compile(script, file, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        line = script.splitlines()[(error.lineno or 1) - 1].strip()
+        raise ConfigError(
+            f"--write {file}: {error.msg}, at `{line}`: a cell can have what a script cannot; put "
+            "it into a function, or into a cell of its own that the others do not need"
+        ) from None
+    return script
+
+
+def _block(part: _Part) -> str:
+    return f"# ---- {part.label}\n{part.text.strip()}\n"
+
+
+def _provided(needed: Collection[str], mixed_precision: str | None) -> list[str]:
+    """What makes the names that a cell of the session finds there."""
+    lines = [line for name, line in _MADE_BY.items() if name in needed]
+    if lines or "accelerator" in needed:
+        given = f"mixed_precision={mixed_precision!r}" if mixed_precision else ""
+        head = "from notebook_accel import Accelerator\n"
+        lines = [head, f"accelerator = Accelerator({given})", *lines]
+    if "display" in needed:
+        lines.insert(0, "from IPython.display import display\n")
+    return ["\n".join([*lines, ""])] if lines else []
+
+
+def _plain(text: str) -> str:
+    """The text as a file of Python may have it: without IPython's lines and future imports."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        text = re.sub(_IPYTHON_LINE.pattern, r"\1pass  # left out: \2", text, flags=re.MULTILINE)
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            # The whole script is compiled, and says what is wrong.
+            return text
+    lines = text.splitlines()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (
+                (node.end_lineno or 0) - node.lineno + 1
+            )
+    return "\n".join(lines)
+
+
+def _shown_at_the_end(text: str) -> str:
+    """The text, where the value of a last expression is printed, as the cell shows it."""
+    try:
+        body = ast.parse(text).body
+    except SyntaxError:
+        return text
+    if not body or not isinstance(body[-1], ast.Expr) or text.rstrip().endswith(";"):
+        return text
+    last = body[-1].value
+    is_print = isinstance(last, ast.Call) and ast.unparse(last.func) in ("print", "display")
+    source = ast.get_source_segment(text, last)
+    if is_print or source is None:
+        return text
+    lines = text.splitlines()[: body[-1].lineno - 1]
+    # Its brackets may stand outside of the expression: ``(a, b)`` over lines.
+    if isinstance(last, ast.Tuple):
+        source = ast.get_source_segment(text, body[-1]) or source
+        source = source if source.startswith("(") else f"({source})"
+    return "\n".join([*lines, f"print({source})"])

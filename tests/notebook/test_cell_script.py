@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from IPython.core.inputtransformer2 import TransformerManager
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.notebook.cell_script import script_of_cell
+
+
+def script(text: str, *inputs: str, **changes: Any) -> str:
+    given: dict[str, Any] = {
+        "number": len(inputs) + 1,
+        "inputs": ["", *inputs],
+        "session_cells": {},
+        "namespace": (),
+        "transform": TransformerManager().transform_cell,
+        "world_size": 2,
+        "mixed_precision": None,
+        "file": "train.py",
+    }
+    return script_of_cell(text, **{**given, **changes})
+
+
+def test_a_script_has_the_cells_that_are_needed_and_no_others() -> None:
+    text = script("use(b)\n", "import math", "a = math.pi", "c = 1", "b = a", "def use(x): ...")
+    assert text.startswith('"""Cell In[6] of a notebook')
+    labels = [line[7:] for line in text.splitlines() if line.startswith("# ----")]
+    assert labels == ["In[1]", "In[2]", "In[4]", "In[5]", "In[6]"]
+    assert text.endswith("print(use(b))\n")
+    assert "Accelerator" not in text
+
+
+def test_the_newest_cell_that_assigns_a_name_counts() -> None:
+    text = script("print(a)", "a = 1", "a = 2", "a += 1")
+    assert "a = 1" not in text
+    assert text.index("a = 2") < text.index("a += 1")
+
+
+def test_names_that_are_at_hand_in_a_session_are_made() -> None:
+    text = script("rank, device", mixed_precision="bf16")
+    assert "accelerator = Accelerator(mixed_precision='bf16')\nrank = " in text
+    assert "world_size" not in text
+    assert text.endswith("print((rank, device))\n")
+
+
+def test_a_name_that_is_at_hand_hides_the_notebooks_from_before_the_session() -> None:
+    text = script("there + rank, device", "device = 'mine'", "there = device", "rank = 7")
+    assert text.index("device = 'mine'") < text.index("there = device")
+    assert text.index("there = device") < text.index("device = accelerator.device")
+    assert "rank = 7" not in text
+    cells = {1: "pass"}
+    text = script("rank", "%%accelerate\npass", "rank = 7", session_cells=cells)
+    assert "rank = 7" in text
+
+
+def test_lines_of_ipython_are_left_out_and_future_imports_come_first() -> None:
+    text = script("if 1:\n    !ls\na = 1;", "from __future__ import annotations\nx = 1")
+    assert "    pass  # left out: !ls\n" in text
+    text = script("x", "from __future__ import (\n    annotations)\nx = 1")
+    assert text.count("__future__") == 1
+
+
+def test_cells_of_the_session_are_all_there() -> None:
+    cells = {1: "model = 1", 2: "model_is_trained_by(model)"}
+    text = script("model", "%%accelerate\nmodel = 1", "%%accelerate", session_cells=cells)
+    assert "model_is_trained_by(model)" in text
+
+
+def test_what_no_cell_makes_is_named() -> None:
+    with pytest.raises(ConfigError, match="no cell of this notebook assigns `found`"):
+        script("found", namespace=["found"])
+    with pytest.raises(ConfigError, match=r"at `await it\(\);`: a cell can have what a script"):
+        script("await it();")
