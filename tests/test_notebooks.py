@@ -30,6 +30,24 @@ def test_the_quickstart_trains_and_its_page_shows_the_run(tmp_path: Path) -> Non
     assert not re.search(r'(src|href)="https?://', text), "the page loads from elsewhere"
 
 
+# What the last cell says, and what has to hold of it.
+RESULTS = {
+    "02_text_classification": (r"accuracy ([\d.]+)", lambda found: float(found) > 0.7),
+    "03_strategies": (r"never more than (\S+) apart", lambda found: float(found) < 1e-3),
+    "04_checkpoints": (r"losses equal: (\w+)", lambda found: found == "True"),
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", RESULTS)
+def test_an_example_reaches_what_it_promises(name: str) -> None:
+    pattern, holds = RESULTS[name]
+    text = last_text(execute(PACKAGE.parent / "notebooks" / f"{name}.ipynb"))
+    found = re.search(pattern, text)
+    assert found, text
+    assert holds(found[1]), text
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_stored_as_it_ran(path: Path) -> None:
     cells = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
