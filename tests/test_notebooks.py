@@ -48,6 +48,15 @@ def test_an_example_reaches_what_it_promises(name: str) -> None:
     assert holds(found[1]), text
 
 
+@pytest.mark.timeout(120)
+def test_the_cells_of_a_session_go_on_where_those_before_stopped() -> None:
+    notebook = execute(PACKAGE.parent / "notebooks" / "05_sessions.ipynb")
+    assert last_text(notebook) == "the session has ended\n"
+    shown = str([cell.outputs for cell in notebook.cells if cell.cell_type == "code"])
+    assert "12 steps, from " in shown
+    assert "('Linear', tensor(True))" in shown
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_stored_as_it_ran(path: Path) -> None:
     cells = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
