@@ -33,7 +33,11 @@ def gauges_of(launch: wire.Launch, spec: wire.RankSpec, pid: int | None) -> Gaug
     names = [str(index)] if visible is None else visible.split(",")
     at = 0 if visible is None else index
     has_one = os.path.exists("/dev/nvidiactl") and at < len(names) and names[at].strip()
-    return Gauges(pid, nvidia=names[at].strip() if has_one else None)
+    return Gauges(
+        pid,
+        nvidia=names[at].strip() if has_one else None,
+        is_pci_order=environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID",
+    )
 
 
 @lru_cache(maxsize=1)
@@ -59,12 +63,16 @@ class Gauges:
         device: what a person calls it; "" while unknown.
     """
 
-    def __init__(self, pid: int, *, nvidia: str | None = None, name: str = "") -> None:
+    def __init__(
+        self, pid: int, *, nvidia: str | None = None, is_pci_order: bool = False, name: str = ""
+    ) -> None:
         """Read nothing yet.
 
         Args:
             pid: of the process.
-            nvidia: what NVML calls its device: its number among all of the machine, or its UUID.
+            nvidia: what CUDA calls its device: its number among all of the machine, or its UUID.
+            is_pci_order: whether CUDA numbers devices by their slots, as NVML does; by default it
+                has the fastest first.
             name: what a person calls the device.
         """
         self.device = name
@@ -74,6 +82,7 @@ class Gauges:
         self.device_use: int | None = None
         self._pid = pid
         self._nvidia = nvidia
+        self._is_pci_order = is_pci_order
         self._handle: Any = None
         self._process: psutil.Process | None = None
         self._next = 0.0
@@ -105,11 +114,7 @@ class Gauges:
         nvml = _nvml()
         try:
             if self._handle is None:
-                self._handle = (
-                    nvml.nvmlDeviceGetHandleByIndex(int(nvidia))
-                    if nvidia.isdigit()
-                    else nvml.nvmlDeviceGetHandleByUUID(nvidia)
-                )
+                self._handle = self._find_device(nvml, nvidia)
                 name = nvml.nvmlDeviceGetName(self._handle)
                 self.device = name.decode() if isinstance(name, bytes) else name
             self.device_use = int(nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
@@ -118,3 +123,14 @@ class Gauges:
             self.device_memory = next((used for used in found if used), None)
         except Exception:  # a part of a device, an old driver: what it cannot say stays unknown
             self._nvidia = None
+
+    def _find_device(self, nvml: Any, nvidia: str) -> Any:
+        if not nvidia.isdigit():
+            return nvml.nvmlDeviceGetHandleByUUID(nvidia)
+        handles = [
+            nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())
+        ]
+        # Devices of one kind are equally fast, so that CUDA's order is that of their slots, too.
+        if not self._is_pci_order and len({nvml.nvmlDeviceGetName(one) for one in handles}) > 1:
+            raise LookupError("which of NVML's devices is meant is not known")
+        return handles[int(nvidia)]

@@ -14,26 +14,29 @@ if TYPE_CHECKING:
 __all__ = ["open_regular", "read_regular"]
 
 # A file of others may be a FIFO, whose opening waits for a writer.
-_CAREFULLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+_CAREFULLY = os.O_CLOEXEC | os.O_NONBLOCK
 
 
-def open_regular(path: Path, *, follow: bool = False) -> IO[bytes]:
+def open_regular(path: Path, *, follow: bool = False, write: bool = False) -> IO[bytes]:
     """Open a regular file that others may have put there.
 
     Args:
         path: where it is.
         follow: whether it may be a link.
+        write: whether it is opened for writing, too; it keeps what it has.
 
     Raises:
-        OSError: it is no regular file, or cannot be read.
+        OSError: it is no regular file, or its rights do not allow it.
     """
 
+    flags = _CAREFULLY | (os.O_RDWR if write else os.O_RDONLY) | (0 if follow else os.O_NOFOLLOW)
+
     def opener(name: str, _: int) -> int:
-        return os.open(name, _CAREFULLY if follow else _CAREFULLY | os.O_NOFOLLOW)
+        return os.open(name, flags)
 
     # Interrupted before the file has its descriptor, that would stay open for good.
     with held():
-        file = open(path, "rb", opener=opener)  # noqa: SIM115 (the caller closes it)
+        file = open(path, "r+b" if write else "rb", opener=opener)  # noqa: SIM115 (the caller closes it)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(f"{path} is no regular file")

@@ -321,10 +321,16 @@ def _locked_file(root: Path) -> IO[bytes]:
     while True:
         path = root / f".kernel-{uuid.uuid4().hex[:12]}"
         file = path.open("xb")
-        # A file system without locks: to others a run lives as long as its mark is there.
-        with contextlib.suppress(OSError):
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Between the two lines somebody may have found it without a lock, and removed it.
+        except BlockingIOError:
+            # Another kernel found it without a lock, locked it, and is about to remove it.
+            file.close()
+            continue
+        except OSError:
+            # A file system without locks: to others a run lives as long as its mark is there.
+            pass
+        # Another kernel may have found it without a lock, and removed it before it was locked here.
         if _is_same(file, path):
             return file
         file.close()
@@ -356,7 +362,8 @@ def _is_held(folder: Path) -> bool:
 def _is_locked(path: Path) -> bool:
     """Whether a kernel lives that holds this file; removes the file where none does."""
     try:
-        with open_regular(path) as file:
+        # NFS locks only what is open for writing.
+        with open_regular(path, write=True) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
     except FileNotFoundError:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -16,9 +19,6 @@ from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders, runs_folder
 from notebook_accel.launch.control.state import starting
 from notebook_accel.launch.system.log_files import log_path
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KEPT = 50
 
@@ -197,6 +197,41 @@ def test_locks_of_dead_kernels_are_swept(tmp_path: Path) -> None:
     left = [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".kernel-")]
     assert len(left) == 1
     assert held.is_held
+
+
+def test_locks_of_dead_kernels_are_swept_where_only_writers_may_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where the lock of a reader fails with EBADF."""
+    lock = fcntl.flock
+
+    def of_writers(file: IO[bytes], how: int) -> None:
+        if not file.writable():
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        lock(file, how)
+
+    monkeypatch.setattr("fcntl.flock", of_writers)
+    test_locks_of_dead_kernels_are_swept(tmp_path)
+
+
+def test_a_kernel_whose_new_lock_another_one_tries_takes_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+    others: list[IO[bytes]] = []
+
+    def after_another(file: IO[bytes], how: int) -> None:
+        if not others:
+            others.append(open(file.name, "r+b"))  # noqa: SIM115 (closed below)
+            lock(others[0], how)
+        lock(file, how)
+
+    monkeypatch.setattr("fcntl.flock", after_another)
+    folder = RunFolder.make(tmp_path)
+    # The other kernel goes on, and removes what nobody else had locked.
+    with others[0]:
+        Path(others[0].name).unlink(missing_ok=True)
+    assert folder.is_held
 
 
 @pytest.mark.parametrize("name", [".live", "state.msgpack", "config.yaml", "rank-0.log"])

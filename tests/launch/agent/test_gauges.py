@@ -1,0 +1,51 @@
+"""The device of a rank: CUDA's number of it is not always NVML's."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from notebook_accel.launch.agent import gauges
+from notebook_accel.launch.agent.gauges import Gauges
+
+ALIKE, MIXED = ["A100", "A100"], ["T4", "A100"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "called", "is_pci_order", "shown"),
+    [
+        (ALIKE, "1", False, "A100"),
+        (MIXED, "1", True, "A100"),
+        # The fastest first: CUDA's device 1 is NVML's device 0.
+        (MIXED, "1", False, ""),
+        (MIXED, "GPU-1", False, "A100"),
+    ],
+)
+def test_a_device_that_may_be_another_one_is_not_shown(
+    machine: list[str],
+    called: str,
+    is_pci_order: bool,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stand-in for nvidia-ml-py, by its names, since NVML answers only where a device is."""
+
+    def use(handle: int) -> Any:
+        return SimpleNamespace(gpu=40 + handle)
+
+    nvml = SimpleNamespace(
+        nvmlDeviceGetCount=lambda: len(machine),
+        nvmlDeviceGetHandleByIndex=lambda number: number,
+        nvmlDeviceGetHandleByUUID=lambda uuid: int(uuid.removeprefix("GPU-")),
+        nvmlDeviceGetName=lambda handle: machine[handle],
+        nvmlDeviceGetUtilizationRates=use,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [],
+    )
+    monkeypatch.setattr(gauges, "_nvml", lambda: nvml)
+    one = Gauges(os.getpid(), nvidia=called, is_pci_order=is_pci_order)
+    one.read(1.0)
+    assert one.device == shown
+    assert one.device_use == (41 if shown else None)
