@@ -44,7 +44,7 @@ __all__ = [
     "write_basic_config",
 ]
 
-_PRECISIONS = ("no", "bf16", "fp16")
+_PRECISIONS = ("no", "bf16", "fp16", "fp8")
 # Name of each backend, and whether it works on a CPU.
 _BACKENDS = {"nccl": False, "gloo": True}
 
@@ -86,7 +86,7 @@ class LaunchConfig:
     """Number of ranks; None: one a visible accelerator, 1 on a machine with none."""
 
     mixed_precision: str | None = None
-    """"no", "bf16" or "fp16", for every ``Accelerator`` that does not say its own."""
+    """"no", "bf16", "fp16" or "fp8", for every ``Accelerator`` that does not say its own."""
 
     engine: str = "auto"
     """"auto", "local" (processes of this machine) or "inline" (in the kernel, for a debugger)."""
@@ -241,7 +241,7 @@ def write_basic_config(
     """Save a config file, unless there is one already.
 
     Args:
-        mixed_precision: "no", "bf16" or "fp16".
+        mixed_precision: "no", "bf16", "fp16" or "fp8".
         save_location: the file; None is the default config file, which every launch uses.
 
     Returns:

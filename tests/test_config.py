@@ -60,7 +60,7 @@ def _settings_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         ("num_processes", "2", "whole number"),
         ("num_processes", 2.0, "whole number"),
         ("num_processes", True, "whole number"),
-        ("mixed_precision", "fp8", "'bf16'"),
+        ("mixed_precision", "fp7", "'bf16'"),
         ("mixed_precision", "float16", "'fp16'"),
         ("mixed_precision", 16, "'fp16'"),
         ("engine", "xla", "'local', 'inline'"),
@@ -298,7 +298,7 @@ def test_accelerates_file_for_the_cpu(tmp_path: Path) -> None:
     [
         "num_machines: 2",
         "distributed_type: MEGATRON_LM",
-        "mixed_precision: fp8",
+        "mixed_precision: fp7",
     ],
 )
 def test_what_of_accelerates_file_cannot_be_had_is_named(line: str, tmp_path: Path) -> None:
@@ -459,8 +459,8 @@ def test_the_environment(name: str, text: str, value: Any, monkeypatch: pytest.M
         ("NOTEBOOK_ACCEL_USE_PORT", "any"),
         ("NOTEBOOK_ACCEL_DEBUG", "perhaps"),
         ("NOTEBOOK_ACCEL_ENGINE", "ray"),
-        ("NOTEBOOK_ACCEL_MIXED_PRECISION", "fp8"),
-        ("ACCELERATE_MIXED_PRECISION", "fp8"),
+        ("NOTEBOOK_ACCEL_MIXED_PRECISION", "fp7"),
+        ("ACCELERATE_MIXED_PRECISION", "fp7"),
     ],
 )
 def test_a_bad_variable_is_named(variable: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,7 +470,7 @@ def test_a_bad_variable_is_named(variable: str, text: str, monkeypatch: pytest.M
 
 
 def test_a_variable_that_is_overruled_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp7")
     monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "two")
     given = {"mixed_precision": "bf16", "num_processes": 2}
     assert resolve(given)[0] == LaunchConfig(**given)  # type: ignore[arg-type]

@@ -100,8 +100,8 @@ def notebook_launcher(
             back: ``run[r]`` is what rank r returned.
         args: its positional arguments.
         num_processes: number of ranks; None: one a visible accelerator, 1 on a machine without.
-        mixed_precision: "no", "bf16" or "fp16", for every ``Accelerator`` that does not say its
-            own.
+        mixed_precision: "no", "bf16", "fp16" or "fp8", for every ``Accelerator`` that does not
+            say its own.
         use_port: MASTER_PORT of the ranks; None takes a free one.
         master_addr: not used on one machine.
         node_rank: 0; several machines are not supported yet.

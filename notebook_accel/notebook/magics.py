@@ -82,7 +82,7 @@ _MIXED_PRECISION = argument(
     "--mixed-precision",
     "--mixed_precision",
     metavar="PRECISION",
-    help='"no", "bf16" or "fp16", for every Accelerator that does not say its own',
+    help='"no", "bf16", "fp16" or "fp8", for every Accelerator that does not say its own',
 )
 _CONFIG = argument("--config", metavar="FILE", help="YAML file with the settings of the session")
 

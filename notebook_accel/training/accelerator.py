@@ -103,7 +103,7 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
 
         Args:
             device_placement: whether ``prepare`` puts models and batches on the device.
-            mixed_precision: "no", "bf16" or "fp16"; None asks the environment.
+            mixed_precision: "no", "bf16", "fp16" or "fp8" (by torchao); None asks the environment.
             gradient_accumulation_steps: batches a step; None asks the environment.
             cpu: compute on the host whatever else is there.
             dataloader_config: how batches are shared out; ``split_batches``,

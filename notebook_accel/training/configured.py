@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from notebook_accel.training.processes import ProcessView
-from notebook_accel.training.settings import DistributedType
+from notebook_accel.training.settings import DistributedType, FP8BackendType
 from notebook_accel.training.state import AcceleratorState, GradientState
 
 if TYPE_CHECKING:
@@ -59,8 +59,14 @@ class ConfiguredView(ProcessView):
 
     @property
     def mixed_precision(self) -> str:
-        """ "no", "bf16" or "fp16"."""
+        """ "no", "bf16", "fp16" or "fp8"."""
         return self._plan.precision.name
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """What computes in 8 bits: "AO" (torchao) in the precision "fp8", else "NO"."""
+        converts = self._plan.precision.converts_layers
+        return FP8BackendType.AO if converts else FP8BackendType.NO
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:

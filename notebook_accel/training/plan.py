@@ -11,18 +11,25 @@ from notebook_accel.training.accumulation import Accumulation, resolve_plugin
 from notebook_accel.training.compiling import resolve_dynamo
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.deepspeed_plugin import resolve_deepspeed
+from notebook_accel.training.float8 import AORecipeKwargs
 from notebook_accel.training.fsdp_plugin import resolve_fsdp
 from notebook_accel.training.notices import notice_once
 from notebook_accel.training.parallelism import fit_sizes, resolve_parallelism
-from notebook_accel.training.precision import Precision, make_precision, resolve_precision
+from notebook_accel.training.precision import (
+    Precision,
+    make_precision,
+    refuse_divided_layers,
+    resolve_precision,
+)
 from notebook_accel.training.settings import (
     AutocastKwargs,
+    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    ProfileKwargs,
     ProjectConfiguration,
-    check_handlers,
     pick_handler,
 )
 from notebook_accel.training.state import AcceleratorSettings
@@ -102,7 +109,7 @@ def make_plan(
     Raises:
         ConfigError: a setting makes no sense.
     """
-    checked = check_handlers(handlers)
+    checked = _check_handlers(handlers)
     if plugin is not None and num_steps not in (None, 1):
         raise ConfigError(
             f"gradient_accumulation_steps={num_steps} and a gradient_accumulation_plugin were "
@@ -125,6 +132,9 @@ def make_plan(
         mixed_precision = zero.active.resolve_precision(mixed_precision)
         num_steps = zero.active.resolve_steps(num_steps)
     precision_name = resolve_precision(mixed_precision)
+    if zero is not None or (sizes is not None and sizes.tp_enabled):
+        refuse_divided_layers(precision_name)
+    recipe = next((one for one in checked if isinstance(one, AORecipeKwargs)), None)
     window = resolve_plugin(None if plugin else num_steps, plugin)
     found = topology.establish(cpu=cpu, options=pick_handler(checked, InitProcessGroupKwargs))
     if cpu and found.device.type != "cpu":
@@ -134,6 +144,7 @@ def make_plan(
         found.device,
         autocast=pick_handler(checked, AutocastKwargs),
         scaler=pick_handler(checked, GradScalerKwargs),
+        recipe=recipe,
     )
     accumulation = Accumulation(window)
     return Plan(
@@ -194,3 +205,26 @@ def refuse_unbuilt(others: dict[str, Any]) -> None:
         if value not in _NOTHING:
             shown = repr(value) if isinstance(value, str) else "..."
             raise ConfigError(f"Accelerator({name}={shown}): {_UNBUILT[name]}. Leave it out.")
+
+
+_KNOWN = (
+    AORecipeKwargs,
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+
+
+def _check_handlers(handlers: Iterable[KwargsHandler]) -> list[KwargsHandler]:
+    """The handlers as a list: each of a known class, none of a class twice."""
+    checked: list[KwargsHandler] = []
+    for handler in handlers:
+        if not isinstance(handler, _KNOWN):
+            names = ", ".join(kind.__name__ for kind in _KNOWN)
+            raise ConfigError(f"kwargs_handlers has a {type(handler).__name__}: there is {names}")
+        if any(type(other) is type(handler) for other in checked):
+            raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}: pass one")
+        checked.append(handler)
+    return checked

@@ -9,13 +9,14 @@ import torch
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import environment
+from notebook_accel.training.float8 import AORecipeKwargs
 from notebook_accel.training.loss_scaling import LossScaling
 from notebook_accel.training.models import AutocastForward, strip_forward
 
 if TYPE_CHECKING:
     from notebook_accel.training.settings import AutocastKwargs, GradScalerKwargs
 
-__all__ = ["BFloat16", "Float16", "Precision", "make_precision", "resolve_precision"]
+__all__ = ["BFloat16", "Float8", "Float16", "Precision", "make_precision", "resolve_precision"]
 
 
 class Precision:
@@ -23,9 +24,16 @@ class Precision:
 
     name: ClassVar[str] = "no"
     dtype: ClassVar[torch.dtype | None] = None
+    converts_layers: ClassVar[bool] = False
+    """Whether a model gets layers of another class, which need to be whole."""
 
     def __init__(
-        self, device: torch.device, *, autocast: AutocastKwargs, scaler: GradScalerKwargs
+        self,
+        device: torch.device,
+        *,
+        autocast: AutocastKwargs,
+        scaler: GradScalerKwargs,
+        recipe: AORecipeKwargs | None = None,
     ) -> None:
         self.device_type = device.type
         self.options = autocast
@@ -77,8 +85,26 @@ class Float16(Precision):
         return LossScaling(kind(self.device_type, **self.scaler_options.to_kwargs()))
 
 
+class Float8(BFloat16):
+    """Linear layers multiply in 8 bits, by torchao; all else is as in bfloat16."""
+
+    name = "fp8"
+    converts_layers = True
+
+    def __init__(
+        self, device: torch.device, *, recipe: AORecipeKwargs | None = None, **options: Any
+    ) -> None:
+        super().__init__(device, **options)
+        self._recipe = recipe or AORecipeKwargs()
+        self._recipe.check_device(device)
+
+    def wrap(self, model: torch.nn.Module) -> None:
+        self._recipe.convert(model)
+        super().wrap(model)
+
+
 _PRECISIONS: dict[str, type[Precision]] = {
-    kind.name: kind for kind in (Precision, BFloat16, Float16)
+    kind.name: kind for kind in (Precision, BFloat16, Float16, Float8)
 }
 
 
@@ -99,8 +125,31 @@ def resolve_precision(asked: str | None) -> str:
     return name
 
 
+def refuse_divided_layers(name: str) -> None:
+    """Raise for a precision that does not go with layers that are divided over ranks.
+
+    Raises:
+        ConfigError: it converts layers, which needs them whole.
+    """
+    if _PRECISIONS[name].converts_layers:
+        raise ConfigError(
+            f"mixed_precision={name!r} converts whole linear layers, and was asked for with tensor "
+            "parallelism or DeepSpeed, which divide or keep them their own way: use "
+            'mixed_precision="bf16", or DDP, FSDP or a pipeline'
+        )
+
+
 def make_precision(
-    name: str, device: torch.device, *, autocast: AutocastKwargs, scaler: GradScalerKwargs
+    name: str,
+    device: torch.device,
+    *,
+    autocast: AutocastKwargs,
+    scaler: GradScalerKwargs,
+    recipe: AORecipeKwargs | None = None,
 ) -> Precision:
-    """The precision of this name on this device."""
-    return _PRECISIONS[name](device, autocast=autocast, scaler=scaler)
+    """The precision of this name on this device.
+
+    Raises:
+        ConfigError: the device, or what is installed, does not have it.
+    """
+    return _PRECISIONS[name](device, autocast=autocast, scaler=scaler, recipe=recipe)

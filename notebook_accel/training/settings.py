@@ -20,6 +20,7 @@ __all__ = [
     "DDPCommunicationHookType",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "FP8BackendType",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
@@ -106,6 +107,15 @@ class PrecisionType(_Text):
     FP8 = "fp8"
     FP16 = "fp16"
     BF16 = "bf16"
+
+
+class FP8BackendType(_Text):
+    """What computes in 8 bits: torchao ("AO"), or nothing; the others are Accelerate's."""
+
+    NO = "NO"
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"
 
 
 class RNGType(_Text):
@@ -307,25 +317,3 @@ _Handler = TypeVar("_Handler", bound=KwargsHandler)
 def pick_handler(handlers: Iterable[KwargsHandler], kind: type[_Handler]) -> _Handler:
     """The one of this class among ``handlers``, or one with the defaults."""
     return next((handler for handler in handlers if isinstance(handler, kind)), kind())
-
-
-_KNOWN = (
-    AutocastKwargs,
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    ProfileKwargs,
-)
-
-
-def check_handlers(handlers: Iterable[KwargsHandler]) -> list[KwargsHandler]:
-    """The handlers as a list: each of a known class, none of a class twice."""
-    checked: list[KwargsHandler] = []
-    for handler in handlers:
-        if not isinstance(handler, _KNOWN):
-            names = ", ".join(kind.__name__ for kind in _KNOWN)
-            raise ConfigError(f"kwargs_handlers has a {type(handler).__name__}: there is {names}")
-        if any(type(other) is type(handler) for other in checked):
-            raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}: pass one")
-        checked.append(handler)
-    return checked

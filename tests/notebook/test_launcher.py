@@ -72,7 +72,7 @@ def test_every_argument_is_documented() -> None:
         ({"view": "pretty"}, ["view='pretty'", "'auto'", "'widgets'", "'text'", "'none'"]),
         ({"view": "widgets"}, ["view='widgets'", "kernel", "view='text'"]),
         ({"num_processes": 0}, ["num_processes=0", "1 or more"]),
-        ({"mixed_precision": "fp8"}, ["mixed_precision='fp8'", "'bf16'"]),
+        ({"mixed_precision": "fp7"}, ["mixed_precision='fp7'", "'bf16'"]),
         ({"engine": "elastic"}, ["engine='elastic'", "'local'", "'inline'"]),
         ({"num_nodes": 2}, ["num_nodes=2", "not supported yet", "'local'", "Leave it out"]),
         ({"max_restarts": 3, "node_rank": 1}, ["node_rank=1, max_restarts=3", "Leave them out"]),

@@ -83,7 +83,7 @@ def test_old_loader_arguments_are_honoured() -> None:
             "pass one of them",
         ),
         ({"kwargs_handlers": [AutocastKwargs()] * 2}, "two AutocastKwargs"),
-        ({"kwargs_handlers": [object()]}, "has a object: there is AutocastKwargs, "),
+        ({"kwargs_handlers": [object()]}, "has a object: there is AORecipeKwargs, "),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -67,9 +67,9 @@ def test_the_first_setting_wins(
 
 
 def test_an_unknown_precision_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = r"mixed_precision='fp8' \(from the argument\): expected one of 'no', 'bf16', 'fp16'"
+    expected = r"='fp7' \(from the argument\): expected one of 'no', 'bf16', 'fp16', 'fp8'"
     with pytest.raises(ConfigError, match=expected):
-        Accelerator(cpu=True, mixed_precision="fp8")
+        Accelerator(cpu=True, mixed_precision="fp7")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "half")
     with pytest.raises(ValueError, match=r"'half' \(from the environment\)"):
         Accelerator(cpu=True)

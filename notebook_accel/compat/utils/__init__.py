@@ -2,6 +2,7 @@
 
 from notebook_accel.training.parallelism import ParallelismConfig as ParallelismConfig
 
+from .ao import *
 from .bnb import *
 from .constants import *
 from .dataclasses import *

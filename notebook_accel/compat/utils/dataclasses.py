@@ -8,6 +8,7 @@ from notebook_accel.training.compiling import DynamoBackend as DynamoBackend
 from notebook_accel.training.compiling import TorchDynamoPlugin as TorchDynamoPlugin
 from notebook_accel.training.data.config import DataLoaderConfiguration as DataLoaderConfiguration
 from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from notebook_accel.training.float8 import AORecipeKwargs as AORecipeKwargs
 from notebook_accel.training.fsdp_plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
@@ -28,6 +29,7 @@ from notebook_accel.training.settings import (
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
 )
 from notebook_accel.training.settings import DistributedType as DistributedType
+from notebook_accel.training.settings import FP8BackendType as FP8BackendType
 from notebook_accel.training.settings import (
     GradientAccumulationPlugin as GradientAccumulationPlugin,
 )

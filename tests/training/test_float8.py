@@ -1,0 +1,122 @@
+"""Training in 8 bits by torchao: emulated where that is installed, else refused with a reason."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from notebook_accel import (
+    Accelerator,
+    ConfigError,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    utils,
+)
+from notebook_accel.training import float8, topology
+from tests.training.harness import run_ranks
+from tests.training.single import fresh_rank  # noqa: F401
+
+ASKED = {"cpu": True, "mixed_precision": "fp8"}
+
+
+def recipe(**fields: Any) -> utils.AORecipeKwargs:
+    """One whose configuration says no more than what is looked at before anything is converted."""
+    fields = {"emulate": False, "enable_fsdp_float8_all_gather": False, **fields}
+    return utils.AORecipeKwargs(config=SimpleNamespace(**fields))
+
+
+def test_without_torchao_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "is_torchao_available", lambda: False)
+    for ask in (
+        lambda: Accelerator(**ASKED),
+        utils.AORecipeKwargs,
+        lambda: utils.convert_model_to_fp8_ao(nn.Linear(1, 1)),
+        lambda: utils.has_ao_layers(nn.Linear(1, 1)),
+    ):
+        with pytest.raises(ConfigError, match=r"pip install torchao.*bf16"):
+            ask()
+    assert Accelerator(cpu=True).fp8_backend == utils.FP8BackendType.NO == "NO"
+
+
+def test_what_does_not_multiply_in_8_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "is_torchao_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"on cpu: 8-bit products need .*8\.9.*emulate=True"):
+        Accelerator(**ASKED, kwargs_handlers=[recipe()])
+    with pytest.raises(ConfigError, match="enable_fsdp_float8_all_gather=True is not supported"):
+        recipe(enable_fsdp_float8_all_gather=True)
+    monkeypatch.setattr(topology, "count_ranks", lambda: (2, 2))
+    with pytest.raises(ConfigError, match=r"converts whole linear layers.*tensor parallelism"):
+        Accelerator(
+            **ASKED,
+            kwargs_handlers=[recipe(emulate=True)],
+            parallelism_config=ParallelismConfig(tp_size=2),
+        )
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 32),
+        nn.Tanh(),
+        nn.Linear(32, 32),
+        nn.Tanh(),
+        nn.Linear(32, 17),
+        nn.Linear(17, 1),
+    )
+
+
+def learn(strategy: str) -> dict[str, Any]:
+    """Ten steps with emulated products, and with none."""
+    from torchao.float8 import Float8LinearConfig
+
+    losses: dict[str, list[float]] = {}
+    asked: dict[str, Any] = {}
+    if strategy == "fsdp":
+        asked["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
+    if strategy == "pipeline":
+        asked["parallelism_config"] = ParallelismConfig(pp_size=2)
+    recipes = [utils.AORecipeKwargs(config=Float8LinearConfig(emulate=True))]
+    for precision, handlers in (("no", []), ("fp8", recipes)):
+        accelerator = Accelerator(
+            cpu=True, mixed_precision=precision, kwargs_handlers=handlers, **asked
+        )
+        model: Any = make()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        inputs = torch.linspace(-1, 1, 64).reshape(16, 4)
+        losses[precision] = []
+        for _ in range(10):
+            loss = accelerator.forward_backward(
+                model, inputs, inputs.sum(1, keepdim=True), nn.functional.mse_loss
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[precision].append(float(loss))
+    kinds = [type(part).__name__ for part in accelerator.unwrap_model(model)]
+    return {
+        **losses,
+        "kinds": kinds,
+        "is converted": utils.has_ao_layers(model) == ("Float8Linear" in kinds),
+        "names": set(accelerator.get_state_dict(model)),
+        "backend": str(accelerator.fp8_backend),
+    }
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "pipeline"])
+def test_emulated_training_stays_near_full_precision(strategy: str) -> None:
+    """An 8-bit number has 3 bits behind the point: a product of two moves by 2**-3 at most."""
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    for result in run_ranks(learn, 1 if strategy == "single" else 2, strategy):
+        assert result["fp8"] == pytest.approx(result["no"], rel=2.0**-3)
+        assert result["fp8"] != pytest.approx(result["no"], rel=2.0**-10)
+        assert result["fp8"][-1] < result["fp8"][0] / 2
+        assert result["names"] == set(make().state_dict())
+        assert (result["is converted"], result["backend"]) == (True, "AO")
+        if strategy != "pipeline":  # there a rank has the layers of its stage
+            # Neither the first and the last, nor one whose sizes do not fit.
+            linear = [kind for kind in result["kinds"] if "Linear" in kind]
+            assert linear == ["Linear", "Float8Linear", "Linear", "Linear"]
