@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from notebook_accel import (
     Accelerator,
@@ -82,6 +85,30 @@ def test_mixed_precision_stays_near_full_precision(mesh: str, precision: str) ->
         assert result["losses"] == pytest.approx(expected["losses"], rel=8 * ROUNDING[precision])
         assert result["losses"] != expected["losses"]
         assert result["norms"] == pytest.approx(expected["norms"], rel=64 * ROUNDING[precision])
+
+
+def gather_counts() -> tuple[list[int], bool]:
+    """What a step of raw ``fully_shard`` and of ours gathers; what is left after an evaluation."""
+    counts = []
+    accelerator = accelerator_for("fsdp, blocks")
+    raw, ours = Tiny(), accelerator.prepare(Tiny())
+    for part in (*raw.blocks, raw):
+        fully_shard(part, mesh=accelerator.torch_device_mesh["dp_shard"])
+    inputs, targets = data(2).tensors
+    for model in (raw, ours):
+        for _ in range(2):  # the first step learns the order
+            with CommDebugMode() as exchanged:
+                loss_of(model(inputs), targets).backward()
+        counts.append(exchanged.get_comm_counts()[torch.ops.c10d._allgather_base_])
+    with torch.no_grad():
+        ours(inputs)
+    return counts, all(isinstance(weight, DTensor) for weight in ours.parameters())
+
+
+def test_no_more_is_gathered_than_by_torch_alone() -> None:
+    for (of_torch, of_ours), is_in_parts in run_ranks(gather_counts, 2):
+        assert of_ours == of_torch > 0
+        assert is_in_parts
 
 
 def look_around() -> dict[str, Any]:

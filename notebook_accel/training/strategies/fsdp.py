@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 
-__all__ = ["checkpoint_activations", "choose_modules", "shard", "units"]
+__all__ = [
+    "checkpoint_activations",
+    "choose_modules",
+    "keep_root_for_backward",
+    "shard",
+    "units",
+]
 
 
 def choose_modules(model: Module, plugin: FullyShardedDataParallelPlugin) -> list[Module]:
@@ -157,3 +163,17 @@ def shard(
         # "mat1 and mat2 must have the same dtype".
         fully_shard(part, mp_policy=replace(inside, output_dtype=None), **options)
     fully_shard(model, mp_policy=inside, **options)
+
+
+def keep_root_for_backward(model: Module) -> None:
+    """Let what is gathered with the model itself stay whole from forward to backward.
+
+    Backward begins with it: it would be freed and gathered again at once. Torch does the same of
+    its own accord, but after a forward without gradients too, from where on ``parameters()`` would
+    give whole weights.
+    """
+    model.register_forward_pre_hook(_choose_what_forward_leaves)
+
+
+def _choose_what_forward_leaves(model: Any, _: Any) -> None:
+    model.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=False)

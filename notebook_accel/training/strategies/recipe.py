@@ -86,6 +86,9 @@ def spread(
         # One dimension shards; of two, the first replicates what the second shards.
         for unit, inside in fsdp.units(model, chosen, own_blocks):
             fsdp.shard(unit, inside, mesh[data], plugin=plugin, dtype=dtype, device=device)
+        # The blocks of a pipeline's stage run forward for several micro-batches first.
+        if not own_blocks and plugin.reshard_after_forward:
+            fsdp.keep_root_for_backward(model)
     dtensors.accept_whole_weights(model)
 
 
