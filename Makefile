@@ -65,7 +65,7 @@ test-soak: $(READY)
 	$(BIN)/python -m tests.soak $(ARGS)
 
 bench: $(READY)
-	@for script in launch session step loader closure flood panel faults; do \
+	@for script in launch session step strategies loader checkpoint closure flood panel faults; do \
 	  echo; echo "== benchmarks/$$script.py $(ARGS)"; \
 	  $(BIN)/python benchmarks/$$script.py $(ARGS) || exit 1; \
 	done

@@ -9,7 +9,6 @@ contender took over torch. Peers: accelerate, and Lightning Fabric where it is o
 
 from __future__ import annotations
 
-import gc
 import os
 import statistics
 import tempfile
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from timing import arguments, table
+from timing import arguments, in_turn, table
 from torch import multiprocessing
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -118,22 +117,6 @@ def collect(gatherer: Callable[[torch.Tensor], object], tensor: torch.Tensor) ->
     start = time.perf_counter()
     gatherer(tensor)
     return time.perf_counter() - start
-
-
-def in_turn(contenders: dict[str, Any], measure: Callable[[Any], float], repeats: int) -> Any:
-    """What each took, turn by turn."""
-    spent: dict[str, list[float]] = {name: [] for name in contenders}
-    for contender in contenders.values():
-        measure(contender)
-    gc.collect()
-    gc.disable()
-    names = list(contenders)
-    for _ in range(repeats):
-        for name in names:
-            spent[name].append(measure(contenders[name]))
-        names.append(names.pop(0))  # each is first and last as often
-    gc.enable()
-    return spent
 
 
 def rows(spent: dict[str, list[float]]) -> list[dict[str, str]]:

@@ -8,6 +8,7 @@ turn, so that what the machine does meanwhile meets all of them alike.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jupyter_client.manager import KernelManager
 
@@ -27,6 +28,7 @@ __all__ = [
     "Kernel",
     "Measurement",
     "arguments",
+    "in_turn",
     "interleave",
     "median",
     "report",
@@ -35,6 +37,8 @@ __all__ = [
 ]
 
 Measurement = dict[str, Any]
+_Contender = TypeVar("_Contender")
+_Found = TypeVar("_Found")
 
 _MARK = "BENCHMARK "
 
@@ -78,6 +82,25 @@ def interleave(
         for name in names:
             found[name].append(one(name))
     return found
+
+
+def in_turn(
+    contenders: Mapping[str, _Contender], measure: Callable[[_Contender], _Found], repeats: int
+) -> dict[str, list[_Found]]:
+    """Measure contenders that live in one process ``repeats`` times, in turn; the first time is
+    thrown away."""
+    spent: dict[str, list[_Found]] = {name: [] for name in contenders}
+    for contender in contenders.values():
+        measure(contender)
+    gc.collect()
+    gc.disable()
+    names = list(contenders)
+    for _ in range(repeats):
+        for name in names:
+            spent[name].append(measure(contenders[name]))
+        names.append(names.pop(0))  # each is first and last as often
+    gc.enable()
+    return spent
 
 
 def _in_a_process(command: Sequence[str], limit: float) -> Measurement:

@@ -1,0 +1,282 @@
+"""What a training step costs beyond raw torch, strategy by strategy: a small transformer, 2 ranks.
+
+For each strategy two fresh ranks hold all its contenders and run blocks of steps in turn: torch's
+own DistributedDataParallel, ``fully_shard``, ``parallelize_module`` or pipeline schedule, and ours.
+Accelerate is beside us with DDP, the one that it has without an accelerator. Quoted are
+medians over the turns: CPU time of both ranks together, and the ratio to the raw block of the same
+turn of CPU time and of wall time. Other work on the machine spoils wall time first. Our pipeline
+does more than the schedule alone: every rank gets the loss.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from timing import arguments, in_turn, table
+from torch import multiprocessing, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.optim import Optimizer
+
+RAW = "torch"
+NUM_RANKS = 2
+WORDS, WIDTH, HEADS, DEPTH = 512, 128, 4, 2
+BATCH, LENGTH = 8, 64
+NUM_MICROBATCHES = 4
+TENSOR_PLAN = {
+    **{f"*.{name}": "colwise" for name in ("query", "key", "value", "up")},
+    **{f"*.{name}": "rowwise" for name in ("out", "down")},
+}
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer; the number of heads is what the layers give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_attention, self.before_feed = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = self.before_attention(hidden)
+        query, key, value = (
+            layer(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
+        return hidden + self.down(nn.functional.gelu(self.up(self.before_feed(hidden))))
+
+
+def transformer() -> nn.Sequential:
+    """The model, with the same weights for all."""
+    torch.manual_seed(0)
+    blocks = [Block() for _ in range(DEPTH)]
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, nn.Linear(WIDTH, WORDS))
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, the same for all."""
+    tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def plain_loop(
+    model: nn.Module, optimizer: Optimizer, backward: Callable[[Any], object]
+) -> Callable[[], object]:
+    """One step, as a training loop has it."""
+    inputs, targets = batch()
+
+    def step() -> torch.Tensor:
+        loss = loss_of(model(inputs), targets)
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def raw_loop(model: nn.Module) -> Callable[[], object]:
+    return plain_loop(model, adamw(model), torch.Tensor.backward)
+
+
+def raw_ddp() -> Callable[[], object]:
+    return raw_loop(nn.parallel.DistributedDataParallel(transformer()))
+
+
+def raw_fsdp() -> Callable[[], object]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = transformer()
+    mesh = dist.init_device_mesh("cpu", (NUM_RANKS,))
+    for block in model[1:-1]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return raw_loop(model)
+
+
+def raw_tensor() -> Callable[[], object]:
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    plan = {name: styles[style]() for name, style in TENSOR_PLAN.items()}
+    mesh = dist.init_device_mesh("cpu", (NUM_RANKS,))
+    return raw_loop(parallelize_module(transformer(), mesh, plan))
+
+
+def raw_pipeline() -> Callable[[], object]:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    model, rank = transformer(), dist.get_rank()
+    half = len(model) // NUM_RANKS
+    mine = model[:half] if rank == 0 else model[half:]
+    stage = PipelineStage(mine, rank, NUM_RANKS, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, NUM_MICROBATCHES, loss_fn=loss_of)
+    optimizer = adamw(mine)
+    inputs, targets = batch()
+
+    def step() -> None:
+        # What the caller gets of the outputs is not asked for: ours gives the loss alone.
+        if rank == 0:
+            schedule.step(inputs, return_outputs=False)
+        else:
+            schedule.step(target=targets, losses=[], return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def with_accelerator(accelerator: Any) -> Callable[[], object]:
+    """One step with either Accelerator."""
+    model = transformer()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    return plain_loop(model, optimizer, accelerator.backward)
+
+
+def our_accelerator(**settings: Any) -> Any:
+    from notebook_accel import Accelerator
+
+    return Accelerator(cpu=True, **settings)
+
+
+def our_ddp() -> Callable[[], object]:
+    return with_accelerator(our_accelerator())
+
+
+def peer_ddp() -> Callable[[], object]:
+    from accelerate import Accelerator
+
+    return with_accelerator(Accelerator(cpu=True))
+
+
+def our_fsdp() -> Callable[[], object]:
+    from notebook_accel import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+    )
+    return with_accelerator(our_accelerator(fsdp_plugin=plugin))
+
+
+def our_tensor() -> Callable[[], object]:
+    from notebook_accel import ParallelismConfig
+
+    sizes = ParallelismConfig(tp_size=NUM_RANKS, tp_plan=TENSOR_PLAN)
+    return with_accelerator(our_accelerator(parallelism_config=sizes))
+
+
+def our_pipeline() -> Callable[[], object]:
+    from notebook_accel import ParallelismConfig
+
+    sizes = ParallelismConfig(pp_size=NUM_RANKS, num_microbatches=NUM_MICROBATCHES)
+    accelerator = our_accelerator(parallelism_config=sizes)
+    model = transformer()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    inputs, targets = batch()
+
+    def step() -> None:
+        accelerator.forward_backward(model, inputs, targets, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+STRATEGIES: dict[str, dict[str, Callable[[], Callable[[], object]]]] = {
+    "DDP": {RAW: raw_ddp, "notebook_accel": our_ddp, "accelerate": peer_ddp},
+    "FSDP2": {RAW: raw_fsdp, "notebook_accel": our_fsdp},
+    "tensor parallelism": {RAW: raw_tensor, "notebook_accel": our_tensor},
+    "pipeline, 1F1B": {RAW: raw_pipeline, "notebook_accel": our_pipeline},
+}
+
+
+def measure(step: Callable[[], object], count: int) -> tuple[float, float]:
+    """CPU time and wall time of one step, of a block that both ranks begin together."""
+    dist.barrier()
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in range(count):
+        step()
+    return (time.process_time() - cpu) / count, (time.perf_counter() - wall) / count
+
+
+def be_rank(rank: int, name: str, folder: str, repeats: int, count: int) -> None:
+    """What each rank does for one strategy; rank 0 prints the table."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({key: str(value) for key, value in numbers.items()})
+    os.environ.update(ACCELERATE_USE_CPU="true", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of torch, about patterns that no layer of a part fits
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    steps = {contender: make() for contender, make in STRATEGIES[name].items()}
+    spent = in_turn(steps, lambda step: measure(step, count), repeats)
+    of_ranks: list[Any] = [None] * NUM_RANKS
+    dist.all_gather_object(of_ranks, spent)
+    if rank == 0:
+        print(f"\n{name}:\n{table(rows(of_ranks))}", flush=True)
+    dist.destroy_process_group()
+
+
+def rows(of_ranks: list[dict[str, list[tuple[float, float]]]]) -> list[dict[str, str]]:
+    """The lines of a table, from what each rank measured."""
+    cpu, wall = {}, {}
+    for name in of_ranks[0]:
+        turns = list(zip(*(spent[name] for spent in of_ranks), strict=True))
+        cpu[name] = [sum(own for own, _ in ranks) for ranks in turns]
+        wall[name] = [max(own for _, own in ranks) for ranks in turns]
+    return [
+        {
+            "": name,
+            "CPU ms a step": f"{statistics.median(cpu[name]) * 1e3:.2f}",
+            "times torch": f"{ratio(cpu, name):.3f}",
+            "wall, times torch": f"{ratio(wall, name):.3f}",
+        }
+        for name in cpu
+    ]
+
+
+def ratio(spent: dict[str, list[float]], name: str) -> float:
+    """The median over the turns of what a contender took over torch."""
+    pairs = zip(spent[name], spent[RAW], strict=True)
+    return statistics.median(own / base for own, base in pairs)
+
+
+def main() -> None:
+    parser = arguments(__doc__, repeats=40)
+    parser.add_argument("--only", choices=STRATEGIES, help="measure this strategy alone")
+    options = parser.parse_args()
+    repeats, count = (3, 3) if options.quick else (options.repeats, 5)
+    for name in [options.only] if options.only else STRATEGIES:
+        with tempfile.TemporaryDirectory() as folder:
+            multiprocessing.start_processes(
+                be_rank, (name, folder, repeats, count), nprocs=NUM_RANKS, start_method="fork"
+            )
+
+
+if __name__ == "__main__":
+    main()
