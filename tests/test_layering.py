@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,7 +21,6 @@ from tests.public import PACKAGE, public_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
 ROOT = "notebook_accel"
 
@@ -221,17 +221,22 @@ _UNIMPORTED = {"ipykernel"}
 
 
 def _declared() -> dict[str, set[str]]:
-    from importlib.metadata import requires
-
+    # From the file: what is installed says what was declared when it was installed.
     from packaging.requirements import Requirement
 
-    found: dict[str, set[str]] = {"core": set(), "extra": set()}
-    for requirement in map(Requirement, requires("notebook-accel") or []):
-        marker = str(requirement.marker or "")
-        if "dev" not in marker:
-            name = requirement.name.lower().replace("_", "-")
-            found["extra" if "extra" in marker else "core"].add(name)
-    return found
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib  # pytest needs it there
+
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    optional = [text for name in extras.keys() - {"dev"} for text in extras[name]]
+    asked = {"core": project["dependencies"], "extra": optional}
+    return {
+        kind: {Requirement(text).name.lower().replace("_", "-") for text in texts}
+        for kind, texts in asked.items()
+    }
 
 
 # ---------------------------------------------------------------- importing has no effect
