@@ -49,6 +49,7 @@ __all__ = ["RankPool"]
 _TICK_SECONDS = 0.1
 # Between calls there is nothing to draw, and messages wake the thread.
 _IDLE_SECONDS = 1.0
+_METRICS_SECONDS = 0.005  # left to gather: of a thousand a second each would wake the thread
 # The agent itself gives a rank three seconds to write its stacks.
 _STACKS_SECONDS = 5.0
 # Between two looks at whether the stacks have come.
@@ -118,6 +119,7 @@ class RankPool:
         self._for_others: list[tuple[wire.Message, tuple[int, ...]]] | None = None
         self._end_asked: float | None = None  # when its end was asked for first
         self._stop_points: dict[tuple[int, ...], StopPoint] = {}  # the agents' answers to a stop
+        self._heard_metrics = False  # and nothing else, when it heard something last
         self._has_announced_end = False  # whether all agents know that it has ended
         self._selector = selectors.DefaultSelector()  # not in the thread: it may fail
         self._thread = threading.Thread(target=self._serve, name=f"ranks-{run}", daemon=True)
@@ -331,6 +333,8 @@ class RankPool:
                         self._tick()
                     except Exception as error:  # nobody else would ever end these ranks
                         self._give_up(error)
+                if self._heard_metrics:
+                    time.sleep(_METRICS_SECONDS)
         self._finish()
 
     def _give_up(self, error: Exception) -> None:
@@ -376,6 +380,7 @@ class RankPool:
             with contextlib.suppress(OSError):
                 link.channel.flush(block=False)
         problem: Exception | None = None
+        self._heard_metrics = {type(message) for message, _ in messages} == {wire.Metric}
         for message, fds in messages:
             try:
                 self._take(link, message, fds)
