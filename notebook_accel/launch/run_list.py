@@ -44,7 +44,9 @@ _known: list[_Known] = []
 def add(run: Run) -> None:
     """List a run that begins, without what its handles alone keep."""
     _known.append(_Known(handle=weakref.ref(run), run=run._without_results()))
-    del _known[:-_MAX_RUNS]
+    # One that goes on stays: it can be stopped from here, and its error says where to find it.
+    old = [known for known in _known[:-_MAX_RUNS] if not known.run.state.has_ended]
+    _known[:] = [*old, *_known[-_MAX_RUNS:]]
 
 
 def keep(run: Run) -> None:
@@ -61,10 +63,12 @@ def discard(run: Run) -> None:
 
 
 def expression(run_id: str) -> str:
-    """What a person types for the run of that id, of those of this process."""
+    """What a person types for the run of that id."""
     ids = [known.run.id for known in _known]
-    index = ids.index(run_id) - len(ids) if run_id in ids else -1
-    return f"import notebook_accel; notebook_accel.runs()[{index}]"
+    if run_id in ids:
+        return f"import notebook_accel; notebook_accel.runs()[{ids.index(run_id) - len(ids)}]"
+    found = f"next(run for run in notebook_accel.runs(everywhere=True) if run.id == {run_id!r})"
+    return f"import notebook_accel; {found}"
 
 
 def runs(*, everywhere: bool = False) -> list[Run]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from IPython.core.getipython import get_ipython
 
 from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launch import run_list
 from notebook_accel.notebook.sources import cell_sources
 
 if TYPE_CHECKING:
@@ -30,9 +31,10 @@ def show_in_short() -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, TimeoutError) as error:
-        if getattr(error, "run", None) is not None:
+        run = getattr(error, "run", None)
+        if run is not None:
             text = str(error) or "the run was interrupted"
-            kept = "its logs, metrics and results are kept: notebook_accel.runs()[-1]"
+            kept = f"its logs, metrics and results are kept: {run_list.expression(run.id)}"
             lines = [f"\x1b[0;31m{type(error).__name__}\x1b[0m: {text}; {kept}"]
             error._render_traceback_ = lambda: lines  # type: ignore[union-attr]
         _forget_older_traceback()

@@ -267,8 +267,13 @@ class Supervisor(Conductor):
         """The final state; nobody may change it any more."""
         self._metrics.flush()
         self._metrics.close()
+        handle = run_list.expression(self._folder.id)
         verdict = judge(
-            self.state, is_stopped=self._is_stopped, lost=lost, log_dir=str(self._folder.path)
+            self.state,
+            is_stopped=self._is_stopped,
+            lost=lost,
+            handle=handle,
+            log_dir=str(self._folder.path),
         )
         state = replace(
             self.state, status=verdict.status, ended=self.state.now(), failure=verdict.failure
@@ -277,7 +282,7 @@ class Supervisor(Conductor):
         for line in (*lines, *self._closing_notices(self.state)):
             state = apply(wire.Notice(text=line), state)
         if self.results is not None and self.results.has_rescued:
-            self.rescued_as = run_list.expression(self._folder.id) + ".rescued"
+            self.rescued_as = handle + ".rescued"
             kept = f"what was being trained is kept: {self.rescued_as}"
             state = apply(wire.Notice(text=kept), state)
         # What is large, and what holds the notebook's function: the handle has it, nobody else.

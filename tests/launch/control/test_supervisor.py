@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from notebook_accel.launch import wire
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch import run_list, wire
+from notebook_accel.launch.control.run_folder import RunFolder
+from notebook_accel.launch.run import Conductor, Run
+from notebook_accel.launch.view import View
 from tests.engines.processes import eventually
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
 
@@ -22,6 +26,14 @@ def run(tmp_path: Path) -> Iterator[PlayedRun]:
     """Two ranks behind one agent."""
     with played(tmp_path, PlayedAgent(0, 1)) as run:
         yield run
+
+
+def listed(conductor: Conductor, folder: RunFolder, metrics: Any) -> Run:
+    """A run as a launch lists it."""
+    run = Run(name="train", config=LaunchConfig(), folder=folder, metrics=metrics, view=View())
+    run._attach(conductor)
+    run_list.add(run)
+    return run
 
 
 def raised(**fields: Any) -> dict[str, Any]:
@@ -54,6 +66,22 @@ def test_a_call_that_fails(run: PlayedRun) -> None:
     assert failure is not None
     assert (failure.rank, failure.ranks, call.state.status) == (1, (1,), "failed")
     assert call.state.error == failure.message
+
+
+def test_the_error_names_its_own_run_whatever_was_launched_since(
+    run: PlayedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_list, "_known", [])
+    monkeypatch.setattr(run_list, "_MAX_RUNS", 1)
+    (agent,) = run.agents
+    call = run.begin_call()
+    older = listed(call, run.folder, call._metrics)
+    newer = listed(call, RunFolder.make(tmp_path), call._metrics)
+    assert run_list.runs() == [older, newer], "one that goes on stays in the list"
+    agent.tell(wire.Raised, rank=0, **raised())
+    agent.tell(wire.Raised, rank=1, **raised())
+    assert call.ended.wait(SECONDS)
+    assert "notebook_accel.runs()[-2].logs(0)" in call.state.error
 
 
 def test_metrics_are_kept_and_the_last_is_shown(run: PlayedRun) -> None:
