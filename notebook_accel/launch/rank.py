@@ -62,7 +62,10 @@ class Training(Protocol):
     """What is being trained, as whoever rescues it sees it."""
 
     def parts_to_rescue(self, num_steps: int) -> Iterator[object]:
-        """What this rank has of it, in forms of which the first may not be picklable."""
+        """This rank's part of its state in several forms, the best first.
+
+        Whoever rescues it takes the first form that can be pickled.
+        """
 
 
 class RankContext:
@@ -75,8 +78,8 @@ class RankContext:
         shared: what the state classes of ``training`` keep for this rank; they are views of it.
         launched: whether notebook_accel started this rank.
         call: number of the call that the ranks serve; it is the same on all of them.
-        before_return: functions to call before the rank says that its own has returned, by who
-            asked for each.
+        before_return: functions to call after the function of the call has returned, and before
+            the rank says so; the key of each is the object that asked for it.
         store: where the ranks of one machine meet; None leaves it to MASTER_ADDR and MASTER_PORT.
     """
 

@@ -358,10 +358,12 @@ class Run:
     # ---- ending it -------------------------------------------------------------------------
 
     def stop(self, grace: float | None = None) -> None:
-        """Ask all ranks to leave at the same step; harder after ``grace`` seconds. Returns at once.
+        """Ask all ranks to leave at the same step. Returns at once.
 
-        Harder, unless the function reads ``should_stop``: then it leaves in its own time, and a
-        second stop interrupts it. A second call interrupts any ranks that take their time.
+        Ranks that have not left after ``grace`` seconds, or once none makes progress for a second,
+        are interrupted. Once every rank has left its loop, or has read ``should_stop``, none is:
+        what comes after the loop may take as long as it needs. A second call of ``stop``
+        interrupts them in any case.
 
         Raises:
             ConfigError: ``grace`` is no number of seconds.

@@ -193,7 +193,8 @@ class Raised(Message, frozen=True, kw_only=True):
         traceback: formatted, with the cells' own names and lines.
         exitcode: what the process ends with, if this was its last call.
         pickled: the exception, where it could be pickled.
-        rescued: what it has of what was being trained, where it was stopped; made_group: as above.
+        rescued: this rank's part of the training, where the call was stopped or interrupted.
+        made_group: as in :class:`Returned`.
         ended_by_agent: whether its agent had interrupted it because another rank failed.
         after_interrupt: whether the agent had already sent SIGINT, SIGTERM or SIGKILL when the
             rank raised, by the clock of its machine. The agent sets both.
@@ -388,9 +389,10 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """Stop the call politely: all ranks leave it at the same step, or are made to after a while.
+    """Stop the call politely: all ranks are asked to leave it at the same step.
 
-    ``grace`` is the seconds that they have; None: those of the ``Call``.
+    Ranks still in it after ``grace`` seconds (None: those of the ``Call``) are made to, unless all
+    have left their loop or read ``should_stop``: those go on until they are asked again.
     """
 
     grace: float | None = None

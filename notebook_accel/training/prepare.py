@@ -169,7 +169,9 @@ class Preparation:
         current().note_training(self)
 
     def parts_to_rescue(self, num_steps: int) -> Iterator[object]:
-        """What this rank has of what is being trained, in forms of which the first may not travel.
+        """This rank's part of what is being trained in several forms, the best first.
+
+        Whoever rescues it takes the first form that can be pickled.
 
         Args:
             num_steps: that the optimizers have made.

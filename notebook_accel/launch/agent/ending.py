@@ -6,8 +6,10 @@ Pure: an :class:`Ending` says what is due at a time; the agent does it.
       grace, or 1 s     1 s             grace               1 s
       without progress
 
-A person may ask for any stage at any time; each leads to the next by itself. Up to DISCONNECT the
-rank processes survive, and are ready for the next call; TERMINATE and KILL end them.
+A person may ask for any stage at any time; each leads to the next by itself. One exception: once
+every rank in the call has left its loop or has read ``should_stop``, STOP leads no further, and the
+ranks go on in their own time until somebody asks again. Up to DISCONNECT the rank processes
+survive, and are ready for the next call; TERMINATE and KILL end them.
 
 When a rank fails, the others first have a settle window: where all make the same mistake, each is
 to be heard, and a rank that was slower must not pass for a victim of the first. The window is over
@@ -146,7 +148,8 @@ class Ending:
         Args:
             now: monotonic seconds.
             idle: seconds since any rank last made progress.
-            leaving: all ranks know of the stop and leave on their own.
+            leaving: every rank in the call has left its loop or has read ``should_stop``, and so
+                ends the call in its own time.
             settled: every rank has had ``SETTLE_SECONDS`` to itself since one failed.
         """
         is_polite = self.stage == Stage.STOP and not self.has_failed

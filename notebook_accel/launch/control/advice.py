@@ -21,7 +21,7 @@ def closing_advice(last: RunState, packed: PackedCall) -> list[str]:
     lines = _lost_models(last, packed)
     has_group = any(rank.made_group for rank in last.ranks)
     has_succeeded = all(rank.returned for rank in last.ranks)
-    # Of a function that has nothing to train, copies are what was asked for.
+    # A function without torch trains nothing: copies that run on their own are what it wants.
     if packed.uses_torch and last.world_size > 1 and has_succeeded and not has_group:
         alone = (
             f"no rank made a process group: {last.world_size} copies of {last.name} ran on their "

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Curve", "LiveCurves"]
 
-# Of a curve; a chart is about as many pixels wide (notebook/metric_charts.py).
+# The most stretches of a curve; a chart is about as many pixels wide (notebook/metric_charts.py).
 _MAX_STRETCHES = 256
-# Of ranks that are so many, nobody looks at one line each.
+# With more ranks than this nobody looks at the line of each one: fewer stretches will do.
 _MANY_RANKS = 16
 _MAX_STRETCHES_OF_MANY = 64
-# Of a run: 60 MB in all, at 3 KB each.
+# The most curves of a run: 60 MB in all, at 3 KB each.
 _MAX_CURVES = 20_000
 
 

@@ -34,18 +34,20 @@ _COLLECTIVES = frozenset(
 )
 _TORCH_DISTRIBUTED = re.compile(r"[/\\]torch[/\\](distributed|nn[/\\]parallel)[/\\]")
 _OUR_TRAINING = re.compile(r"[/\\]notebook_accel[/\\]training[/\\]")
-# Whoever looks for the line to mend does not look here.
+# Files of libraries: the line that a person has to mend is in none of them.
 _LIBRARY = re.compile(
     r"[/\\](site-packages|dist-packages|lib[/\\]python3\.\d+|notebook_accel[/\\](training|launch))"
     r"[/\\]|^<frozen "
 )
 # Gradients are reduced in native code, below the call that computes them.
 _BACKWARD = "_engine_run_backward"
-# Percent of a core, below which a rank does nothing. Who waits in gloo uses next to none.
+# Percent of a core, below which a rank does nothing. One that waits in gloo uses next to none.
 _IDLE_CPU = 10
-# As long as this a slow network may take for one operation of all ranks.
+# A slow network may take this long for one operation: only ranks that all wait in the same one for
+# longer are taken to hang.
 _SLOW_SECONDS = 30.0
-# Characters of a stack, and parts of the sentence: a message of the panel has 20 KB for all.
+# The most characters of a stack, and the most places in the sentence: one message to the panel has
+# 20 KB for all of it.
 _MAX_STACK = 4_000
 _MAX_PARTS = 6
 
@@ -125,7 +127,8 @@ def _line(frame: Frame, labels: Mapping[str, str]) -> str:
 def _operation(frames: Sequence[Frame], *, is_idle: bool) -> str:
     """In what the frames above the person's own code wait for other ranks; "" for nothing."""
     in_torch = [frame for frame in frames if _TORCH_DISTRIBUTED.search(frame.file)]
-    # From the newest: the last one is what was called, the others are what it is made of.
+    # The newest frame is first. So the last of these is the one that was called, and those before
+    # it are calls that it makes inside.
     collectives = [frame.function for frame in in_torch if frame.function in _COLLECTIVES]
     if collectives:
         name = collectives[-1]
@@ -183,7 +186,8 @@ def find_hang(
         )
     else:
         text = f"ranks wait for others, which are at work: {where}"
-    # Where all wait, those at the line of the fewest are the ones that others miss.
+    # Where all ranks wait, at different places, the largest group is taken to be where all should
+    # be: it misses the ranks at every other place.
     missing = [rank for ranks in others.values() for rank in ranks]
     if not missing and len(groups) > 1:
         missing = [rank for _, ranks in groups[1:] for rank in ranks]

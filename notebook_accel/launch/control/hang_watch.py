@@ -28,8 +28,8 @@ __all__ = ["HangWatch"]
 
 # A rank is shown as quiet after this time: longer than a step of most trainings.
 _QUIET_SECONDS = 5.0
-# Ranks are asked for their stacks after this time, and once more after the next: a hang is told
-# some ten seconds after the last step.
+# Ranks are asked for their stacks after `_SILENT_SECONDS`, and once more `_AGAIN_SECONDS` later: a
+# hang is told some 10 seconds after the last step, or 18 where a rank gives no answer.
 _SILENT_SECONDS = 8.0
 _AGAIN_SECONDS = 2.0
 # A run that computes for minutes is asked ever more rarely, down to this: a dump wakes all ranks.
@@ -81,7 +81,8 @@ class HangWatch:
             now: ``time.monotonic()``.
         """
         if state.status != "running":
-            # Who was asked to leave is the ending's matter; what hung is still worth telling.
+            # Ranks that were asked to leave are no longer looked at. A hang that was found before
+            # stays in the state: it tells why somebody wanted the end.
             return state
         if state is not self._seen:
             self._note_moves(state, now)

@@ -56,8 +56,8 @@ _STACKS_SECONDS = 5.0
 _POLL_SECONDS = 0.01
 # An agent that was told to kill and does not answer is killed itself; its ranks go with it.
 _DEAF_SECONDS = 3.0
-# So is one that says nothing for so long, though it sends a word every two seconds, once somebody
-# wants the end. Where nobody does, the person is told after twice that: it may go on.
+# An agent sends a word every two seconds. One that stays silent is killed once somebody has wanted
+# the end for `_SILENT_SECONDS`; where nobody wants it, the person is told, since it may go on.
 _SILENT_SECONDS = 10.0
 _TELL_SILENCE_SECONDS = 20.0
 
@@ -98,14 +98,14 @@ class RankPool:
         self._first = links[0]
         self._has_several = len(links) > 1
         self._log_dir = log_dir
-        # Of ranks whose output is sent: the channel, and the number of the stream.
+        # For each rank whose output is sent here: by which agent, and the number of the stream.
         self._log_streams: dict[int, tuple[AgentLink, int]] = {}
         # Guards what callers' threads and the pool's own thread both change.
         # Reentrant: a finalizer that ends something may run in a thread that holds it.
         self._lock = threading.RLock()
         # Guards the channels; nothing is done under it that may block.
         self._channel_lock = threading.Lock()
-        # The thread's turn: whoever has it keeps the thread from hearing anything.
+        # Held by the pool's thread while it handles messages and draws: to take it pauses the pool.
         self._turn = threading.Lock()
         self._call: RunningCall | None = None
         self._num_calls = 0
@@ -115,12 +115,12 @@ class RankPool:
         self._kill_asked: float | None = None
         # The newest dump of each rank, and when it came.
         self._stacks: dict[int, tuple[float, str]] = {}
-        # Of the call: messages for agents 1.. that wait for agent 0's port; None once it is known.
+        # Messages for the other agents until the first has named the call's port; None after that.
         self._for_others: list[tuple[wire.Message, tuple[int, ...]]] | None = None
-        self._end_asked: float | None = None  # when its end was asked for first
+        self._end_asked: float | None = None  # when the call's end was asked for first
         self._stop_points: dict[tuple[int, ...], StopPoint] = {}  # the agents' answers to a stop
-        self._heard_metrics = False  # and nothing else, when it heard something last
-        self._has_announced_end = False  # whether all agents know that it has ended
+        self._heard_metrics = False  # whether the thread last heard metrics, and nothing else
+        self._has_announced_end = False  # whether agents were told of the call's end
         self._selector = selectors.DefaultSelector()  # not in the thread: it may fail
         self._thread = threading.Thread(target=self._serve, name=f"ranks-{run}", daemon=True)
 
@@ -180,7 +180,7 @@ class RankPool:
             self._for_others = [] if self._has_several else None
             self._call = call
             call.begin(self._num_calls)
-            # An agent that is dead already is the thread's to tell.
+            # Where an agent is dead already, the pool's thread will notice and end the call.
             self.send(message, fds)
 
     def check_free(self) -> None:
@@ -247,7 +247,7 @@ class RankPool:
     def stop(self, *, call: int, grace: float | None) -> None:
         """Ask the ranks to leave the call of this number, all at the same point of it.
 
-        As with :meth:`interrupt` and :meth:`terminate`, a call that has ended stays as it is.
+        Like :meth:`interrupt` and :meth:`terminate` it does nothing once that call has ended.
         """
         self._ask_end(wire.Stop(run=self.run, call=call, grace=grace))
 
@@ -350,8 +350,8 @@ class RankPool:
         try:
             self._take_all(link)
             if link.channel.has_ended:
-                # What ended the channel came together with good messages. Where that was nonsense,
-                # and not the end of the file, nothing would wake the selector for it once more.
+                # Good messages came together with what ended the channel: this raises it now.
+                # After nonsense, unlike the end of the file, nothing would wake the selector.
                 self._take_all(link)
         except (EOFError, OSError) as error:
             selector.unregister(link.channel.fileno())
@@ -400,7 +400,7 @@ class RankPool:
                 self._stacks[message.rank] = time.monotonic(), message.text
             elif isinstance(message, wire.LogOpened) and message.rank is not None:
                 self._save_log(link, message.rank, message.stream)
-            # What is about processes (0) concerns every call.
+            # Messages about processes bear the number 0, and concern every call.
             if call is not None and message.call in (0, call.number):
                 self._pass_between_agents(link, message)
                 unwanted.pop_all()
@@ -504,7 +504,7 @@ class RankPool:
             self._kill_asked = now
             for link in self._links:
                 link.end()
-        call = self._call  # the turn may have ended it, and with it went what was asked about it
+        call = self._call  # None if it was ended above: nothing is asked about it any more
         for link in self._links:
             silent = now - link.channel.heard
             if silent < _SILENT_SECONDS or call is None:

@@ -118,7 +118,7 @@ class RunFolder:
             folder.path.mkdir(parents=True, mode=0o700)
             folder._hold()
         except OSError as error:
-            folder.remove()  # it may be there, without what says that we hold it
+            folder.remove()  # it may exist already, without the mark that says who holds it
             if error.errno in TOO_MANY_FILES:
                 raise too_many_files() from None
             raise LaunchError(
@@ -176,7 +176,7 @@ class RunFolder:
             source, target = log_path(session.path, rank), log_path(self.path, rank)
             try:
                 target.hardlink_to(source)
-            except OSError:  # a file system without them
+            except OSError:  # a file system without hard links
                 with making_files(self.path):
                     target.symlink_to(source)
 
@@ -193,7 +193,7 @@ class RunFolder:
         """
         self.check()
         try:
-            # A link is a log too, of a session on a file system without hard ones.
+            # A session's log is a symbolic link here where the file system has no hard links.
             with open_regular(log_path(self.path, rank), follow=True) as file:
                 file.seek(start)
                 data = file.read(-1 if end is None else max(0, end - start))
@@ -390,6 +390,6 @@ def _remove_old(root: Path, *, beside: RunFolder) -> None:
 def _size(folder: Path) -> int:
     with contextlib.suppress(OSError):
         entries = [entry.stat(follow_symlinks=False) for entry in os.scandir(folder)]
-        # The calls of a session share its files of output.
+        # The calls of a session share its files of output: each counts for an equal part of them.
         return sum(entry.st_size // entry.st_nlink for entry in entries)
     return 0

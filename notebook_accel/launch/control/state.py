@@ -35,11 +35,12 @@ __all__ = [
 
 ENDED = ("succeeded", "failed", "stopped")
 S = TypeVar("S", "RankState", "RunState", "BarState")
-# As many as a live panel can show.
+# Lines kept of each rank's output: as many as a live panel can show.
 _MAX_TAIL_LINES = 2000
-# Of each rank: a bar an epoch that stays (leave=True) fills it in long trainings.
+# Bars kept of each rank: a long training with one bar an epoch, each of which stays (leave=True),
+# has more.
 _MAX_BARS = 500
-# Of each rank; a view has shown older ones by then.
+# Displays kept of each rank, and their size; views have shown older ones by then.
 _MAX_DISPLAYS = 20
 _MAX_DISPLAY_BYTES = 8_000_000
 
@@ -254,7 +255,7 @@ def starting(
 
 
 def _changed(value: S, **fields: Any) -> S:
-    """``value`` with other fields, as ``dataclasses.replace`` gives it in ten times the time.
+    """``value`` with other fields, as ``dataclasses.replace`` gives it, in a tenth of its time.
 
     Thousands of messages a second come here, and a state has thirty fields.
     """
@@ -373,7 +374,7 @@ def _(message: wire.Output, state: RunState) -> RunState:
             rewound=tail.is_rewound,
             num_lines=rank.num_lines + message.skipped + message.text.count("\n"),
             skipped_lines=rank.skipped_lines + message.skipped,
-            # A program that erases its output makes it begin anew.
+            # Where a program erases its file of output, its output begins anew.
             log_start=message.start
             if rank.log_start is None
             else min(message.start, rank.log_start),
@@ -419,7 +420,7 @@ def _(message: wire.Raised, state: RunState) -> RunState:
         lambda rank: _changed(
             rank,
             status=_STATUS_AFTER.get(message.kind, "failed"),
-            # Interrupted for another rank's failure, it has none of its own.
+            # A rank that was interrupted because another one failed has not failed itself.
             failure=None if message.ended_by_agent else message,
             made_group=message.made_group,
             ended_by_agent=message.ended_by_agent,

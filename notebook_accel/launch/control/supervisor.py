@@ -175,7 +175,8 @@ class Supervisor(Conductor):
             self.results.keep_part(message.rank, message.rescued, list(fds))
             fds = ()
         for fd in fds:
-            # A rank's own code can write to its channel: only results bring any.
+            # Only results bring descriptors. Others come from code in the rank that wrote to its
+            # channel.
             os.close(fd)
         if isinstance(message, wire.Metric) and message.rank is not None:
             self._metrics.add(

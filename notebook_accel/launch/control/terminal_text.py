@@ -12,18 +12,19 @@ from dataclasses import dataclass
 
 __all__ = ["Tail", "append_output", "as_shown", "one_line", "plain_text"]
 
-# Each in seven bits (after ESC) and in eight.
+# Escape sequences of a terminal begin with ESC, or with a single character from \x80 to \x9f.
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
     r"|(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
     r"|\x1b[ -/]+[0-~]|\x1b[@-Z\\-_]"
 )
-# A page ends at some of them, a terminal obeys others; the last ones turn text around, so that it
-# reads as what it is not.
+# Some of these characters are not allowed in a page, others a terminal obeys; the last ones change
+# the direction of text, so that it reads as what it is not.
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]"
 )
-# NEL is a control character as well, and would join what it parts.
+# NEL (\x85) breaks a line, but plain_text would take it out as a control character, and so join the
+# two lines: it is replaced before.
 _BREAKS = re.compile(r"[\s\x85]+")
 # Of a longer line the end is shown: it is progress, printed as dots or by a carriage return.
 _MAX_LINE = 4_000
@@ -32,7 +33,7 @@ _MAX_LINE = 4_000
 def plain_text(text: str) -> str:
     """``text`` without escape sequences and control characters; tabs and line breaks stay."""
     if text.isprintable():
-        # Nearly all text is, and one look takes a tenth of the two searches.
+        # Nearly all text is printable, and to ask takes a tenth of the time of the two searches.
         return text
     return _CONTROLS.sub("", _ESCAPES.sub("", text))
 

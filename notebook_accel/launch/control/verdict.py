@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Verdict", "judge"]
 
-# Of a rank that died without an exception, so much of its output is in the error.
+# Lines of output that the error shows of a rank that died without an exception.
 _NUM_LAST_LINES = 10
 
 _LIKELY = {
@@ -98,7 +98,7 @@ def judge(
     without_result = tuple(rank.rank for rank in state.ranks if not rank.returned)
     if lost and not is_stopped and without_result:
         return Verdict(status="failed", failure=_agent_failure(lost[0], without_result))
-    # What is left without a result did not fail: we ended it.
+    # A rank that has no result, and did not fail, was ended by us.
     return Verdict(status="stopped" if is_stopped or without_result else "succeeded")
 
 
@@ -127,7 +127,7 @@ def _kind(rank: RankState) -> _Kind:
 
 def _in_order(failed: list[RankState]) -> list[RankState]:
     """Failures with the likeliest cause first."""
-    # Of each kind of failure behind each agent, when the kernel heard of the first.
+    # For each kind of failure and each agent: the `end_order` of the first rank that failed so.
     first: dict[tuple[_Kind, int], int] = {}
     for rank in failed:
         key = _kind(rank), rank.agent

@@ -67,7 +67,8 @@ __all__ = [
 ]
 
 
-# Arguments of Accelerate's notebook_launcher that only a launch over several machines reads.
+# Arguments of Accelerate's notebook_launcher that only a launch over several machines reads. Here
+# they are accepted, and a line says that they are not used (`Engine.unused`).
 _OF_SEVERAL_MACHINES = (
     "master_addr",
     "rdzv_backend",

@@ -59,7 +59,7 @@ P = TypeVar("P", CallPickler, ResultPickler)
 
 # Up to this size a value is copied into the message that it belongs to. A larger one lies in a
 # memory segment beside its message, its pickle as one more buffer: one copy for all ranks. For a
-# small one the ten system calls of a segment are the dearer way.
+# small value the ten system calls of a segment cost more than the copies.
 MAX_INLINE_BYTES = 1 << 16
 
 
@@ -154,7 +154,7 @@ def pack_call(
     make = CallPickler if session is None else SessionPickler
     before = () if session is None else session.objects
     try:
-        # The list is pickled last, when all that it names is known and in the memo.
+        # `own.sent` fills up while what stands before it is pickled: it must come last.
         file, buffers, pickler = _dump(
             make, lambda own: (function, args, kwargs, len(before), own.sent)
         )
@@ -189,7 +189,8 @@ def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> 
     before = cells.fresh_main() if sent_before is None else None
     function, args, kwargs, num_before, sent = load(body, buffers=buffers)
     cells.fill_main(sent)
-    # Calls that failed to unpack here left no objects: None keeps the later numbers right.
+    # A call that failed to unpack here left no objects: None fills their places, so that indices
+    # still match `Registry.objects` in the notebook.
     known = [*(sent_before or ()), *[None] * num_before][:num_before]
     return UnpackedCall(
         function=function,
@@ -204,7 +205,7 @@ def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> 
 def _dump(
     make: Callable[..., P], value: Callable[[P], object]
 ) -> tuple[io.BytesIO, list[pickle.PickleBuffer], P]:
-    """Pickle what ``value`` gives for the pickler; of large storages only what tensors show."""
+    """Pickle ``value(pickler)``; of large storages only what tensors show (small_views.py)."""
     policy: StoragePolicy = Watch()
     while True:
         file = io.BytesIO()
@@ -287,7 +288,7 @@ def _is_model(value: Any) -> bool:
 
 def _is_of_torch(value: Any) -> bool:
     """Whether it is torch itself, or one of its models, optimizers or loaders."""
-    # By its type alone: what a user's object answers to anything else may raise.
+    # Only its type is looked at: any other question runs code of the user's class, which may raise.
     if issubclass(type(value), types.ModuleType):
         return _is_torch(str(vars(value).get("__name__")))
     kinds = type.mro(value) if type(value) is type else type(value).__mro__

@@ -26,7 +26,7 @@ __all__ = [
     "variables",
 ]
 
-# Deeper inside of a value nobody would know a part by its path.
+# Parts that lie deeper inside of a value are not named: nobody would know them by so long a path.
 _MAX_DEPTH = 12
 # Attributes of torch modules whose entries a person knows as attributes of the module.
 _FLATTENED = ("_modules", "_parameters", "_buffers")
@@ -247,7 +247,7 @@ def cause(error: BaseException) -> BaseException | None:
 def _attempt(
     make: Callable[[Any, Callable[[Any], Any]], Any],
 ) -> Callable[[Any], BaseException | None]:
-    """A function that pickles a value into nothing and gives what that raised."""
+    """A function that pickles a value, keeps nothing of it, and gives what that raised."""
 
     def attempt(value: Any) -> BaseException | None:
         with make(Discard(), lambda _buffer: None) as pickler:

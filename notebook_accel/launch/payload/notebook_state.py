@@ -4,7 +4,8 @@
 
 A fork of the notebook would have all of it. Ranks are no forks of it, and are given: the states of
 the random number generators, torch's settings, logging, warning filters, and how much libraries of
-Hugging Face say. Each rank gets the same, so that an unseeded ``random_split`` is one split.
+Hugging Face log. Each rank gets the same, so that an unseeded ``random_split`` is the same split on
+all of them.
 
 What is not carried: torch's default device (a rank has its own), gradient mode, print options,
 handlers and formatters of logging that are classes of their own, filters of handlers, and warning
@@ -28,7 +29,7 @@ import msgspec
 
 __all__ = ["HandlerState", "LoggerState", "NotebookState", "WarningFilter", "capture", "from_bytes"]
 
-# The libraries that say as much as a variable tells them when they are imported.
+# Libraries that read from a variable, when they are imported, how much they are to log.
 _VERBOSITY = {
     "transformers": "TRANSFORMERS_VERBOSITY",
     "diffusers": "DIFFUSERS_VERBOSITY",
@@ -81,8 +82,9 @@ class NotebookState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         python: ``random.getstate()``.
-        numpy: kind, keys, position, whether a Gaussian is cached, and which, of numpy's global
-            generator.
+        numpy: of numpy's global generator: kind, keys, position, whether a Gaussian is cached,
+            and which. Kind "" stands for a generator that is still to be seeded: ``keys`` is then
+            a seed of four bytes, little-endian.
         torch_seed: ``torch.initial_seed()``, from which the generators of devices start.
         torch_state: of torch's generator on the CPU; None where the notebook has no torch.
         default_dtype: its name, such as "float64"; None where the notebook has no torch.
@@ -114,7 +116,7 @@ def from_bytes(data: bytes) -> NotebookState:
     """The state in ``data``.
 
     Raises:
-        msgspec.DecodeError: the bytes are none.
+        msgspec.DecodeError: the bytes hold no such state.
     """
     return msgspec.msgpack.decode(data, type=NotebookState)
 
@@ -240,7 +242,8 @@ def _handler(handler: logging.Handler) -> HandlerState | None:
 def _append_from_now_on(handler: logging.FileHandler) -> None:
     """Have each line written at the file's end, also after lines that ranks wrote.
 
-    A file that was opened with mode "w" is written where its last line ended.
+    A file that was opened with mode "w" is written where this process's last line ended, over what
+    ranks wrote since.
     """
     stream: Any = handler.stream
     with contextlib.suppress(AttributeError, OSError, ValueError):  # not opened yet, or closed

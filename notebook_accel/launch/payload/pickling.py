@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CallPickler", "Discard", "ResultPickler", "SessionPickler", "load", "used_globals"]
 
-# Length of what cloudpickle gives for an object that it sends by value: with a state setter.
+# Length of the reduce tuple by which an object is recognised that cloudpickle sends by value: all
+# six items are there, the last one sets the state.
 _BY_VALUE = 6
 # A class may say what is sent back to the notebook in the place of its instances.
 _UNWRAP = "__notebook_accel_unwrap__"
@@ -71,7 +72,7 @@ def rebuild_storage(buffer: Any) -> Any:
 
 
 def rebuild_typed_storage(storage: Any, dtype: Any) -> Any:
-    """The typed face of a storage, which torch pickles in every tensor."""
+    """The ``TypedStorage`` around a storage, which torch pickles in every tensor."""
     from torch.storage import TypedStorage
 
     make: Any = TypedStorage
@@ -185,7 +186,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_storage(self, storage: Any) -> Any:
         self.storage_policy.storage(storage)
-        # Two Python objects, and two storages made from the same memory, may be one in truth.
+        # Several Python objects may stand for one storage, and several storages for one memory:
+        # they are known by their address and size, and what is the same is sent once.
         size = storage.nbytes()
         key = (storage.device, storage.data_ptr(), size) if size else (id(storage),)
         first = self._storages.setdefault(key, storage)
@@ -238,7 +240,10 @@ def _is_made_anew(value: Any, reduced: Any) -> bool:
 
 
 def _keep_slots(kind: type, reduced: tuple[Any, ...]) -> None:
-    """cloudpickle makes the class without its slots, whose instances then pickle otherwise."""
+    """Give the class its ``__slots__`` where it arrives.
+
+    cloudpickle leaves them out, and instances of a class without slots have another state.
+    """
     arguments = reduced[1]
     slots = vars(kind).get("__slots__")
     if slots and arguments[0] is type(kind):
@@ -391,7 +396,8 @@ class ResultPickler(_Pickler):
         return super()._route(kind)
 
     def _reduce_tensor(self, tensor: Any) -> Any:
-        # The graph that made a loss stays behind: torch would make a leaf that wants a gradient.
+        # The graph behind a loss stays in the rank. Without it torch would remake the loss as a
+        # leaf that requires a gradient.
         if tensor.requires_grad and not tensor.is_leaf:
             tensor = tensor.detach()
         return super()._reduce_tensor(tensor)

@@ -54,7 +54,7 @@ NAMED_TYPES = (*_NAMED, type, types.FunctionType, typing.TypeVar)
 
 
 def _reduce_cached_property(value: Any) -> tuple[Any, ...]:
-    # Up to Python 3.11 it holds a lock.
+    # Up to Python 3.11 a cached_property holds a lock, which cannot be pickled.
     return functools.cached_property, (value.func,), {"attrname": value.attrname}
 
 

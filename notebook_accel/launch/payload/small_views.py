@@ -83,7 +83,7 @@ class Parts(StoragePolicy):
     """The third time: tensors lie in parts of their storages.
 
     Args:
-        ranges: of each storage, the first byte and the end of its parts, in order.
+        ranges: for each storage, the first byte and the end of each of its parts, in order.
     """
 
     def __init__(self, ranges: dict[tuple[Any, ...], list[tuple[int, int]]]) -> None:
@@ -117,7 +117,10 @@ def _shown(tensor: Any) -> tuple[int, int]:
 
 
 def _joined(ranges: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """Ranges that touch are one; all of the storage where they make up half of it."""
+    """The ranges in order, those that touch joined into one.
+
+    Where the storage is small, or they make up half of it, one range is all of the storage.
+    """
     joined: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         aligned = start // _ALIGNMENT * _ALIGNMENT

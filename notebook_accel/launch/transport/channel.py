@@ -140,7 +140,14 @@ class Channel:
         self._queue(data, len(fds), tuple(map(os.dup, fds)))
 
     def _queue(self, data: bytes, num_fds: int = 0, fds: tuple[int, ...] = ()) -> None:
-        """Queue one frame that says it comes with ``num_fds`` descriptors, and closes ``fds``."""
+        """Queue one frame.
+
+        Args:
+            data: the encoded message.
+            num_fds: how many descriptors belong to it, as its header says.
+            fds: descriptors that travel with the frame, and are closed once it is sent; none where
+                their files travel as streams (:class:`FramedChannel`).
+        """
         self._outgoing.append(_Frame(_HEADER.pack(len(data), num_fds) + data, fds))
 
     @staticmethod

@@ -78,7 +78,8 @@ def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[
     lines = [_line_of_bar(bar) for bar in bars]
     if bars[0].closed or rank.has_ended:
         return lines
-    # Of the first epoch: what its training took, while it evaluates.
+    # Seconds of the closed bars inside the outermost one, before the present one was opened. While
+    # the first epoch evaluates, its training's bar is such a one.
     spent = sum(
         bar.elapsed
         for bar in rank.bars
@@ -137,7 +138,8 @@ def _seconds_left(bars: Sequence[BarState], spent: float = 0.0) -> float | None:
 
     Args:
         bars: the outermost bar, and the bars inside it.
-        spent: seconds that the first item took before the bar inside it was opened.
+        spent: seconds that the outermost bar's first item took before the bar that is open inside
+            it was opened; used while none of its items is finished.
     """
     outer, inner = bars[0], bars[1:]
     if outer.total is None or outer.n >= outer.total:

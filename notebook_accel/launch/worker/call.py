@@ -201,7 +201,7 @@ def _raised(
 def _pack_training(
     context: LaunchedContext, call: payload.UnpackedCall
 ) -> tuple[wire.Packet | None, tuple[int, ...]]:
-    """What this rank has of what was being trained, as the first form of it that can travel."""
+    """This rank's part of what was being trained, in the first form that can be pickled."""
     problem: Exception | None = None
     try:
         for part in context.parts_to_rescue():

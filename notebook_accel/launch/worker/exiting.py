@@ -1,9 +1,10 @@
-"""How a rank process ends once the result of its last call was sent: within bounds, in any case.
+"""How a rank process ends once the result of its last call was sent.
 
     threads of the user's end -> functions registered with atexit -> children are ended -> exit
 
-The result is safe by then. A child that nobody waits for (idle workers of joblib wait 300 s for
-more work) must not keep the cell.
+The result is safe by then. The user's non-daemon threads are waited for without limit, as Python
+itself does; what follows has some seconds. A child that nobody waits for (idle workers of joblib
+wait 300 s for more work) must not keep the cell.
 """
 
 from __future__ import annotations

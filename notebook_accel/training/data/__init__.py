@@ -3,6 +3,10 @@
 Who gets which samples is in ``samplers`` (each rank reads its own) and ``rounds`` (rank 0 reads
 for all), what a prepared loader does in ``loaders`` and ``dispatch``, and which loader is being
 iterated in ``active``.
+
+Three words are used throughout. A *round* is the samples on which all ranks work at the same step,
+a *pass* is one run over a loader (``for batch in loader``), and a *share* is the part of the data
+that one rank reads. Ranks that hold one model together read the same share (``DataGroup``).
 """
 
 from __future__ import annotations

@@ -101,7 +101,10 @@ def _cut_objects(data: Any, position: Position | None) -> Any:
 
 
 def _cut(rows: Any, expected: int | None, kept: int) -> Any:
-    """The rows that are not repeated; of a batch of unknown size all, or none where it is one."""
+    """The rows that are not repeated.
+
+    Where the size of the batch is not known: all rows, or none if the whole batch is repeated.
+    """
     return rows[:kept] if expected is not None or not kept else rows
 
 

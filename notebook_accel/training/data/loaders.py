@@ -76,7 +76,7 @@ class LoaderOptions:
     """Whether each batch of the loader is divided over the ranks."""
 
     is_uneven: bool = False
-    """Whether ranks may get batches of different sizes, where the samplers don't say."""
+    """Whether ranks may get batches of different sizes; ``is_uneven`` of a sampler goes before."""
 
     slice_fn: Callable[..., Any] | None = None
     """The user's way of taking one rank's part out of what rank 0 has read for all."""
@@ -96,13 +96,13 @@ class LoaderOptions:
 
 
 class _Progress:
-    """How far a loader is; ``skip_first_batches`` gives another loader with the same one."""
+    """How far a loader is. A loader and what ``skip_first_batches`` makes of it share one."""
 
     def __init__(self) -> None:
         self.iteration = 0  # number of the epoch
         self.samples = 0  # of all ranks, in the epochs that are complete
         self.position: Position | None = None  # of the newest pass
-        self.generators: dict[str, torch.Tensor] = {}  # states of the generators as it began
+        self.generators: dict[str, torch.Tensor] = {}  # states as that pass began
         self.restored: Mapping[str, Any] | None = None  # what the next pass has to go on from
         # Of a dataset that says itself how far it is (``stateful``): what the next pass has to go
         # on from, and its states after the last few batches read, by their numbers.
@@ -118,7 +118,8 @@ class _Progress:
 class PreparedLoader(DataLoader[Any]):
     """What the prepared loaders have in common.
 
-    ``prepare`` makes them. One that is made by hand gives what its samplers give, to each rank.
+    ``prepare`` makes them. One that is made by hand divides nothing: each rank gets all that the
+    samplers give.
 
     Args:
         dataset: as torch's DataLoader, like all other arguments.
@@ -183,7 +184,7 @@ class PreparedLoader(DataLoader[Any]):
         self._index = IndexSource(super()._index_sampler)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_iterator": None}  # processes of a pass that is under way
+        return {**vars(self), "_iterator": None}  # the iterator holds worker processes
 
     @property
     def _index_sampler(self) -> Any:
@@ -306,7 +307,7 @@ class PreparedLoader(DataLoader[Any]):
             sampler.restore_seed(int(seed))
         self.set_epoch(int(state_dict["iteration"]))
         self._progress.samples = int(state_dict.get("samples", 0))
-        # With another number of samples a step, what a rank reads is not what it read.
+        # With another number of samples a step a rank reads other samples, which draw anew.
         drawn = state_dict.get("random") if before == now else None
         self._progress.restored = {**state_dict, "given": given, "random": drawn}
 
@@ -406,8 +407,8 @@ class PreparedLoader(DataLoader[Any]):
         return self._read_from(position.num_given)
 
     def _read_from(self, start: int, *, keeps_first: bool = False) -> Iterator[Any]:
-        """The batches from ``start`` on; ahead of them, where it ``keeps_first``, that of the
-        epoch's start."""
+        """The batches from ``start`` on; with ``keeps_first`` the first one of the epoch comes
+        before them."""
         index, position = self._index, self._progress.position
         index.keeps_first = keeps_first and start > 0
         index.before_start = position.replay.reach_start if position and start else None
@@ -418,9 +419,9 @@ class PreparedLoader(DataLoader[Any]):
         return iter(super().__iter__())
 
     def _seed_of_workers(self) -> int | None:
-        """What the random numbers of worker processes are seeded by, batch by batch.
+        """The seed from which the random numbers of worker processes are seeded for each batch.
 
-        None where there are none, and where the user's ``worker_init_fn`` may seed them.
+        None where there are no workers, and where the user's ``worker_init_fn`` may seed them.
         """
         if not self.num_workers or self.worker_init_fn is not None or self.generator is None:
             return None
@@ -491,7 +492,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _count_total(self) -> int | None:
         """Batches of a whole pass, those included that this one skips; None where unknown."""
-        # Torch warns of a dataset that gives more than it said, once its length was asked for.
+        # Torch warns of a dataset longer than it said, once asked for its length: undo that.
         asked = self._IterableDataset_len_called
         try:
             return self._num_batches()

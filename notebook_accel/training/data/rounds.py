@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
     batch: Any
     last_round: LastRound | None
-    """How much of it is repeated; None for nothing."""
+    """How much of the batch is repeated; None where nothing is."""
 
 
 class Round(NamedTuple):

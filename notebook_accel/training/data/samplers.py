@@ -133,7 +133,7 @@ class BatchSamplerShard(BatchSampler):
     """
 
     last_round: LastRound | None = None
-    """The last round of the newest pass, once it has reached it, if it lacked samples."""
+    """The last round of the newest pass; None until it is reached, and if it lacks no samples."""
 
     def __init__(
         self,
@@ -319,7 +319,8 @@ class SkipBatchSampler(BatchSampler):
         self.sampler = getattr(batch_sampler, "sampler", batch_sampler)
 
     def __getattr__(self, name: str) -> Any:
-        # While it is copied or unpickled its own attribute is not there yet: no endless search.
+        # While it is copied or unpickled it has no `batch_sampler` yet, and to look for it there
+        # would come back here without end.
         if name == "batch_sampler":
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
@@ -471,7 +472,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 class StatefulDatasetShard(IterableDatasetShard):
-    """The same, out of a dataset that says itself how far it is and goes on from there.
+    """An ``IterableDatasetShard`` of a dataset that says itself how far it is, and goes on there.
 
     While a rank has a batch, the dataset has given all samples of its round and none of the next:
     so its own state is all that there is to keep.
@@ -492,7 +493,7 @@ class StatefulDatasetShard(IterableDatasetShard):
 
     def __iter__(self) -> Iterator[Any]:
         yield from super().__iter__()
-        self._at_start = None  # the next pass begins at the start itself
+        self._at_start = None  # the dataset of the next pass begins at its start
 
     def _first_round(self, first_read: list[Any]) -> list[Any]:
         if self._at_start is None:

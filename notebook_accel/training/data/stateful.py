@@ -8,8 +8,9 @@ can do without. Torchdata collects its state, from worker processes too, with ea
     kept states          2   3   4
     the loop has             ^
 
-Kept: the state after the newest batch and after the ``2 * _batches_a_step`` before it, since the
-loader reads ahead; ``state_dict`` takes the one after the batch that the loop has.
+Kept: the state after the newest batch and after the ``2 * _batches_a_step`` batches before it (the
+picture has ``_batches_a_step`` = 1), since the loader reads ahead of the loop; ``state_dict`` takes
+the one after the batch that the loop has.
 
 The state belongs to a rank: ranks may read different files.
 """
@@ -110,7 +111,8 @@ class _KeepsReaderState(PreparedLoader):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
         before, now = state_dict.get("total_batch_size"), self.total_batch_size
-        # With another number of samples a step, what a rank reads is not what it read.
+        # With another number of samples a step each rank reads other samples than it did then, and
+        # cannot go on from the state of its dataset.
         self._progress.reader = state_dict.get("reader") if before == now else None
 
 

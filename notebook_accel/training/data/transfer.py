@@ -28,12 +28,12 @@ __all__ = ["Transfer", "make_transfer"]
 
 
 class Transfer(NamedTuple):
-    """What is done with each batch on its way to the loop; None for nothing."""
+    """Functions that each batch goes through on its way to the loop; None: it stays as it is."""
 
     send: Callable[[Any], Any] | None = None
-    """As it was read, which is one batch ahead of the loop."""
+    """Called with the batch when it was read, one batch ahead of the loop."""
     receive: Callable[[Any], Any] | None = None
-    """Of what ``send`` gave, as the loop gets it."""
+    """Called with what ``send`` gave, right before the loop gets the batch."""
 
 
 class _Sent(NamedTuple):
