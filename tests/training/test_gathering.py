@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
-from notebook_accel.training.collectives import num_ranks, this_rank
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.collectives import gather_object, num_ranks, this_rank
 from notebook_accel.training.data import (
     DataLoaderDispatcher,
     active_loaders,
@@ -18,6 +19,7 @@ from notebook_accel.training.data import (
 )
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.gathering import gather_for_metrics
+from notebook_accel.training.data.rounds import RoundDivider
 from notebook_accel.training.data_group import DataGroup
 from notebook_accel.training.seeding import set_seed
 from tests.training.harness import run_ranks
@@ -457,3 +459,58 @@ def test_batches_of_any_form_are_dispatched() -> None:
     assert [batch["x"].shape[1] for batch in second["widths"]] == [2, 4, 5]
     assert [batch["text"] for batch in second["widths"]] == [["t2"] * 2, ["t4"] * 2, ["t5"]]
     assert [batch["n"] for batch in second["widths"][:2]] == [2, 4]
+
+
+# Loaders whose last round has nothing for some ranks.
+
+
+def steps_and_samples(loader: Any, num_common: int) -> tuple[list[Any], int | None]:
+    """A loop whose first ``num_common`` steps all ranks make together; how many samples it says."""
+    given = []
+    for number, batch in enumerate(loader):
+        if number < num_common:
+            assert gather_object([number]) == [number] * num_ranks(), "ranks at different steps"
+        given.append(batch.tolist())
+    return given, loader.progress()[2]
+
+
+def ends_early() -> dict[str, Any]:
+    def stream(count: int, size: int) -> Any:
+        return prepare(DataLoader(Stream(count), batch_size=size), even_batches=False)
+
+    results: dict[str, Any] = {
+        "dispatched": steps_and_samples(stream(5, 2), 1),
+        "dispatched, some left": steps_and_samples(stream(9, 3), 2),
+        "each its own": steps_and_samples(prepare(numbers(9), even_batches=False), 1),
+        "split": steps_and_samples(
+            prepare(numbers(5, 4), even_batches=False, split_batches=True, dispatch_batches=True), 1
+        ),
+    }
+    small = DataLoader(range(6), batch_sampler=[[0, 1], [2], [3, 4], [5]])  # type: ignore[arg-type]
+    divided = prepare(small, dispatch_batches=True, split_batches=True, even_batches=False)
+    results["small in the middle"] = steps_and_samples(divided, 3)[0]
+    common = itertools.islice(divided, 3)
+    results["small, gathered"] = [gather_for_metrics(batch).tolist() for batch in common]
+    return results
+
+
+def test_ranks_make_the_same_steps_until_one_has_no_more() -> None:
+    first, second = run_ranks(ends_early, 2, timeout=30)
+    assert first["dispatched"] == ([[0, 1], [4]], 5)
+    assert second["dispatched"] == ([[2, 3]], 5)
+    assert first["dispatched, some left"] == ([[0, 1, 2], [6, 7]], 9)
+    assert second["dispatched, some left"] == ([[3, 4, 5], [8]], 9)
+    assert first["each its own"] == ([[0, 1, 2], [6, 7, 8]], 9)
+    assert second["each its own"] == ([[3, 4, 5]], 9)
+    assert (first["split"], second["split"]) == (([[0, 1], [4]], 5), ([[2, 3]], 5))
+    # Only a last round may have nothing for a rank: before that a rank repeats rank 0's sample.
+    assert first["small in the middle"] == [[0], [2], [3], [5]]
+    assert second["small in the middle"] == [[1], [2], [4]]
+    assert first["small, gathered"] == second["small, gathered"] == [[0, 1], [2], [3, 4]]
+
+
+def test_a_batch_without_rows_is_not_divided() -> None:
+    for is_uneven in (False, True):
+        divider = RoundDivider(2, batches_a_round=1, batch_size=2, is_uneven=is_uneven)
+        with pytest.raises(ConfigError, match="has no rows to divide"):
+            next(divider.divide(iter([torch.zeros(0)])))

@@ -10,7 +10,9 @@ The header is the structure of every rank's batch, with what is not a tensor; in
 tensor stands a slot, which says where in the rank's buffer it lies.
 
 Every rank takes part in the same collectives each round, whether it gets something or not. A header
-that says that there is no more, or that reading failed, ends the pass for the others.
+that says that there is no more, or that reading failed, ends the pass for the others. So does a
+round that has nothing for some ranks, for all of them: a rank that gets nothing has one step fewer,
+and would wait for one more header while the others are in a collective of their step.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from notebook_accel.training.collectives import (
 )
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.rounds import Part, Round, RoundDivider
-from notebook_accel.training.data.samplers import LastRoundBatch, has_own_batches
+from notebook_accel.training.data.samplers import LastRound, LastRoundBatch, has_own_batches
 from notebook_accel.training.nested import recursively_apply
 from notebook_accel.training.seeding import synchronize_rng_state
 
@@ -134,6 +136,8 @@ class DataLoaderDispatcher(PreparedLoader):
             position.is_uneven = divided.is_uneven
             if divided.parts[0] is not None:
                 yield divided.parts[0]
+            if divided.missed is not None:
+                return
 
     def _follow(self, position: Position) -> Iterator[Part]:
         # The header is pickled by rank 0, a member of the same group: what it holds is trusted as
@@ -150,8 +154,12 @@ class DataLoaderDispatcher(PreparedLoader):
             buffer = _receive(header.num_bytes)
             position.is_uneven = header.is_uneven
             part = header.parts[self._options.process_index]
-            if part is not None:
+            if part is None:
+                position.last_round = header.missed
+            else:
                 yield _fill_slots(part, buffer)
+            if header.missed is not None:
+                return
 
 
 class _Failure(NamedTuple):
@@ -166,6 +174,7 @@ class _Header(NamedTuple):
 
     parts: list[Part | None]
     is_uneven: bool
+    missed: LastRound | None
     num_bytes: int
 
 
@@ -190,7 +199,7 @@ def _pack(divided: Round | None, index_of_rank: Sequence[int]) -> tuple[bytes, l
         parts.append(_empty_slots(part, held) if index in others else None)
         contents.append(held)
     num_bytes = max((held[-1][0].stop for held in contents if held), default=0)
-    header = pickle.dumps(_Header(parts, divided.is_uneven, num_bytes))
+    header = pickle.dumps(_Header(parts, divided.is_uneven, divided.missed, num_bytes))
     if not num_bytes:
         return header, []
     buffers = [_lay_out(held, num_bytes) for held in contents]

@@ -478,9 +478,12 @@ class PreparedLoader(DataLoader[Any]):
             position.remainder = position.last_round.num_samples
         elif self._knows_repeats:
             position.remainder = 0
-        self._progress.samples += (self.total_batch_size or 0) * num_batches
+        last, size = position.last_round, self.total_batch_size or 0
+        # A last round of which this rank gets nothing counts as well.
+        num_rounds = num_batches + (last is not None and last.batch_size == 0)
+        self._progress.samples += size * num_rounds
         if position.remainder > 0:
-            self._progress.samples += position.remainder - (self.total_batch_size or 0)
+            self._progress.samples += position.remainder - size
         # Now rather than as the next pass begins: code that calls set_epoch of a sampler or a
         # dataset itself, before each pass, has the last word.
         self.set_epoch(position.epoch + 1)

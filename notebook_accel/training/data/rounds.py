@@ -9,6 +9,10 @@ one batch for all of them. With 2 ranks, 10 samples and batches of 3::
 What an even division lacks is taken from the first batch of the pass. Batches that cannot be
 joined (padded to different lengths, say), and those of a user's own batch sampler, whose samples
 belong together, stay whole: a rank for which none is left gets the first batch of the pass again.
+
+With ``is_uneven`` nothing is repeated, and a last round with too few samples has nothing for the
+last ranks. Only the last one: ranks that made fewer steps in the middle of a pass would be in other
+collectives than the rest from there on.
 """
 
 from __future__ import annotations
@@ -45,6 +49,10 @@ class Round(NamedTuple):
     is_uneven: bool
     """Whether the parts may differ in size."""
 
+    missed: LastRound | None = None
+    """The round as ranks that get nothing see it; None where each gets something. A pass ends with
+    a round that somebody misses."""
+
 
 @dataclass
 class RoundDivider:
@@ -77,13 +85,19 @@ class RoundDivider:
         Raises:
             ConfigError: a batch that has to be divided has no rows.
         """
-        while batches := [*itertools.islice(raw, self.batches_a_round)]:
-            # A round that lacks batches is left out as a whole, as the samplers do.
-            if len(batches) < self.batches_a_round and self.drop_last:
-                return
+        batches = [*itertools.islice(raw, self.batches_a_round)]
+        # A round that lacks batches is left out as a whole, as the samplers do.
+        while batches and not (self.drop_last and len(batches) < self.batches_a_round):
             if self.first is None:
                 self.first = batches[0]
-            yield self._divide_round(batches)
+            divided = self._divide_round(batches)
+            if divided.missed is None:
+                yield divided
+                batches = [*itertools.islice(raw, self.batches_a_round)]
+            else:
+                # Only here is it read ahead: others are read when the ranks ask for them.
+                batches = [*itertools.islice(raw, self.batches_a_round)]
+                yield _give_to_all(divided) if batches else divided
 
     def _divide_round(self, batches: list[Any]) -> Round:
         sizes = {count_rows(batch) for batch in batches}
@@ -96,10 +110,10 @@ class RoundDivider:
         most = math.inf if self.batch_size is None else self.batch_size * self.batches_a_round
         # More rows than batch_size: the collate function made several rows of a sample; dividing
         # could separate them, so batches stay whole.
-        if rows is None or rows > most:
+        if not rows or rows > most:
             return self._keep_whole(batches)
         if self.is_uneven:
-            return Round(self._divide_unevenly(joined, rows), True)
+            return self._divide_unevenly(joined, rows)
         return Round(self._divide_evenly(joined, rows), False)
 
     def _divide_evenly(self, joined: Any, rows: int) -> list[Part | None]:
@@ -120,15 +134,22 @@ class RoundDivider:
             parts.append(Part(self._slice(filled, start, start + share, len(parts)), last))
         return parts
 
-    def _divide_unevenly(self, joined: Any, rows: int) -> list[Part | None]:
+    def _divide_unevenly(self, joined: Any, rows: int) -> Round:
         """All rows once: the first ranks get one more, and where there are few, the last none."""
         quotient, extra = divmod(rows, self.num_parts)
         sizes = [quotient + (index < extra) for index in range(self.num_parts)]
         ends = itertools.accumulate(sizes)
-        return [
-            Part(self._slice(joined, end - size, end, index), None) if size else None
+        is_short = self.batch_size is not None and rows < self.batch_size * self.batches_a_round
+        parts = [
+            Part(
+                self._slice(joined, end - size, end, index),
+                LastRound(rows, size, size) if is_short else None,
+            )
+            if size
+            else None
             for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
         ]
+        return Round(parts, True, None if quotient else LastRound(rows, 0, 0))
 
     def _slice(self, batch: Any, start: int, stop: int, index: int) -> Any:
         if self.slice_fn is None:
@@ -154,7 +175,17 @@ class RoundDivider:
         missing = self.num_parts - len(batches)
         repeated = Part(self.first, LastRound(-1, count_rows(self.first), 0))
         others = [None if self.is_uneven else repeated] * missing
-        return Round([*(Part(batch, None) for batch in batches), *others], True)
+        parts = [*(Part(batch, None) for batch in batches), *others]
+        return Round(parts, True, LastRound(-1, 0, 0) if None in others else None)
+
+
+def _give_to_all(divided: Round) -> Round:
+    """The round with rank 0's sample again for each rank that would get nothing."""
+    first, missed = divided.parts[0], divided.missed
+    assert first is not None, "rank 0 is the first to get something"
+    assert missed is not None, "each rank gets something already"
+    repeated = Part(first.batch, missed._replace(batch_size=1))
+    return Round([repeated if part is None else part for part in divided.parts], True)
 
 
 def _repeat_rows(source: Any, missing: int) -> Iterator[Any]:

@@ -60,7 +60,8 @@ class LastRound(NamedTuple):
     known."""
 
     batch_size: int | None
-    """Samples in this rank's batch, repeated ones included; None where that is not known."""
+    """Samples in this rank's batch, repeated ones included; 0 where the rank gets none of the
+    round, None where that is not known."""
 
     num_own_samples: int
     """Samples in this rank's batch that are not repeated."""
