@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ON_CPU", "WITHOUT_DEVICES", "num_threads_of", "rank_environment"]
 
-# Accelerate makes a world of 1 on a CPU unless it is told that this is meant.
+# On a CPU each rank's Accelerate makes a world of one, unless it is told that the CPU is meant.
 ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 WITHOUT_DEVICES = {_VISIBLE: ""}

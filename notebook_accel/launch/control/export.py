@@ -182,7 +182,7 @@ def _source(value: Any, cells: Sequence[str]) -> str | None:
 
 
 def _class_in_cells(value: type, cells: Sequence[str]) -> str | None:
-    """The class statement in a cell. ``inspect`` wants a file of the module for it."""
+    """The class statement in a cell; ``inspect`` finds classes only in modules that have a file."""
     for function in _functions(value):
         code = function.__code__
         text = "".join(linecache.getlines(code.co_filename))
@@ -196,7 +196,7 @@ def _class_statement(text: str, name: str, line: int | None = None) -> str | Non
     """The last statement at the top of ``text`` that makes the class, around ``line`` if given."""
     try:
         body = ast.parse(text).body
-    except SyntaxError:  # a cell with a magic of its own
+    except SyntaxError:  # a cell with a magic is no Python
         return None
     for node in reversed(body):
         if isinstance(node, ast.ClassDef) and node.name == name:

@@ -49,7 +49,7 @@ __all__ = ["RankPool"]
 _TICK_SECONDS = 0.1
 # Between calls there is nothing to draw, and messages wake the thread.
 _IDLE_SECONDS = 1.0
-_METRICS_SECONDS = 0.005  # left to gather: of a thousand a second each would wake the thread
+_METRICS_SECONDS = 0.005  # metrics gather so long: of a thousand a second each would wake it
 # The agent itself gives a rank three seconds to write its stacks.
 _STACKS_SECONDS = 5.0
 # Between two looks at whether the stacks have come.

@@ -92,8 +92,8 @@ def fill_main(objects: Iterable[Any]) -> None:
     """Let ``__main__`` know the cells' classes and functions by name.
 
     Plain pickle finds them there: ``torch.save``, and what DataLoader workers send. A name that
-    the function uses as a global stays what the function has; one that an earlier call filled in
-    here, and nobody assigned since, is filled anew.
+    the function uses as a global keeps the value that came with the function; one that an earlier
+    call put here, and that nobody has assigned since, gets the new value.
     """
     namespace = main_namespace()
     filled = namespace.setdefault(_FILLED, {})

@@ -38,7 +38,7 @@ class Culprit:
 
     Attributes:
         path: how a person would write it: "config['conn']".
-        value: it.
+        value: the value itself.
         user: name of the function or class that uses it, "" where nothing does.
         error: what pickling it alone raised.
     """
@@ -90,7 +90,7 @@ class _Search:
         return found if isinstance(found, Culprit) else None
 
     def _among(self, parts: Iterable[Part], depth: int) -> Culprit | set[int]:
-        """A culprit; without one, the values that the parts that fail lead back to."""
+        """A culprit; where there is none, ids of the values to which failing parts lead back."""
         leads_to: set[int] = set()
         for part in parts:
             error = self._attempt(part.value)
@@ -123,7 +123,7 @@ def _parts(part: Part) -> Iterator[Part]:
             yield Part(name, used, value.__name__)
     elif isinstance(value, type):
         for name, member in vars(value).items():
-            # Of a property, class method or static method, the function inside.
+            # A property, class method or static method fails by the function inside it.
             inner = getattr(member, "__func__", member)
             inner = member.fget if isinstance(member, property) else inner
             yield Part(f"{value.__name__}.{name}", inner, value.__name__)
@@ -152,7 +152,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
         if name in _FLATTENED and isinstance(member, dict):
             yield from ((f".{inner}", part) for inner, part in member.items())
         elif is_own or not name.startswith("_"):
-            # What a library's object has inside tells a person nothing.
+            # The private attributes of a library's object tell a person nothing.
             yield f".{name}", member
 
 

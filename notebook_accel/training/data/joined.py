@@ -28,7 +28,7 @@ def copy_as(kind: type[Loader], loader: DataLoader[Any]) -> Loader:
 
 @lru_cache
 def _joined(kind: Any, other: Any) -> Any:
-    """A class that is both."""
+    """A class that is both: one of them if it derives from the other, else a new one."""
     if issubclass(kind, other) or issubclass(other, kind):
         return kind if issubclass(kind, other) else other
     members = {"__module__": kind.__module__, "__reduce_ex__": _reduce_joined}

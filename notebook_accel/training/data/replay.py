@@ -131,7 +131,7 @@ class Replay:
         self._is_resumed = restored is not None
         self._begin = get_random_states(_HOST) if restored is None else restored["begin"]
         self._restored: list[Any] = [] if restored is None else list(restored["ahead"])
-        # Before the read of each batch that is read and not yet given.
+        # For each batch that is read and not yet given, the states before its read.
         self._ahead: list[Any] = []
         self._num_watched = _READS_TO_WATCH if watches else 0
         self._draws = bool(self._restored)
@@ -150,7 +150,8 @@ class Replay:
     def _read(self, source: Iterator[Any]) -> Iterator[Any]:
         if self._is_resumed:
             now = get_random_states(_HOST)
-            # The order comes first: the source calls `reach_start` before it reads.
+            # From `_begin` the order of the pass is drawn. Then, before it reads the first batch,
+            # the source calls `reach_start`, which sets the states of that read.
             for number, before in enumerate([self._begin, *self._restored[1:]]):
                 set_random_states(before, _HOST)
                 self._ahead += self._restored[number : number + 1]
