@@ -56,6 +56,10 @@ class InlineEngine(Engine):
         try:
             with _environment({**request.environment, **_ALONE, **of_cpu}), let_through():
                 conductor.call(request)
+        except KeyboardInterrupt:
+            # In the call, or held before it.
+            conductor.note_interrupt()
+            raise
         finally:
             new.metrics.close()
             lost_notice = new.folder.save(conductor.state)
@@ -79,14 +83,18 @@ class _Inline(Conductor):
         try:
             self._kept.put(0, request.function(*request.args, **request.kwargs))
         except KeyboardInterrupt:
-            self._become("stopped")
             raise
         except SystemExit as error:
             self._end_by(error, code=error.code)
-        except Exception as error:  # the user's function may raise anything
+        except BaseException as error:  # the user's function may raise anything
             self._end_by(error, code=1)
         else:
             self._become("succeeded", returned=True)
+
+    def note_interrupt(self) -> None:
+        """The run was stopped, unless it has ended already."""
+        if not self.state.has_ended:
+            self._become("stopped")
 
     def drop_results(self) -> None:
         """Let go of the results: the run's handle alone has them now."""

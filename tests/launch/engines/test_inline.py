@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -145,6 +147,18 @@ def test_an_exit_is_a_failure(code: Any, exitcode: int) -> None:
     assert str(code) in str(caught.value)
 
 
+def test_what_is_no_exception_is_a_failure_as_well() -> None:
+    def train() -> None:
+        raise asyncio.CancelledError
+
+    view = Recorded()
+    with pytest.raises(WorkerError, match="CancelledError") as caught:
+        inline(train, view=view)
+    assert isinstance(caught.value.__cause__, asyncio.CancelledError)
+    assert view.calls == ["open", "close failed", "settle"]
+    assert runs()[-1].status == "failed"
+
+
 def test_an_exception_whose_text_cannot_be_made() -> None:
     class Odd(Exception):
         def __str__(self) -> str:
@@ -171,6 +185,20 @@ def test_an_interrupt_stays_one() -> None:
     assert view.calls == ["open", "close stopped", "settle"]
     with pytest.raises(RunStopped):
         run.wait(0)
+
+
+def test_an_interrupt_before_the_call_stops_the_run() -> None:
+    class Interrupting(Recorded):
+        def open(self, run: Run) -> None:
+            super().open(run)
+            signal.raise_signal(signal.SIGINT)
+
+    view = Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        inline(lambda: 1, view=view)
+    left = runs()[-1]
+    assert (left.status, left._folder.load()) == ("stopped", left.state)
+    assert view.calls == ["open", "close stopped"]
 
 
 # ---- a world of one ------------------------------------------------------------------------
