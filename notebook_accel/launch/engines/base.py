@@ -350,7 +350,6 @@ def begin_call(
     with pool.paused():
         pool.check_free()
         try:
-            new.begin(supervisor)
             pool.send_call(
                 supervisor,
                 payload=payload[0],
@@ -358,6 +357,8 @@ def begin_call(
                 grace=request.config.grace,
                 last=last,
             )
+            # After the call has its number: who finds the run in the list may stop or kill it.
+            new.begin(supervisor)
             request.view.open(new.run._without_results())
         except BaseException:
             # A session's other calls are not ours to end: kill only if this call was sent, or the

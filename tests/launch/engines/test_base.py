@@ -1,9 +1,23 @@
-"""A plan numbers the ranks over all agents."""
+"""A plan numbers the ranks over all agents; a run is listed once its call can be ended."""
 
 from __future__ import annotations
 
-from notebook_accel.launch.engines.base import RankPlan
+from typing import TYPE_CHECKING
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch import run_list, wire
+from notebook_accel.launch.control.metrics_file import MetricStore
+from notebook_accel.launch.control.state import starting
+from notebook_accel.launch.engines.base import CallRequest, NewRun, RankPlan, begin_call, sendable
+from notebook_accel.launch.payload import pack_call
+from notebook_accel.launch.run import Run
 from notebook_accel.launch.wire import RankSpec
+from tests.launch.control.played import RUN, PlayedAgent, played
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
 
 
 def test_ranks_are_numbered_over_all_agents() -> None:
@@ -13,3 +27,44 @@ def test_ranks_are_numbered_over_all_agents() -> None:
         (RankSpec(rank=2, local_rank=0),),
     )
     assert (plan.world_size, plan.environment, plan.notices) == (3, {"A": "b"}, ("line",))
+
+
+def test_what_stops_or_kills_a_run_as_soon_as_it_is_listed_is_about_its_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another thread may, which finds it in ``runs()``."""
+    with played(tmp_path, PlayedAgent(0, 1)) as run:
+        [agent] = run.agents
+        view = run.view
+        request = CallRequest(
+            name="train",
+            config=LaunchConfig(),
+            environment={},
+            view=view,
+            function=len,
+            args=(),
+            kwargs={},
+            sources=(),
+            timeout=None,
+        )
+        metrics = MetricStore(run.folder.path)
+        handle = Run(
+            name="train", config=request.config, folder=run.folder, metrics=metrics, view=view
+        )
+        state = starting(run=RUN, name="train", world_size=2, started=0.0)
+        new = NewRun(run=handle, state=state, folder=run.folder, metrics=metrics)
+
+        def stop_and_kill(listed: Run) -> None:
+            listed.stop()
+            listed.kill()
+
+        monkeypatch.setattr(run_list, "add", stop_and_kill)
+        packed = pack_call(len, ())
+        with sendable(packed) as payload:
+            begin_call(run.pool, request, new, packed, payload, last=False)
+        said = [agent.next() for _ in range(3)]
+        assert [(type(message), message.call) for message in said] == [
+            (wire.Call, 1),
+            (wire.Stop, 1),
+            (wire.Kill, 1),
+        ]
