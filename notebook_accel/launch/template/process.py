@@ -172,13 +172,26 @@ class _Server:
             self._channel.send(wire.AgentExited(pid=pid, exitcode=exitcode, traceback=text))
 
     def _count_devices(self, message: wire.CountDevices) -> None:
-        """Ask in a child: torch may have to initialise a device for the answer."""
-        ours, theirs = socket.socketpair()
         errors = os.memfd_create("device-errors")
+        try:
+            answer = self._ask_child(message.environment, errors)
+        except OSError as error:  # there is no room for one more process
+            answer = wire.Devices(kind="cpu", error=str(error))
+        if raised := _read_and_close(errors):
+            answer = msgspec.structs.replace(answer, error=raised)
+        self._channel.send(msgspec.structs.replace(answer, run=message.run))
+
+    def _ask_child(self, environment: dict[str, str], errors: int) -> wire.Message:
+        """Ask in a child: torch may have to initialise a device for the answer.
+
+        Raises:
+            OSError: it could not be forked.
+        """
+        ours, theirs = socket.socketpair()
         with ours, theirs:
             me = os.getpid()
             pid = self._fork(
-                lambda: _answer_devices(Channel(theirs), message.environment, me), errors=errors
+                lambda: _answer_devices(Channel(theirs), environment, me), errors=errors
             )
             theirs.close()
             ours.settimeout(_ANSWER_SECONDS)
@@ -190,12 +203,9 @@ class _Server:
                 contextlib.suppress(EOFError, OSError),
             ):
                 answer, _ = Channel(ours).receive()
-            answer = msgspec.structs.replace(answer, run=message.run)
             processes.kill_tree([pid])
             os.waitpid(pid, 0)
-        if error := _read_and_close(errors):
-            answer = msgspec.structs.replace(answer, error=error)
-        self._channel.send(answer)
+        return answer
 
     def _fork(self, act: Callable[[], None], *, errors: int) -> int:
         """Fork a child that does ``act`` and ends; what it raises is written to ``errors``."""

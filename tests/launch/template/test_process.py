@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -12,7 +13,9 @@ import psutil
 import pytest
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.template import process
 from notebook_accel.launch.template.handle import Template, template
+from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.handshake import connect, new_secret
 from tests.engines.processes import eventually, gone
 from tests.launch.agents import SECONDS, agent_by_hand
@@ -101,3 +104,26 @@ def test_one_that_is_let_go_of_stays_until_its_last_agent_has_ended() -> None:
     agent.send(wire.Alive())
     agent.close()
     eventually(lambda: gone([pid, source.pid]), within=SECONDS, what="both are gone")
+
+
+def test_a_fork_that_the_system_refuses_is_told_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    ours, theirs = socket.socketpair()
+    kernel, server = Channel(ours), process._Server(Channel(theirs), kernel=-1)
+    fork_agent = wire.ForkAgent(run="r", secret=new_secret())
+    before = psutil.Process().num_fds()
+    monkeypatch.setattr(os, "fork", refuse)
+    server._count_devices(wire.CountDevices(run="r", environment={}))
+    server._fork_agent(fork_agent, [os.dup(0)])
+    for kind in (wire.Devices, wire.Forked):
+        said, _ = kernel.receive()
+        assert isinstance(said, kind)
+        assert "no more processes" in said.error
+    assert psutil.Process().num_fds() == before
+    kernel.close()
+    server._channel.close()
+    server._selector.close()
