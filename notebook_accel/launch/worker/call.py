@@ -116,13 +116,16 @@ def _run(
         for finish in (*context.before_return.values(),):
             finish()
         _end_in_forked_child(context)
-        outcome = _returned(value, context, call)
+        packed = payload.pack_result(value, call)
+        # What was printed, by the pickling of the result too, may take long to be written.
+        _flush_output()
+        # Before a segment is made of it, whose descriptor an interrupt would drop.
         interrupts.end_call()
+        return _returned(packed, context, call, is_none=value is None)
     except BaseException as error:  # the process boundary: whatever it is, the notebook is told
         interrupts.end_call()
         _end_in_forked_child(context, error)
         return _raised(error, context, call, is_ending=interrupts.num_seen > 0)
-    return outcome
 
 
 def _end_in_forked_child(context: LaunchedContext, error: BaseException | None = None) -> None:
@@ -143,16 +146,19 @@ def _end_in_forked_child(context: LaunchedContext, error: BaseException | None =
 
 
 def _returned(
-    value: object, context: LaunchedContext, call: payload.UnpackedCall | None
+    packed: payload.Packed,
+    context: LaunchedContext,
+    call: payload.UnpackedCall | None,
+    *,
+    is_none: bool,
 ) -> Outcome:
-    packet, fds = pack(payload.pack_result(value, call))
-    _flush_output()
+    packet, fds = pack(packed)
     message = wire.Returned(
         run=context.run,
         call=context.call,
         rank=context.rank,
         value=packet,
-        is_none=value is None,
+        is_none=is_none,
         made_group=context.made_group,
         lost_group=context.lost_group,
     )
@@ -168,7 +174,9 @@ def _raised(
 ) -> Outcome:
     """How a call ended that raised; ``is_ending`` where somebody had interrupted it before."""
     if isinstance(error, SystemExit) and error.code in (None, 0):
-        return _returned(None, context, call)
+        packed = payload.pack_result(None, call)
+        _flush_output()
+        return _returned(packed, context, call, is_none=True)
     kind, exitcode = _classify(error)
     text = cells.name_cells(format_error(error, caller=__file__))
     if _is_full_shm(error, text):

@@ -1,12 +1,20 @@
-"""What the words of an exception say about its cause."""
+"""How a call ends: what it returned reaches the agent; what the words of an exception say."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
 
+from notebook_accel.launch import payload, wire
+from notebook_accel.launch.rank import LaunchedContext
+from notebook_accel.launch.transport.packet import pack
+from notebook_accel.launch.transport.scoreboard import Scoreboard
+from notebook_accel.launch.worker import call
 from notebook_accel.launch.worker.call import _is_full_shm, _says_lost_peer
+from notebook_accel.launch.worker.interrupts import Interrupts
 from notebook_accel.launch.worker.tracebacks import shorten
 
 
@@ -73,3 +81,41 @@ def test_a_long_text_keeps_its_begin_and_its_end() -> None:
     assert short.startswith("beginx")
     assert short.endswith("xend")
     assert "950,008 characters left out" in short
+
+
+def test_an_interrupt_after_the_result_was_packed_drops_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody else closes the segment of a result: it would stay for as long as the rank."""
+
+    def pack_and_interrupt(packed: payload.Packed) -> tuple[wire.Packet, tuple[int, ...]]:
+        packet, fds = pack(packed)
+        signal.raise_signal(signal.SIGINT)
+        return packet, fds
+
+    packet, fds = pack(payload.pack_call(bytes, (payload.MAX_INLINE_BYTES + 1,)).packed)
+    monkeypatch.setattr(call, "pack", pack_and_interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        outcome = call.run_call(
+            wire.Call(run="r", call=1, payload=packet, grace=1.0),
+            [*fds],
+            context=LaunchedContext(
+                rank=0,
+                local_rank=0,
+                world_size=1,
+                local_world_size=1,
+                run="r",
+                send=lambda _: None,
+                board=Scoreboard(1),
+            ),
+            interrupts=Interrupts(),
+            is_interrupted=lambda: False,
+            sent_before=None,
+            setup_error=None,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert isinstance(outcome.message, wire.Returned)
+    [fd] = outcome.fds
+    os.close(fd)
