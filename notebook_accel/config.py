@@ -98,7 +98,11 @@ class LaunchConfig:
     """torch.distributed backend of the ranks; "gloo" lets several ranks share an accelerator."""
 
     use_port: int | None = None
-    """MASTER_PORT of the ranks; None takes a free one."""
+    """MASTER_PORT of the ranks; None takes a free one.
+
+    Ranks of a session meet at a free one after a call that failed: who is left of the group before
+    may still use this port.
+    """
 
     env: Mapping[str, str] | None = None
     """Environment variables of the ranks, beside those of the notebook."""

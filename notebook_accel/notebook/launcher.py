@@ -102,7 +102,8 @@ def notebook_launcher(
         num_processes: number of ranks; None: one a visible accelerator, 1 on a machine without.
         mixed_precision: "no", "bf16", "fp16" or "fp8", for every ``Accelerator`` that does not
             say its own.
-        use_port: MASTER_PORT of the ranks; None takes a free one.
+        use_port: MASTER_PORT of the ranks; None takes a free one, as a session does after a
+            call that failed.
         master_addr: not used on one machine.
         node_rank: 0; several machines are not supported yet.
         num_nodes: 1; several machines are not supported yet.
