@@ -237,10 +237,11 @@ class RunFolder:
         return self.path / "config.yaml"
 
     def last_change(self) -> float:
-        """When something was written here last, wall time in seconds."""
+        """When something was written here last, wall time in seconds; 0 where nothing is here."""
         with contextlib.suppress(OSError):
             entries = os.scandir(self.path)
-            return max(entry.stat(follow_symlinks=False).st_mtime for entry in entries)
+            times = (entry.stat(follow_symlinks=False).st_mtime for entry in entries)
+            return max(times, default=0.0)
         return 0.0
 
 

@@ -379,3 +379,10 @@ def test_a_folder_that_cannot_be_held_is_not_left(
     with pytest.raises(LaunchError):
         RunFolder.make(tmp_path)
     assert names(tmp_path) == []
+
+
+def test_the_last_change_of_a_folder_that_another_kernel_removes(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "gone")
+    assert folder.last_change() == 0.0
+    folder.path.mkdir()
+    assert folder.last_change() == 0.0, "its files go before it does"
