@@ -1,8 +1,9 @@
 """One name of the notebook on its way to a session: what it uses, and whether it has changed.
 
-A value is pickled into nothing to see both. Of what it holds, tensors are compared by their
-version, which torch counts, and not by their bytes: looking at a large model costs as little as
-looking at a small one.
+A value is pickled into nothing to see both. Of what it holds, arrays are compared by all of their
+bytes, at most a second or so for each gigabyte. Large tensors are compared by their version, which
+torch counts, by where their memory lies, and by a sample of its bytes: looking at a large model
+costs little more than looking at a small one.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["NameFacts", "look_at"]
 
-# Arrays know no version: up to this size their bytes are compared, above it where they lie.
-_MAX_COMPARED_BYTES = 100_000_000
-# What is written through an array of numpy on the memory of a tensor counts no version either.
+# What is written through `tensor.data`, or through an array of numpy on the memory of a tensor,
+# counts no version. Up to this size all of the memory on the CPU is compared. Above it samples of
+# it are, which see what changes all of it (a moving average of weights), but maybe not one element.
 _SMALL_STORAGE_BYTES = 1_000_000
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 1_024
 
 
 @dataclass(frozen=True)
@@ -85,17 +88,22 @@ class _LookingPickler(SessionPickler):
         self.num_bytes = 0
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> None:
-        self._note(buffer.raw(), _MAX_COMPARED_BYTES)
+        # Arrays know no version: an array that was written to is told by its bytes alone.
+        view = buffer.raw()
+        self.num_bytes += view.nbytes
+        self._digest.write(b"%d," % zlib.crc32(view))
 
     def _reduce_storage(self, storage: Any) -> Any:
         import torch
 
         size = storage.nbytes()
-        if storage.device.type == "cpu" and 0 < size <= _SMALL_STORAGE_BYTES:
+        self.num_bytes += size
+        if storage.device.type == "cpu" and size:
             array = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
-            self._note(memoryview(array.data), _SMALL_STORAGE_BYTES)
-        else:
-            self.num_bytes += size
+            is_small = size <= _SMALL_STORAGE_BYTES
+            length, step = (size, size) if is_small else (_SAMPLE_BYTES, size // _NUM_SAMPLES)
+            for start in range(0, size, step):
+                self._digest.write(b"%d," % zlib.crc32(array.data[start : start + length]))
         return itself, ((storage.data_ptr(), size),)
 
     def _reduce_tensor(self, tensor: Any) -> Any:
@@ -103,8 +111,3 @@ class _LookingPickler(SessionPickler):
         with contextlib.suppress(RuntimeError):
             self._digest.write(b"%d," % tensor._version)
         return super()._reduce_tensor(tensor)
-
-    def _note(self, view: memoryview, limit: int) -> None:
-        self.num_bytes += view.nbytes
-        if view.nbytes <= limit:
-            self._digest.write(b"%d," % zlib.crc32(view))

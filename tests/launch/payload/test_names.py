@@ -1,0 +1,51 @@
+"""Whether a session gets a name again: what a look at a value sees, and what it costs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from notebook_accel.launch.payload.names import look_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Larger than what was once compared of an array; pages of zeros that nobody wrote cost nothing.
+LARGE = 100_000_001
+
+
+def _large() -> Any:
+    return np.zeros(LARGE, np.uint8)
+
+
+def _weights() -> torch.Tensor:
+    return torch.zeros(500_000)
+
+
+def _write_through(value: Any) -> None:
+    value["x"].numpy()[:] = 1
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: {"x": _large()}, lambda value: value["x"].__setitem__(12_345_678, 1)),
+        (lambda: {"x": _large()}, lambda value: value.update(x=_large() + 1)),
+        (lambda: {"x": _weights()}, lambda value: value["x"].__setitem__(12_345, 1)),
+        (lambda: {"x": _weights()}, lambda value: value["x"].data.add_(1)),
+        (lambda: {"x": _weights()}, _write_through),
+        (lambda: {"x": torch.zeros(5)}, _write_through),
+    ],
+    ids=["element", "array", "tensor", "tensor.data", "tensor.numpy()", "small tensor.numpy()"],
+)
+def test_a_change_within_a_value_is_seen(
+    make: Callable[[], Any], change: Callable[[Any], Any]
+) -> None:
+    value = make()
+    before = look_at("value", value)
+    assert look_at("value", value) == before, "nothing has changed"
+    change(value)
+    assert look_at("value", value).digest != before.digest
