@@ -5,8 +5,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
-# How many test files run at a time; with 1, one test after the other in one process.
-JOBS   ?= 2
+# How many test files run at a time; with 1, one test after the other in one process. Tests wait more
+# than they compute: three at a time keep two cores busy.
+JOBS   ?= 3
 
 # The kernels that tests and examples start are those of the environment, not of the person.
 export JUPYTER_PREFER_ENV_PATH := 1
@@ -26,11 +27,13 @@ help:
 	@echo 'make test-soak   launch 1,000 times, and look at what that leaves behind'
 	@echo 'make bench       the figures of the README, peers beside us'
 
-# Two files at a time (with JOBS=1 one), and then, alone, what measures or fills the machine. A file's
-# tests stay together, so that the fixtures of a module are made once.
+# Several files at a time (with JOBS=1 one), then the browsers two at a time, and then, alone, what
+# measures or fills the machine. A file's tests stay together, so that the fixtures of a module are
+# made once.
 test: check browser
 ifeq ($(JOBS)$(strip $(ARGS)),$(filter-out 1,$(JOBS)))
-	$(PYTEST) --numprocesses $(JOBS) --dist loadfile -m 'not serial'
+	$(PYTEST) --numprocesses $(JOBS) --dist loadfile -m 'not browser and not serial'
+	$(PYTEST) --numprocesses 2 --dist loadfile -m browser
 	$(PYTEST) -m serial
 else
 	$(PYTEST) $(ARGS)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser, Locator
 
-pytestmark = [pytest.mark.browser, pytest.mark.serial, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
 VERSIONS = (INSTALLED, *OTHERS)
 SETUP = """

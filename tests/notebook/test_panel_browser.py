@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.notebook.lab import Notebook
 
-pytestmark = [pytest.mark.browser, pytest.mark.serial, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
 APPS = ("lab", "notebook")
 SETUP = "from notebook_accel import notebook_launcher"
