@@ -50,6 +50,8 @@ class NotebookAccelError(RuntimeError):
     """
 
     run: _Run | None = None
+    # What else can be done, said below the message where a notebook shows it.
+    hint: str = ""
     # What a person calls each file of the notebook's cells; set where the error is shown.
     cell_names: Mapping[str, str] = MappingProxyType({})
 
@@ -68,7 +70,8 @@ class NotebookAccelError(RuntimeError):
         where = "".join(traceback.format_list(frames) if len(frames) > 1 else [])
         for filename, label in self.cell_names.items():
             where = where.replace(f'File "{filename}"', label)
-        return [where, f"\x1b[0;31m{type(self).__name__}\x1b[0m: {self}"]
+        hint = f"\n{self.hint}" if self.hint else ""
+        return [where, f"\x1b[0;31m{type(self).__name__}\x1b[0m: {self}{hint}"]
 
 
 def _is_outer(frame: traceback.FrameSummary) -> bool:

@@ -23,7 +23,7 @@ from IPython.display import display
 from notebook_accel.config import resolve
 from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.template.handle import warm
-from notebook_accel.notebook import session
+from notebook_accel.notebook import post_mortem, session
 from notebook_accel.notebook.cell_function import cell_function
 from notebook_accel.notebook.cell_script import script_of_cell
 from notebook_accel.notebook.doctor import diagnose
@@ -112,8 +112,9 @@ class AccelerateMagics(Magics):
         where the notebook assigned them last. The value of a last expression is shown for each
         rank.
 
-        As a line: %accelerate start|stop|restart|status|pull NAMES|push NAMES|logs|stacks, and
-        config (the settings as a form) and doctor (what is wrong with this machine).
+        As a line: %accelerate start|stop|restart|status|pull NAMES|push NAMES|logs|stacks, debug
+        (the frames of a cell that failed, by the commands of pdb), config (the settings as a form)
+        and doctor (what is wrong with this machine).
         """
         if cell is None:
             with show_in_short():
@@ -203,8 +204,6 @@ class AccelerateMagics(Magics):
 
     def _command(self, line: str) -> None:
         name, *arguments = shlex.split(line) or ["status"]
-        if name in _COMING:
-            raise UsageError(f"%accelerate {name} is not there yet")
         if name not in _COMMANDS:
             known = ", ".join(_COMMANDS)
             raise UsageError(
@@ -249,6 +248,9 @@ class AccelerateMagics(Magics):
     def _stacks(self, arguments: Sequence[str]) -> None:
         print(self._running().session.stacks(_parse_rank(arguments)))  # noqa: T201
 
+    def _debug(self, arguments: Sequence[str]) -> None:
+        post_mortem.debug(self._running(), _parse_rank(arguments))
+
     @property
     def _notebook(self) -> InteractiveShell:
         assert self.shell is not None, "a magic that was registered has a shell"
@@ -291,8 +293,8 @@ _COMMANDS: dict[str, Callable[[AccelerateMagics, Sequence[str]], None]] = {
     "stacks": AccelerateMagics._stacks,
     "config": AccelerateMagics._config,
     "doctor": AccelerateMagics._doctor,
+    "debug": AccelerateMagics._debug,
 }
-_COMING = ("debug",)
 
 
 def _settings(options: Any) -> tuple[LaunchConfig, list[str]]:

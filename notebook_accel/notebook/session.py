@@ -14,7 +14,7 @@ import threading
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError
+from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, WorkerError
 from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.notebook.display_slot import DisplaySlot
@@ -28,6 +28,8 @@ from notebook_accel.notebook.views import choose_view
 from notebook_accel.notebook.worker.calls import (
     CellCall,
     CellOutcome,
+    DebugAnswer,
+    DebugCall,
     FunctionCall,
     NamesCall,
     NamesOutcome,
@@ -86,6 +88,7 @@ class NotebookSession:
         session: the ranks themselves.
         names: what they have of their own.
         cells: the text of each cell that all ranks have run, by its number.
+        rank_at_fault: in the newest call that failed while a cell waited for it.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class NotebookSession:
         self._background: threading.Thread | None = None
         # Whether the ranks have names that they could not tell: a call raised.
         self._has_untold_names = False
+        self.rank_at_fault: int | None = None
         # Whether all ranks had a process group in a call that did not end well.
         self._has_lost_group = False
         line = StartingLine()
@@ -248,6 +252,9 @@ class NotebookSession:
             )
         except (Exception, KeyboardInterrupt) as error:
             failed: Run | None = getattr(error, "run", None)
+            self.rank_at_fault = getattr(error, "rank", None)
+            if isinstance(error, WorkerError) and error.traceback:
+                error.hint = "`%accelerate debug` looks into its frames"
             if failed is not None:
                 self._owners.note_pushed(push)
                 self._note_end(failed)
@@ -398,6 +405,12 @@ class NotebookSession:
             for number, text in texts.items()
             for line in text.splitlines()
         )
+
+    def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
+        """The answer of each rank's debugger; None of one that is not asked, or has no error."""
+        self._await_turn()
+        answers: list[DebugAnswer | None] = self.session.ask(request)
+        return answers
 
     def end(self) -> None:
         """End the ranks; a cell that runs in the background has some seconds to end by itself."""

@@ -123,6 +123,47 @@ def test_an_error_has_the_lines_of_its_cell_and_the_names_before_it_stay(book: N
     assert "NameError" in text
 
 
+def test_a_failed_rank_is_looked_into_by_commands(book: Notebook) -> None:
+    failure = book.fails("""
+        %%accelerate
+        def divide(total, parts):
+            kind = "whole"
+            return total // parts
+        if rank == 1:
+            divide(7, 0)
+    """)
+    assert failure.endswith("`%accelerate debug` looks into its frames")
+    commands = ["p total, parts, kind", "up", "p rank", "!kind", "interact", "c", "q"]
+    text = typed(book, "%accelerate debug", "rank 1 (pdb) ", commands)
+    error, place, line, *answers = text.splitlines()
+    assert error == "ZeroDivisionError: integer division or modulo by zero"
+    assert re.fullmatch(r"Cell In\[\d+\]\(4\)divide\(\)", place.removeprefix("> "))
+    assert line == "-> return total // parts"
+    assert answers[0] == "(7, 0, 'whole')"
+    assert "(6)<module>()" in answers[1]
+    assert answers[3:5] == ["1", "*** NameError: name 'kind' is not defined"]
+    assert "nobody can answer in a rank" in answers[5]
+    assert "nothing goes on here" in answers[6]
+    assert "rank 0 has no error to look into; rank 1 has" in book.fails("%accelerate debug 0")
+    assert "%accelerate debug" in book.fails("%%accelerate\nhere = [rank]\nbreakpoint()")
+    text = typed(book, "%accelerate debug 1", "rank 1 (pdb) ", ["here", "q"])
+    assert "-> breakpoint()\n[1]\n" in text
+    assert book.run("%%accelerate\nhere") == "rank 0: [0]\nrank 1: [1]\n"
+    assert "no rank has an error to look into" in book.fails("%accelerate debug")
+
+
+def typed(book: Notebook, cell: str, prompt: str, answers: list[str]) -> str:
+    """Run a cell that asks, and answer; gives what it printed."""
+    started = book.start(cell)
+    client = book.kernel.client
+    for answer in answers:
+        assert client.get_stdin_msg(timeout=SOON)["content"]["prompt"] == prompt
+        client.input(answer)
+    reply = book.finish(started)
+    assert reply.status == "ok", "\n".join(reply.traceback)
+    return reply.text
+
+
 def test_a_syntax_error_and_bad_options_reach_no_rank(book: Notebook) -> None:
     assert "line 3" in book.fails("%%accelerate\na = 1\nb = = 2")
     assert "`%accelerate restart -n 3`" in book.fails("%%accelerate -n 3\n1")

@@ -67,7 +67,6 @@ def test_what_the_line_magic_says_without_a_session(
     shown(shell, "%accelerate pull x", capsys)
     for command, words in (
         ("pull x", "an %%accelerate cell starts one"),
-        ("debug", "%accelerate debug is not there yet"),
         ("begin", "expected one of start, stop, restart, status"),
     ):
         capsys.readouterr()

@@ -22,6 +22,7 @@ __all__ = [
     "fill_main",
     "fresh_main",
     "install_sources",
+    "label_of",
     "main_namespace",
     "name_cells",
 ]
@@ -61,6 +62,11 @@ def install_sources(sources: Sequence[CellSource]) -> None:
             source.filename,
         )
         _labels[source.filename] = source.label
+
+
+def label_of(filename: str) -> str:
+    """What a person calls the cell that was installed for this file name; else that name."""
+    return _labels.get(filename, filename)
 
 
 def name_cells(text: str, labels: Mapping[str, str] | None = None) -> str:

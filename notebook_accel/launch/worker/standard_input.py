@@ -16,7 +16,8 @@ __all__ = ["install"]
 _REMEDY = (
     "nobody can answer in a rank: breakpoint(), pdb and input() work in the notebook's process "
     'alone. Launch with num_processes=1, engine="inline" (or run the cell without %%accelerate), '
-    "and hand over as arguments what would be typed"
+    "and hand over as arguments what would be typed. In a cell of %%accelerate, %accelerate debug "
+    "looks into the frames afterwards"
 )
 
 
@@ -40,6 +41,7 @@ def install() -> None:
 
 
 def _breakpoint(*args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True
     if "PYTHONBREAKPOINT" in os.environ:
         # Switched off ("0"), or a debugger of the person's own, which listens somewhere.
         return sys.__breakpointhook__(*args, **kwargs)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
-__all__ = ["error_text", "format_error", "shorten"]
+__all__ = ["error_text", "format_error", "shorten", "users_frames"]
 
 # What a notebook shows of one error: an exception may quote a whole data set.
 _MAX_CHARACTERS = 50_000
@@ -24,14 +24,20 @@ def format_error(error: BaseException, *, caller: str) -> str:
     """
     # A module that was edited meanwhile shows the lines that it has now.
     linecache.checkcache()
-    entry = _users_frames(error, caller)
+    entry = users_frames(error, caller=caller)
     try:
         return "".join(traceback.format_exception(type(error), error, entry))
     except (Exception, SystemExit):  # a user's __str__ may raise anything
         return "".join([*traceback.format_tb(entry), f"{type(error).__name__}\n"])
 
 
-def _users_frames(error: BaseException, caller: str) -> TracebackType | None:
+def users_frames(error: BaseException, *, caller: str = "") -> TracebackType | None:
+    """The traceback from the user's own frames on; whole where there is none of theirs.
+
+    Args:
+        error: what was raised.
+        caller: the file that called the function; its frames at the top are left out.
+    """
     entry = error.__traceback__
     while entry is not None and _is_ours(entry.tb_frame, caller):
         entry = entry.tb_next

@@ -22,6 +22,8 @@ __all__ = [
     "FunctionCall",
     "CellOutcome",
     "CellCall",
+    "DebugAnswer",
+    "DebugCall",
     "NamesOutcome",
     "NamesCall",
     "ShownValue",
@@ -144,10 +146,11 @@ class CellCall(NamesCall):
         __tracebackhide__ = True
         namespace = _rank_namespace()
         namespace.push(names)
-        namespace.get_ready(self.mentions, renews_group=self.renews_group)
         value = None
-        if self.ranks is None or rank.current().rank in self.ranks:
-            value = namespace.shell.run(self.text, self.source, self.first_line)
+        with namespace.keeping_error():
+            namespace.get_ready(self.mentions, renews_group=self.renews_group)
+            if self.ranks is None or rank.current().rank in self.ranks:
+                value = namespace.shell.run(self.text, self.source, self.first_line)
         return CellOutcome(value=value, **self.report(namespace))
 
 
@@ -178,8 +181,39 @@ class FunctionCall(NamesCall):
         __tracebackhide__ = True
         namespace = _rank_namespace()
         namespace.push(names)
-        namespace.get_ready(self.mentions, renews_group=self.renews_group)
-        return self.function(*self.args, **self.kwargs)
+        with namespace.keeping_error():
+            namespace.get_ready(self.mentions, renews_group=self.renews_group)
+            return self.function(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class DebugAnswer:
+    """What the debugger of one rank printed, and whether it was left."""
+
+    text: str
+    is_over: bool = False
+
+
+@dataclass(kw_only=True)
+class DebugCall:
+    """Look into the error that the newest cell or function call left in a rank.
+
+    Attributes:
+        command: of pdb; None asks what the error is.
+        rank: whose debugger gets the command; None for all.
+    """
+
+    command: str | None = None
+    rank: int | None = None
+
+    def __call__(self) -> DebugAnswer | None:
+        """The answer of this rank; None where it is not asked, or has no error."""
+        post_mortem = _rank_namespace().post_mortem
+        if post_mortem is None or self.rank not in (None, rank.current().rank):
+            return None
+        if self.command is None:
+            return DebugAnswer(post_mortem.describe())
+        return DebugAnswer(*post_mortem.answer(self.command))
 
 
 def _rank_namespace() -> Any:
