@@ -14,6 +14,7 @@ import ipywidgets
 from IPython.core.getipython import get_ipython
 
 from notebook_accel.notebook.markup import element
+from notebook_accel.notebook.new_pages import NewPages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +53,9 @@ class ClicksAfterTheCell:
     def pump(self) -> None:
         """Handle the clicks that wait; called again and again by the thread of the cell."""
 
+    def close(self) -> None:
+        """The run has ended; called once or more often."""
+
     def stop_button(self, on_click: Callable[[], None]) -> Any:
         """A widget that calls ``on_click`` when it is clicked."""
         button = ipywidgets.Button(description="Stop", tooltip=_STOP_TOOLTIP)
@@ -67,6 +71,10 @@ class ClicksBySubshell(ClicksAfterTheCell):
     of its comm says otherwise (ipykernel's ``shell_channel_thread_main`` reads it).
     """
 
+    def __init__(self, kernel: Any) -> None:
+        super().__init__(kernel)
+        self._new_pages = NewPages(kernel) if NewPages.works_in(kernel) else None
+
     @classmethod
     def works_in(cls, kernel: Any) -> bool:
         return bool(getattr(kernel, "_supports_kernel_subshells", False))
@@ -76,15 +84,24 @@ class ClicksBySubshell(ClicksAfterTheCell):
         if hasattr(comm, "_reply_subshell_for"):
             comm._reply_subshell_for = None
 
+    def pump(self) -> None:
+        if self._new_pages is not None:
+            self._new_pages.start()
+
+    def close(self) -> None:
+        if self._new_pages is not None:
+            self._new_pages.stop()
+
 
 class ClicksByPump(ClicksAfterTheCell):
     """ipykernel 6: the waiting thread takes the messages of widgets out of the shell's queue.
 
     All others go back in the order in which they came, so that no queued cell starts early.
-    A page that was reloaded asks for the list of widgets first; that is answered as well.
+    A page that was reloaded asks for the kernel's info and the list of comms, and opens one by
+    which it gets the state of the widgets; that is answered as well.
     """
 
-    _HANDLED = ("comm_msg", "comm_close", "comm_info_request")
+    _HANDLED = ("comm_open", "comm_msg", "comm_close", "comm_info_request", "kernel_info_request")
 
     @classmethod
     def works_in(cls, kernel: Any) -> bool:

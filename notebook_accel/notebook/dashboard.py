@@ -109,6 +109,7 @@ class Dashboard(View):
             self._displays.show_new(self._state)
 
     def print_end(self) -> None:
+        self._clicks.close()
         if self._run is not None:
             self._displays.show_new(self._run.state)
 
@@ -118,6 +119,7 @@ class Dashboard(View):
                 return
             self._state = state
             self._has_ended = True
+            self._clicks.close()
             if self._panels:
                 self._snapshot = render_snapshot(state, self._run._sample_metrics())
             else:

@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 from tests.notebook.kernels import INSTALLED, OTHERS
-from tests.notebook.lab import Lab, open_browser, open_lab
+from tests.notebook.lab import Lab, Notebook, open_browser, open_lab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -159,6 +159,30 @@ def test_a_blocked_cell_shows_its_ranks_live_and_stops_by_mouse(
     saved = json.loads((lab.folder / f"{version}.ipynb").read_text())
     (shown,) = saved["cells"][2]["outputs"]
     assert sorted(shown["data"]) == ["text/html", "text/plain"]
+    notebook.close()
+
+
+@pytest.mark.parametrize("version", [INSTALLED, OTHERS[0]])
+def test_a_page_that_is_reloaded_while_a_cell_blocks_has_its_panel_and_stops_by_mouse(
+    lab: Lab, browser: Browser, version: str
+) -> None:
+    name = f"reloaded-{version}.ipynb"
+    lab.write(name, [SETUP, TRAIN, LAUNCH], version)
+    notebook = lab.open(browser, name)
+    notebook.wait_until_idle()
+    notebook.run_all()
+    notebook.output(2).locator("progress").nth(1).wait_for(timeout=60_000)
+    notebook.save()
+    notebook.page.reload()
+    notebook = Notebook(notebook.page)
+    output = notebook.output(2)
+    output.locator("progress").nth(1).wait_for(timeout=60_000)
+    wait_for_move(output, 0, since=values(output)[0])
+    output.get_by_role("button", name="Stop").click()
+    # The panel that is reloaded shows the summary in its own place.
+    output.locator("img[alt^='loss']").wait_for(timeout=60_000)
+    output.get_by_text("stopped").first.wait_for(timeout=30_000)
+    notebook.wait_until_idle()
     notebook.close()
 
 
