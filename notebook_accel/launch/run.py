@@ -470,7 +470,8 @@ class Run:
         What was written in cells is copied as it is now in the notebook.
 
         Raises:
-            NotebookAccelError: this is no handle that the launch gave, but one of ``runs()``.
+            NotebookAccelError: this is no handle that the launch gave, but one of ``runs()``; or
+                the function uses a value that cannot be pickled.
         """
         if self._source is None:
             raise self._about_this(

@@ -11,6 +11,7 @@ import base64
 import inspect
 import io
 import linecache
+import symtable
 import sys
 import textwrap
 import types
@@ -20,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from notebook_accel.errors import NotebookAccelError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from notebook_accel.launch.payload import CellSource
 
@@ -57,12 +60,15 @@ def script_of(
         world_size: the number of processes that the script's first lines propose.
         file: the name that they call the script.
         sources: the notebook's cells, newest first: where classes without methods are found.
+
+    Raises:
+        NotebookAccelError: a value that is used can neither be written down nor pickled.
     """
     script = _Script(cells=[source.text for source in sources])
     name = getattr(function, "__name__", "function")
-    called = script.value(function)
-    given = [script.value(arg) for arg in args]
-    given += [f"{key}={script.value(value)}" for key, value in kwargs.items()]
+    called = script.value(name, function)
+    given = [script.value(f"args[{index}]", arg) for index, arg in enumerate(args)]
+    given += [f"{key}={script.value(key, value)}" for key, value in kwargs.items()]
     head = _HEAD.format(name=name, world_size=world_size, file=file)
     return script.text(head, f"{called}({', '.join(given)})")
 
@@ -98,29 +104,36 @@ class _Script:
         ):
             self._copy_source(value, source)
         else:
-            expression = repr(value) if _is_plain(value) else self._pickled(value)
+            expression = repr(value) if _is_plain(value) else self._pickled(name, value)
             self.values.append(f"{name} = {expression}")
 
-    def value(self, value: Any) -> str:
-        """An expression for a value."""
+    def value(self, label: str, value: Any) -> str:
+        """An expression for a value, which an error calls by the label."""
         if _is_plain(value):
             return repr(value)
         name = getattr(value, "__name__", "")
         if name.isidentifier() and _is_definition(value):
             self.define(name, value)
             return str(name)
-        return self._pickled(value)
+        return self._pickled(label, value)
 
-    def _pickled(self, value: Any) -> str:
+    def _pickled(self, label: str, value: Any) -> str:
         self.needs_load = True
         file = io.BytesIO()
-        cloudpickle.Pickler(file).dump(value)
+        try:
+            cloudpickle.Pickler(file).dump(value)
+        except Exception as error:  # whatever a user's object does when it is pickled
+            raise NotebookAccelError(
+                f"`{label}` ({type(value).__name__}) cannot be written into a script: {error}. "
+                "Make it inside the function, launch again, and export that run"
+            ) from error
         return f"_unpickled({base64.b85encode(file.getvalue()).decode()!r})"
 
     def _copy_source(self, value: Any, source: str) -> None:
         self.sources.append((_sort_key(value), source))
         known = _globals_of(value)
-        for used in sorted(_names_in(source) & known.keys()):
+        read = set(_globals_read(symtable.symtable(source, "", "exec")))
+        for used in sorted(read & known.keys()):
             self.define(used, known[used])
 
     def text(self, head: str, call: str) -> str:
@@ -206,13 +219,18 @@ def _class_statement(text: str, name: str, line: int | None = None) -> str | Non
     return None
 
 
-def _names_in(source: str) -> set[str]:
-    """All names that a definition reads: in its body, decorators, bases, defaults, annotations."""
-    return {
-        node.id
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    }
+def _globals_read(table: symtable.SymbolTable) -> Iterator[str]:
+    """The names that a definition looks up among its globals, and not among its own locals.
+
+    Those of functions, classes and comprehensions inside of it are there, and those of its
+    decorators, bases, defaults and annotations.
+    """
+    is_top = table.get_type() == "module"
+    for symbol in table.get_symbols():
+        if symbol.is_referenced() and (is_top or symbol.is_global()):
+            yield symbol.get_name()
+    for child in table.get_children():
+        yield from _globals_read(child)
 
 
 def _globals_of(value: Any) -> Mapping[str, Any]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+import textwrap
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launch.control.export import script_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -130,6 +135,50 @@ def test_classes_of_a_notebooks_cells_are_copied_as_source(tmp_path: Path) -> No
     assert "@dataclass\nclass D(N):" in text
     assert "from notebook_accel import Accelerator\nfrom torch.nn import Linear\n" in text
     assert _run(sys.executable, str(target), env=environment) == "Accelerator 1 3 3 1\n"
+
+
+def _function(text: str, **names: Any) -> Any:
+    """The function ``train`` that a cell of this text defines, beside globals of those names."""
+    text, file = textwrap.dedent(text), "<a cell>"
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    names["__name__"] = "__main__"
+    exec(compile(text, file, "exec"), names)
+    return names["train"]
+
+
+def test_only_what_the_code_reads_as_globals_is_exported(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file:
+        train = _function(
+            """
+            def train(a):
+                x, n = 1, a
+                def inner(p):
+                    t = depth
+                    return p + n + t
+                q = [w + step for w in range(2)]
+                class Box:
+                    k = 1
+                    j = k
+                return inner(x), q, Box, sum(i * scale for i in q)
+            """,
+            **dict.fromkeys(["x", "n", "p", "t", "q", "w", "k", "j", "i", "a", "inner"], file),
+            depth=1,
+            step=2,
+            scale=3,
+            unused=4,
+        )
+        text = script_of(train, (5,), {}, world_size=2, file="it.py")
+        names = {"__name__": "it"}
+        exec(text, names)
+        assert {"depth", "step", "scale", "train"} < names.keys()
+        assert not {"x", "n", "p", "w", "k", "unused", "_unpickled"} & names.keys()
+
+        train = _function("def train(b=1):\n    log.write('x')", log=file)
+        with pytest.raises(NotebookAccelError, match=r"`log` \(TextIOWrapper\) .* Make it inside"):
+            script_of(train, (), {}, world_size=2, file="it.py")
+        train = _function("def train(b): pass")
+        with pytest.raises(NotebookAccelError, match=r"`b` \(TextIOWrapper\) cannot be written"):
+            script_of(train, (), {"b": file}, world_size=2, file="it.py")
 
 
 def _run(*command: str, env: dict[str, str]) -> str:
