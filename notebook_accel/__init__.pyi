@@ -6,6 +6,7 @@ from .errors import RunStopped as RunStopped
 from .errors import WorkerError as WorkerError
 from .launch.compare import compare as compare
 from .launch.run import Run as Run
+from .launch.run_list import find_run as find_run
 from .launch.run_list import runs as runs
 from .notebook.debugging import debug_launcher as debug_launcher
 from .notebook.launcher import notebook_launcher as notebook_launcher

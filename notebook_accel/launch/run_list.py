@@ -15,7 +15,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch.control.interrupts import Latch
 from notebook_accel.launch.control.metrics_file import MetricReader
-from notebook_accel.launch.control.run_folder import run_folders
+from notebook_accel.launch.control.run_folder import run_folders, runs_folder
 from notebook_accel.launch.control.state import Failure
 from notebook_accel.launch.run import Conductor, Run
 from notebook_accel.launch.view.plain import PlainView
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import RunState
 
-__all__ = ["add", "discard", "expression", "keep", "runs"]
+__all__ = ["add", "discard", "expression", "find_run", "keep", "runs"]
 
 # Without its results a run is small: its last state, with the tails of its output.
 _MAX_RUNS = 50
@@ -63,12 +63,26 @@ def discard(run: Run) -> None:
 
 
 def expression(run_id: str) -> str:
-    """What a person types for the run of that id."""
-    ids = [known.run.id for known in _known]
-    if run_id in ids:
-        return f"import notebook_accel; notebook_accel.runs()[{ids.index(run_id) - len(ids)}]"
-    found = f"next(run for run in notebook_accel.runs(everywhere=True) if run.id == {run_id!r})"
-    return f"import notebook_accel; {found}"
+    """What a person types for the run of that id; it stays right whatever is launched later."""
+    return f"import notebook_accel; notebook_accel.find_run({run_id!r})"
+
+
+def find_run(run_id: str) -> Run:
+    """The run of that id: one of this process, or one that another left on disk.
+
+    Args:
+        run_id: as ``run.id``, the name of the run's folder, says it.
+
+    Raises:
+        NotebookAccelError: there is none, or none any more.
+    """
+    found = next((run for run in runs(everywhere=True) if run.id == run_id), None)
+    if found is None:
+        raise NotebookAccelError(
+            f"there is no run {run_id!r} here or in {runs_folder()}: it may have been removed, as "
+            "the oldest are; runs(everywhere=True) lists those that are there"
+        )
+    return found
 
 
 def runs(*, everywhere: bool = False) -> list[Run]:

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from notebook_accel.launch import run_list
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.notebook.display_slot import DisplaySlot
@@ -148,8 +149,8 @@ class Dashboard(View):
         panel.draw(state, self._details(state, panel))
         panel.show(
             f"{state.name} (run {self._run.id}): a live panel, which only its kernel draws. "
-            "There, notebook_accel.runs()[-1].show() draws it again; after a restart, "
-            "notebook_accel.runs(everywhere=True) has the run's logs and metrics."
+            f"{run_list.expression(self._run.id)}.show() draws it again; after a restart of the "
+            "kernel it shows what was kept."
         )
         self._panels.append(panel)
 

@@ -23,7 +23,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.engines import base, local
 from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.run_list import runs
+from notebook_accel.launch.run_list import find_run, runs
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport.handshake import connect
 from notebook_accel.launch.view import View
@@ -746,3 +746,11 @@ def test_a_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "file" / "runs"))
     with pytest.raises(LaunchError, match="NOTEBOOK_ACCEL_RUNS"):
         on_cpu(lambda: 1)
+
+
+def test_a_run_is_found_by_its_id_whatever_was_launched_since() -> None:
+    config = LaunchConfig(num_processes=1, devices="cpu")
+    run, _ = (launch(lambda: 5, config=config, view=View()) for _ in range(2))
+    assert find_run(run.id) is run
+    with pytest.raises(NotebookAccelError, match="no run 'nothing'"):
+        find_run("nothing")

@@ -110,10 +110,10 @@ def test_a_stop_keeps_it(way: str, tmp_path: Path) -> None:
     run = begin(mesh, num_ranks, tmp_path)
     run.stop()
     (tmp_path / "go").touch()
-    with pytest.raises(RunStopped, match=r"notebook_accel\.runs\(\)\[-1\]\.rescued"):
+    with pytest.raises(RunStopped, match=r"notebook_accel\.find_run\(.*\)\.rescued"):
         run.wait(SOON)
     assert runs()[-1] is run
-    assert any("notebook_accel.runs()[-1].rescued" in line for line in run.state.notices)
+    assert any(f"notebook_accel.find_run({run.id!r}).rescued" in line for line in run.state.notices)
     check_rescued(run, tmp_path, has_model=mesh is None)
 
 
@@ -187,7 +187,7 @@ def test_an_interrupted_cell_says_what_to_type(tmp_path: Path) -> None:
 
     threading.Thread(target=press_once_it_waits).start()
     config = LaunchConfig(num_processes=1, devices="cpu")
-    with pytest.raises(KeyboardInterrupt, match=r"notebook_accel\.runs") as caught:
+    with pytest.raises(KeyboardInterrupt, match=r"notebook_accel\.find_run") as caught:
         launch(endless, (str(tmp_path),), config=config, view=View())
     typed = str(caught.value).partition("import notebook_accel; ")[2]
     rescued = eval(typed, {"notebook_accel": notebook_accel})

@@ -81,7 +81,7 @@ def test_the_error_names_its_own_run_whatever_was_launched_since(
     agent.tell(wire.Raised, rank=0, **raised())
     agent.tell(wire.Raised, rank=1, **raised())
     assert call.ended.wait(SECONDS)
-    assert "notebook_accel.runs()[-2].logs(0)" in call.state.error
+    assert f"notebook_accel.find_run({run.folder.id!r}).logs(0)" in call.state.error
 
 
 def test_metrics_are_kept_and_the_last_is_shown(run: PlayedRun) -> None:
