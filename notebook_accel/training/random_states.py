@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from notebook_accel.training import devices
 
-__all__ = ["get_random_states", "set_random_states"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["are_random_states", "get_random_states", "set_random_states"]
 
 _NUMPY_WORDS = 624  # of the state of its Mersenne twister
 
@@ -25,6 +28,20 @@ def get_random_states(device: torch.device) -> dict[str, Any]:
     }
     own = devices.get_rng_state(device)
     return states if own is None else {**states, _device_key(device): own}
+
+
+def are_random_states(states: Mapping[str, Any]) -> bool:
+    """Whether the states of the host are still what :func:`get_random_states` gave.
+
+    The cheapest are compared first, since loaders ask it.
+    """
+    if not torch.equal(torch.get_rng_state(), states["torch_manual_seed"]):
+        return False
+    if random.getstate() != states["random_state"]:
+        return False
+    _, keys, *rest = np.random.get_state()
+    _, before, *rest_before = states["numpy_random_seed"]
+    return bool(rest == rest_before and np.asarray(keys).tolist() == before)
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:

@@ -187,25 +187,34 @@ def test_a_stop_keeps_the_place_for_a_checkpoint(num_given: int) -> None:
 
 
 class Noise:
-    """Samples that are drawn from the global random numbers."""
+    """Samples that are drawn from the global random numbers, once ``draws`` is set."""
+
+    draws = False
 
     def __len__(self) -> int:
         return 10
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.rand(())
+        return torch.rand(()) if self.draws else torch.zeros(())
 
 
-def test_a_stop_keeps_the_random_numbers_of_what_was_read_ahead() -> None:
+@pytest.mark.parametrize("draws_from", [0, 1])
+def test_a_stop_keeps_the_random_numbers_of_what_was_read_ahead(draws_from: int) -> None:
     def noise() -> Any:
+        dataset = Noise()
+        loader = prepare(DataLoader(dataset, batch_size=2))  # type: ignore[arg-type]
+        for _ in range(draws_from):
+            assert not any(map(any, lists(loader)))
+            assert not loader._progress.position.replay.ahead, "nothing is kept for no reason"
+        dataset.draws = True
         set_seed(1)
-        return prepare(DataLoader(Noise(), batch_size=2))  # type: ignore[arg-type]
+        return loader
 
     whole = lists(noise())
     before = ranks.current()
+    loader, given = noise(), []
     ranks.enter(Counting(stop_at=2))
     try:
-        loader, given = noise(), []
         with pytest.raises(RunStopped):
             given.extend(loader)
         state, left = loader.state_dict(), torch.get_rng_state()

@@ -344,12 +344,13 @@ class PreparedLoader(DataLoader[Any]):
         start, drawn = self._restore()
         self._synchronize()
         self._progress.generators = self._generator_states()
+        before = getattr(self._progress.position, "replay", None)
         position = Position(
             epoch=self.iteration,
             num_given=start,
             remainder=getattr(self._shard, "remainder", -1),
             is_uneven=getattr(self._shard, "is_uneven", self._options.is_uneven),
-            replay=Replay(drawn, watches=not self.num_workers),
+            replay=Replay(drawn, watches=not self.num_workers, before=before),
         )
         self._progress.position = position
         return self._give(position.replay.open(partial(self._read, position)), position)
@@ -429,7 +430,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _give(self, source: Iterator[Any], position: Position) -> Iterator[Any]:
         context = current()
-        count, active = context.count_batch, active_loaders(context)
+        count, active, ahead = context.count_batch, active_loaders(context), position.replay.ahead
         stack, total = active.stack, self._count_total()
         send, receive = self._transfer(position)
         position.loader = self
@@ -448,7 +449,7 @@ class PreparedLoader(DataLoader[Any]):
                 if not stack or stack[-1] is not position:
                     active.put_on_top(position)
                 position.num_given += 1
-                position.replay.note_given()
+                del ahead[:1]
                 yield batch
                 batch = following if receive is None else receive(following)
             if batch is not _NO_BATCH:
@@ -458,7 +459,7 @@ class PreparedLoader(DataLoader[Any]):
             if batch is not _NO_BATCH:
                 active.put_on_top(position)
                 position.num_given += 1
-                position.replay.note_given()
+                del ahead[:1]
                 yield batch
         except RunStopped:
             active.stop(position)

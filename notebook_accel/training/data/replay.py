@@ -28,7 +28,11 @@ import numpy as np
 import torch
 
 from notebook_accel.training.data.samplers import length_of
-from notebook_accel.training.random_states import get_random_states, set_random_states
+from notebook_accel.training.random_states import (
+    are_random_states,
+    get_random_states,
+    set_random_states,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -125,15 +129,28 @@ class Replay:
     Args:
         restored: what :meth:`state_dict` gave in the pass that this one goes on with.
         watches: whether samples are read in this process.
+        before: that of the loader's pass before this one.
+
+    Attributes:
+        ahead: for each batch that is read and not yet given, the states before its read; empty
+            where reads draw nothing. Whoever gives a batch to the loop removes the first.
+        draws_nothing: whether reads were watched, and none drew from the random numbers.
     """
 
-    def __init__(self, restored: Mapping[str, Any] | None, *, watches: bool) -> None:
+    def __init__(
+        self,
+        restored: Mapping[str, Any] | None,
+        *,
+        watches: bool,
+        before: Replay | None = None,
+    ) -> None:
         self._is_resumed = restored is not None
         self._begin = get_random_states(_HOST) if restored is None else restored["begin"]
         self._restored: list[Any] = [] if restored is None else list(restored["ahead"])
-        # For each batch that is read and not yet given, the states before its read.
-        self._ahead: list[Any] = []
+        self.ahead: list[Any] = []
         self._num_watched = _READS_TO_WATCH if watches else 0
+        self.draws_nothing: bool = False
+        self._drew_nothing = watches and before is not None and before.draws_nothing
         self._draws = bool(self._restored)
 
     def open(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -154,15 +171,26 @@ class Replay:
             # the source calls `reach_start`, which sets the states of that read.
             for number, before in enumerate([self._begin, *self._restored[1:]]):
                 set_random_states(before, _HOST)
-                self._ahead += self._restored[number : number + 1]
+                self.ahead += self._restored[number : number + 1]
                 batch = next(source, _NO_BATCH)
                 set_random_states(now, _HOST)
                 if batch is _NO_BATCH:
                     return
                 yield batch
+        elif self._drew_nothing:
+            # Does that still hold? Since `_begin` torch's iterator has drawn a seed.
+            before = {**self._begin, "torch_manual_seed": torch.get_rng_state()}
+            batch = next(source, _NO_BATCH)
+            if batch is _NO_BATCH:
+                return
+            if are_random_states(before):
+                self._num_watched, self.draws_nothing = 0, True
+            else:
+                self.ahead.append(before)
+            yield batch
         while self._draws or self._num_watched:
             before = get_random_states(_HOST)
-            self._ahead.append(before)
+            self.ahead.append(before)
             batch = next(source, _NO_BATCH)
             if batch is _NO_BATCH:
                 return
@@ -173,30 +201,19 @@ class Replay:
 
     def _watch(self, before: Mapping[str, Any]) -> None:
         self._num_watched -= 1
-        self._draws = not _are_same(before, get_random_states(_HOST))
+        self._draws = not are_random_states(before)
         if not self._draws and not self._num_watched:
-            self._ahead.clear()
+            self.ahead.clear()
+            self.draws_nothing = True
 
     def reach_start(self) -> None:
         """Go to where the first batch of a resumed pass was read."""
         if self._restored:
             set_random_states(self._restored[0], _HOST)
 
-    def note_given(self) -> None:
-        """The loop gets the oldest of the batches that were read ahead."""
-        if self._ahead:
-            del self._ahead[0]
-
     def state_dict(self) -> dict[str, Any]:
         """The states from which this pass goes on, after the batch that the loop has."""
-        return {"begin": self._begin, "ahead": list(self._ahead)}
-
-
-def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(
-        torch.equal(value, other[key]) if torch.is_tensor(value) else value == other[key]
-        for key, value in one.items()
-    )
+        return {"begin": self._begin, "ahead": list(self.ahead)}
 
 
 def skip(batches: Iterator[Any], number: int, source: IndexSource) -> Iterator[Any]:
