@@ -53,7 +53,8 @@ def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | N
     Raises:
         ConfigError: ``function`` is no function, or does not take these arguments.
     """
-    if not callable(function):
+    # A model can be called too, and is what a training function that was called returns.
+    if not callable(function) or hasattr(type(function), "state_dict"):
         raise ConfigError(
             f"the first argument is {_short(function)}; expected the function itself, without "
             "calling it: notebook_launcher(train, args=(...)), not notebook_launcher(train(...))"

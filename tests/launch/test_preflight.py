@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
 from notebook_accel import ConfigError, LaunchError
 from notebook_accel.config import LaunchConfig
@@ -62,7 +63,7 @@ def test_calls_that_can_be_made(function: Any, args: Any, kwargs: Mapping[str, A
     check_call(function, args, kwargs)
 
 
-@pytest.mark.parametrize("given", [None, 0.93, [1], "train", train(0.1)])
+@pytest.mark.parametrize("given", [None, 0.93, [1], "train", train(0.1), torch.nn.Linear(2, 1)])
 def test_what_a_function_returned_is_no_function(given: Any) -> None:
     with pytest.raises(ConfigError, match="without calling") as caught:
         check_call(given, (), None)
@@ -94,8 +95,6 @@ def test_args_is_a_tuple_or_a_list(args: Any) -> None:
 
 
 def test_a_tensor_is_one_argument_and_no_tuple() -> None:
-    import torch
-
     with pytest.raises(ConfigError, match="tuple"):
         check_call(lambda *_: None, torch.ones(2), None)  # type: ignore[arg-type]
 
