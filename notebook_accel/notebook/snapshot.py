@@ -106,8 +106,15 @@ def render_slim(state: RunState, *, now: float | None = None, with_output: bool 
     For cells that end at once: nobody wants a table of them.
     """
     now = state.started if now is None else now
-    line = element("div", *_title_parts(state, summary.elapsed(state, now)), style=_FONT)
-    text = summary.summary_lines(state, now=now)[0]
+    values = summary.values_line(state)
+    line = element(
+        "div",
+        *_title_parts(state, summary.elapsed(state, now)),
+        element("span", f" · {values}", style=_MUTED) if values else "",
+        style=_FONT,
+    )
+    title = summary.summary_lines(state, now=now)[0]
+    text = f"{title}, {values}" if values else title
     for max_lines, _, _ in _SIZES:
         output = _output(state, _PLAIN_TEXT, max_lines) if with_output else ""
         parts = [line, _notices(state), output]
@@ -307,10 +314,12 @@ def _output(state: RunState, style: str, max_lines: int) -> Markup:
             alike.setdefault(printed, []).append(rank.rank)
     blocks: list[Markup] = []
     room = _MAX_OPEN_LINES
-    for printed, ranks in alike.items():
+    culprits = {rank.rank for rank in state.ranks if summary.condition(rank) == "failed"}
+    for printed, ranks in sorted(alike.items(), key=lambda item: culprits.isdisjoint(item[1])):
         label = wording.rank_list(ranks) if state.world_size > 1 else ""
         num_lines = min(printed.total, _LAST_LINES if printed.is_long else _SHORT_OUTPUT)
-        # The first rank's output is what most people look for, however long.
+        # The output of the rank at fault, else of the first one, is what most people look for,
+        # however long.
         is_open = not blocks or (not printed.is_long and num_lines <= room)
         room -= num_lines if is_open else 0
         blocks.append(_block(printed, label, style, is_open=is_open))

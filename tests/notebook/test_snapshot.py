@@ -134,6 +134,17 @@ def test_ranks_that_printed_the_same_share_a_block() -> None:
     assert "details" not in page.tags
 
 
+def test_the_output_of_a_rank_that_failed_comes_first_and_is_open() -> None:
+    printed = [wire.Output(rank=rank, text=f"of {rank}\n" * 30) for rank in range(8)]
+    page = render_snapshot(with_failed(after(running(8), *printed), [5], error="bad")).html
+    # The last lines of one rank stay open; all other lines are in folds.
+    unfolded = Tags(re.sub("<details.*?</details>", "", page, flags=re.DOTALL)).text
+    assert unfolded.count("of 5") == 10
+    assert "of 0" not in unfolded
+    text = Tags(page).text
+    assert text.index("rank 5: 30 lines") < text.index("rank 0: 30 lines")
+
+
 def test_a_traceback_stands_with_the_error_and_not_in_the_output_too() -> None:
     text = "Traceback (most recent call last):\n  Cell In[3], line 7\nValueError: bad\n"
     raised = wire.Raised(
@@ -163,6 +174,19 @@ def test_a_cell_that_ended_at_once_has_one_line_and_its_output() -> None:
     assert "table" not in page.tags
     assert page.text == "In[3] ✓ succeeded 2 ranks, 42.0 srank 0hello"
     assert snapshot.text == "In[3]: succeeded, 2 ranks, 42.0 s"
+
+
+def test_the_line_of_a_cell_that_ended_at_once_names_the_last_metrics() -> None:
+    values = [
+        wire.Metric(rank=0, values={"loss": 0.5, "accuracy": 0.75}),
+        wire.Metric(rank=0, values={"loss": 0.31}),
+    ]
+    snapshot = render_slim(succeeded(after(running(2, name="In[3]"), *values)))
+    assert Tags(snapshot.html).text.endswith("42.0 s · loss 0.31, accuracy 0.75")
+    assert snapshot.text == "In[3]: succeeded, 2 ranks, 42.0 s, loss 0.31, accuracy 0.75"
+    many = wire.Metric(rank=0, values={f"m{number}": 1.0 for number in range(9)})
+    text = render_slim(after(running(1), many)).text
+    assert text.endswith("m3 1, and 5 more in run.metrics")
 
 
 def test_a_page_takes_it_as_one_block_of_html_and_sees_no_mathematics() -> None:

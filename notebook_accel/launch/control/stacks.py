@@ -19,6 +19,9 @@ __all__ = ["Frame", "frames_of_function", "readable", "stacks_text"]
 
 # What faulthandler writes of the frame that calls the function, the newest frame first.
 _CALLER = re.compile(r'^  File ".*[/\\]launch[/\\]worker[/\\]call\.py", line \d+ in _run$')
+# The files of a thread's start, and of what threads of this package and of tqdm are made for.
+_START = re.compile(r"[/\\]threading\.py$")
+_HELPER = re.compile(r"[/\\](notebook_accel[/\\].*|tqdm[/\\]_monitor)\.py$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
@@ -42,20 +45,52 @@ def stacks_text(dumps: Sequence[tuple[int, str]], labels: Mapping[str, str]) -> 
 
 
 def readable(text: str, labels: Mapping[str, str]) -> str:
-    """A dump of faulthandler's with cells by their labels, and nothing below the user's function.
+    """A dump of faulthandler's as a person wants it: the thread of the user's function first.
+
+    Cells have their labels, nothing below the user's function is shown, and no thread that waits
+    behind the scenes, ours or tqdm's.
 
     Args:
         text: the dump.
         labels: what a person calls each cell, by the name of its file.
     """
-    lines: list[str] = []
-    # Frames are indented, the newest first: from the caller to the thread's end all is ours.
-    is_ours = False
+    threads = sorted(_threads(text), key=_place)
+    shown = [_without_callers(each) for each in threads if _place(each) < 2 or not _is_helper(each)]
+    return name_cells("\n\n".join(map("\n".join, shown)) + "\n", labels)
+
+
+def _threads(text: str) -> list[list[str]]:
+    """The lines of each thread; what is no dump, such as a word about a rank, is one of its own."""
+    threads: list[list[str]] = []
     for line in text.splitlines():
-        is_ours = line.startswith("  ") and (is_ours or bool(_CALLER.match(line)))
-        if not is_ours:
-            lines.append(line)
-    return name_cells("\n".join(lines) + "\n", labels)
+        if not line.startswith("  ") and line:
+            threads.append([line])
+        elif threads and line:
+            threads[-1].append(line)
+    return threads
+
+
+def _place(lines: Sequence[str]) -> int:
+    """0 for the thread of the user's function, 1 for the main one, 2 for all others."""
+    if any(map(_CALLER.match, lines)):
+        return 0
+    return 1 if lines[0].startswith("Current thread") else 2
+
+
+def _is_helper(lines: Sequence[str]) -> bool:
+    """Whether a thread was started by this package, or is the one that looks after tqdm's bars."""
+    frames = [found for found in map(_FRAME.match, lines) if found]
+    # The newest is first: at the end stands the thread's start, and before it what it was made for.
+    if not frames or frames[-1][3] != "_bootstrap":
+        return False
+    made_for = next((found[1] for found in reversed(frames) if not _START.search(found[1])), "")
+    return bool(_HELPER.search(made_for))
+
+
+def _without_callers(lines: Sequence[str]) -> list[str]:
+    """The lines above the frame that calls the user's function: from it on all is ours."""
+    callers = (index for index, line in enumerate(lines) if _CALLER.match(line))
+    return list(lines[: next(callers, len(lines))])
 
 
 def frames_of_function(text: str) -> list[Frame]:

@@ -26,6 +26,7 @@ __all__ = [
     "load_of",
     "memory_of",
     "name_of",
+    "named_lines",
     "progress_lines",
     "progress_text",
     "spread",
@@ -88,14 +89,20 @@ def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[
     return [_with_remaining(lines[0], _seconds_left(bars, spent)), *lines[1:]]
 
 
-def progress_text(rank: RankState, *, throughput: float | None = None) -> str:
-    """How far a rank came, in one phrase.
+def named_lines(rank: RankState, *, throughput: float | None = None) -> list[ProgressLine]:
+    """The lines that tell how far a rank came.
 
     Of a rank that returned the outermost bar says it all ("epochs: 3/3"); where another one ended,
     the inner bars say where ("epochs: 1/3, train: 20/100").
     """
     lines = progress_lines(rank, throughput=throughput)
-    return ", ".join(line.text for line in (lines[:1] if rank.returned else lines) if line.text)
+    return lines[:1] if rank.returned else lines
+
+
+def progress_text(rank: RankState, *, throughput: float | None = None) -> str:
+    """How far a rank came, in one phrase."""
+    lines = named_lines(rank, throughput=throughput)
+    return ", ".join(line.text for line in lines if line.text)
 
 
 def current_bars(bars: Sequence[BarState]) -> list[BarState]:

@@ -11,13 +11,14 @@ from notebook_accel.launch.view.progress import (
     last_values,
     memory_of,
     name_of,
+    named_lines,
     progress_lines,
     progress_text,
     spread,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from notebook_accel.launch.control.state import RankState, RunState
 
@@ -35,12 +36,15 @@ __all__ = [
     "ranks_with_row",
     "slowest_first",
     "summary_lines",
+    "values_line",
 ]
 
 COLUMNS = ("rank", "state", "progress", "rate", "memory")
 SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "lost peer": "○"}
 # Of more metrics the first ones are named, and the others counted.
 MAX_NAMED_METRICS = 60
+# As many stand in one line.
+_MAX_IN_LINE = 4
 # Ranks with a row of their own; of more, those that failed and the first.
 _MAX_ROWS = 16
 # Characters: of the run's name, of a rank's progress, of what is said of a hang.
@@ -132,8 +136,8 @@ def rank_facts(rank: RankState, seconds: float) -> tuple[str, str, str, str, str
         str(rank.rank),
         f"{SIGNS.get(status, '●')} {status}",
         progress_text(rank, throughput=throughput)[:_MAX_PROGRESS],
-        # That of the innermost bar: "0.1 epochs/s" tells nobody anything.
-        progress_lines(rank, throughput=throughput)[-1].rate,
+        # That of the bar which the progress names last.
+        named_lines(rank, throughput=throughput)[-1].rate,
         memory_of(rank),
     )
 
@@ -161,8 +165,21 @@ def summary_lines(state: RunState, *, now: float) -> list[str]:
         lines.append(hang_line(state))
     metrics = list(last_values(state).items())
     for name, by_rank in metrics[:MAX_NAMED_METRICS]:
-        value = spread(by_rank) or wording.number(next(iter(by_rank.values())))
-        lines.append(f"{name_of(name)}: {value}")
+        lines.append(f"{name_of(name)}: {_value_of(by_rank)}")
     if len(metrics) > MAX_NAMED_METRICS:
         lines.append(f"… and {len(metrics) - MAX_NAMED_METRICS:,} more in run.metrics")
     return lines
+
+
+def values_line(state: RunState) -> str:
+    """The metrics' last values in one line: ``loss 0.31, accuracy 0.9``; "" without metrics."""
+    metrics = list(last_values(state).items())
+    parts = [f"{name_of(name)} {_value_of(by_rank)}" for name, by_rank in metrics[:_MAX_IN_LINE]]
+    if len(metrics) > _MAX_IN_LINE:
+        parts.append(f"and {len(metrics) - _MAX_IN_LINE:,} more in run.metrics")
+    return ", ".join(parts)
+
+
+def _value_of(by_rank: Mapping[int, float]) -> str:
+    """A metric's last value: that of the first rank, or the lowest and the highest of all."""
+    return spread(by_rank) or wording.number(next(iter(by_rank.values())))

@@ -100,6 +100,12 @@ def test_the_depth_of_a_bar_is_how_many_were_open_when_it_came() -> None:
     assert progress_text(state.ranks[0]) == "epochs: 2/2"
 
 
+def test_the_rate_is_that_of_the_bar_that_the_progress_names_last() -> None:
+    rank = nested(epoch_rate=0.1)
+    assert rank_facts(rank, 1.0)[2:4] == ("epochs: 1/3, eval: 5/20", "1.00 it/s")
+    assert rank_facts(replace(rank, returned=True), 1.0)[2:4] == ("epochs: 1/3", "10.0 s/it")
+
+
 def test_where_a_rank_failed_its_inner_bars_say_so() -> None:
     assert progress_text(nested(epoch_rate=None)) == "epochs: 1/3, eval: 5/20"
 
