@@ -253,7 +253,9 @@ class NotebookSession:
         except (Exception, KeyboardInterrupt) as error:
             failed: Run | None = getattr(error, "run", None)
             self.rank_at_fault = getattr(error, "rank", None)
-            if isinstance(error, WorkerError) and error.traceback:
+            if isinstance(error, NotebookAccelError) and not self.is_usable:
+                error.hint = f"The session is over: {_RESTART}"
+            elif isinstance(error, WorkerError) and error.traceback:
                 error.hint = "`%accelerate debug` looks into its frames"
             if failed is not None:
                 self._owners.note_pushed(push)
@@ -433,9 +435,11 @@ _session: NotebookSession | None = None
 
 
 def current_session() -> NotebookSession | None:
-    """The session of this kernel; None where there is none, or where it was ended."""
-    if _session is not None and _session.session.status == "ended":
-        return None
+    """The session of this kernel; None where there is none, or where the person ended it.
+
+    One whose ranks have all died is still the session: a new one in its place would have none of
+    its names, and perhaps another number of ranks, and nobody would have been told.
+    """
     return _session
 
 

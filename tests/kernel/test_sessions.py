@@ -410,9 +410,20 @@ def test_a_dead_rank_says_how_to_start_again(book: Notebook) -> None:
         accelerator.wait_for_everyone()
     """)
     assert "SIGKILL" in text
+    assert text.endswith(
+        "The session is over: `%accelerate restart` starts new ranks; the names of the old ones "
+        "are lost"
+    )
     text = book.fails("%%accelerate\n1")
     assert "rank 1 was killed by SIGKILL" in text
     assert "`%accelerate restart`" in text
+    book.run("%accelerate restart")
+    assert "The session is over" in book.fails("%%accelerate\nimport os\nos._exit(3)")
+    assert "session of 2 ranks: ended" in book.run("%accelerate status")
+    text = book.fails("%%accelerate\nworld_size")
+    assert "rank 0 ended with exit code 3" in text
+    assert "`%accelerate restart`" in text
+    assert "`%accelerate restart`" in book.fails("%accelerate start")
     book.run("%accelerate restart")
     assert book.run("%%accelerate\nworld_size, 'x' in globals()") == "ranks 0-1: (2, False)\n"
 
