@@ -1,8 +1,8 @@
 """Runs a function of a test module on real ranks: ``run_ranks(function, 2, *args)``.
 
-One helper process imports torch once and forks the ranks of every call; they meet over gloo
-through a file, so that no port is taken. A call has a deadline, after which every process of it is
-dead; the helper ends with the tests.
+One helper process imports torch and each test module once, and forks the ranks of every call; they
+meet over gloo through a file, so that no port is taken. A call has a deadline, after which every
+process of it is dead; the helper ends with the tests.
 """
 
 from __future__ import annotations
@@ -36,6 +36,15 @@ _ROOT = Path(__file__).parents[2]
 _LENGTH = struct.Struct("!Q")
 _SETTLE_SECONDS = 1.0
 _IS_RANK = "NOTEBOOK_ACCEL_TESTS_RANK"
+_OF_RANKS = (
+    "pytest",
+    "torch._dynamo",  # by the first optimizer
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch.utils.data",
+)
 
 
 class RankError(AssertionError):
@@ -120,13 +129,15 @@ def _serve() -> None:
     die_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints of ranks
-    import pytest  # noqa: F401
-    import torch._dynamo  # what the first optimizer imports: once here, not in every rank
-    import torch.distributed
-    import torch.utils.data  # noqa: F401
-
+    os.environ[_IS_RANK] = "1"
+    # What ranks import in the middle of a test: once here, not in every rank.
+    for name in _OF_RANKS:
+        importlib.import_module(name)
     while (request := _read(sys.stdin.buffer)) is not None:
         *call, num_ranks, timeout = request
+        # One that fails fails again in the ranks, which say so.
+        with contextlib.suppress(BaseException):
+            _load(*call[:2])
         with tempfile.TemporaryDirectory() as folder:
             _write(answers, _fork_ranks(call, num_ranks, timeout, Path(folder)))
     os.killpg(0, signal.SIGKILL)
@@ -176,7 +187,6 @@ def _be_rank(call: list[Any], rank: int, num_ranks: int, timeout: float, folder:
     import torch.distributed as dist
 
     faulthandler.dump_traceback_later(max(timeout - 1, 1))
-    os.environ[_IS_RANK] = "1"
     numbers = {"RANK": rank, "LOCAL_RANK": rank}
     sizes = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ.update({name: str(value) for name, value in {**numbers, **sizes}.items()})
@@ -198,12 +208,18 @@ def _be_rank(call: list[Any], rank: int, num_ranks: int, timeout: float, folder:
 
 
 def _load(file: str, module: str) -> Any:
+    if module in sys.modules:
+        return sys.modules[module]
     spec = importlib.util.spec_from_file_location(module, file)
     assert spec
     assert spec.loader
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[module] = loaded
-    spec.loader.exec_module(loaded)
+    try:
+        spec.loader.exec_module(loaded)
+    except BaseException:
+        del sys.modules[module]
+        raise
     return loaded
 
 
