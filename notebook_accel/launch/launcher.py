@@ -166,11 +166,13 @@ class Session:
         block: bool = True,
         timeout: float | None = None,
         notices: Sequence[str] = (),
+        asked: frozenset[int] | None = None,
     ) -> Run:
         """Call ``function(*args, **kwargs)`` on every rank.
 
         The arguments are those of :func:`launch`. A function of the notebook uses what the ranks
-        have under the names of its globals: those of the notebook do not travel along.
+        have under the names of its globals: those of the notebook do not travel along. ``asked``
+        are the ranks on which it does its work, as views show it; None for all.
 
         Raises:
             LaunchError: another call goes on, or a rank has ended; the message says what to do.
@@ -194,7 +196,7 @@ class Session:
 
         def begin() -> Run:
             with (
-                _new_run(request, self.world_size, notices, session=self._folder) as new,
+                _new_run(request, self.world_size, notices, self._folder, asked) as new,
                 sendable(packed) as payload,
             ):
                 begin_call(self._pool, request, new, packed, payload, last=False)
@@ -373,6 +375,7 @@ def _new_run(
     world_size: int,
     notices: Sequence[str],
     session: RunFolder | None = None,
+    asked: frozenset[int] | None = None,
 ) -> Iterator[NewRun]:
     """A run with its folder, for a block that begins it; where the block fails, nothing is left.
 
@@ -383,6 +386,7 @@ def _new_run(
         world_size: number of ranks.
         notices: lines for the person that are known already.
         session: the folder of the session whose ranks are called.
+        asked: the ranks for which the call is meant; None for all.
     """
     with contextlib.ExitStack() as undo:
         # A run that has begun is closed by whoever conducts it.
@@ -410,6 +414,7 @@ def _new_run(
             started=time.time(),
             notices=tuple(notices),
             session="" if session is None else session.id,
+            asked=asked,
         )
         try:
             yield NewRun(run=run, state=first, folder=folder, metrics=metrics)

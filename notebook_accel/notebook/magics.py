@@ -236,8 +236,9 @@ class AccelerateMagics(Magics):
         print(none if running is None else running.describe())  # noqa: T201
 
     def _pull(self, arguments: Sequence[str]) -> None:
-        names = [name for name in arguments if name != _EACH_RANK]
-        self._running().pull(_parse_names(",".join(names)), each_rank=_EACH_RANK in arguments)
+        options = parse_argstring(_pull_options, shlex.join(arguments))
+        names = _parse_names(",".join(options.names))
+        self._running().pull(names, rank=None if options.each_rank else options.rank)
 
     def _push(self, arguments: Sequence[str]) -> None:
         self._running().push(_parse_names(",".join(arguments)))
@@ -281,7 +282,14 @@ def _start_options() -> None:
     """Its options, to be parsed."""
 
 
-_EACH_RANK = "--each-rank"
+@magic_arguments("%accelerate pull")
+@argument("names", nargs="*", help="names of the session: a,b")
+@argument("--rank", type=int, default=0, help="whose values; rank 0's unless it is given")
+@argument("--each-rank", "--each_rank", action="store_true", help="a list with each rank's value")
+def _pull_options() -> None:
+    """Its options, to be parsed."""
+
+
 _COMMANDS: dict[str, Callable[[AccelerateMagics, Sequence[str]], None]] = {
     "start": AccelerateMagics._start,
     "stop": AccelerateMagics._stop,

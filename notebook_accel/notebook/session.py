@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, WorkerError
 from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.system.processes import describe_exit
+from notebook_accel.launch.view import wording
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.ownership import Ownership, Push
 from notebook_accel.notebook.session_hints import SessionHints
@@ -171,7 +172,8 @@ class NotebookSession:
         # In the background it owns its names from now on: a later cell must not push over them.
         if options.in_background:
             self._owners.note_session_assigned(found.assigned)
-        run = self._begin(request, push, block=not options.in_background, source=source)
+        block = not options.in_background
+        run = self._begin(request, push, block=block, source=source, asked=options.ranks)
         if options.in_background:
             slot = DisplaySlot()
             slot.show({_PLAIN: ""})
@@ -232,6 +234,7 @@ class NotebookSession:
         *,
         block: bool,
         source: CellSource | None = None,
+        asked: frozenset[int] | None = None,
         view: str = "auto",
         timeout: float | None = None,
     ) -> Run:
@@ -249,6 +252,7 @@ class NotebookSession:
                 block=block,
                 timeout=timeout,
                 notices=notices,
+                asked=asked,
             )
         except (Exception, KeyboardInterrupt) as error:
             failed: Run | None = getattr(error, "run", None)
@@ -277,9 +281,8 @@ class NotebookSession:
         outcomes: list[CellOutcome | None] = run._peek()
         self._take(outcomes)
         show_values([None if one is None else one.value for one in outcomes], slot)
-        chosen = outcomes[request.pull_from or 0]
-        if chosen is not None:
-            self._assign(chosen)
+        if outcomes[request.pull_from or 0] is not None:
+            self._assign(request.pull, outcomes, request.pull_from)
 
     def _note_end(self, run: Run) -> None:
         """Remember what the next call must know of how this one ended."""
@@ -305,10 +308,10 @@ class NotebookSession:
         return self._owners.plan_push(used, forced)
 
     def _check_ranks(self, ranks: frozenset[int] | None) -> None:
-        absent = sorted(rank for rank in ranks or () if rank >= self.world_size)
+        absent = sorted(rank for rank in ranks or () if not 0 <= rank < self.world_size)
         if absent:
             raise ConfigError(
-                f"--ranks names rank {absent[0]}, and the session has the ranks 0 to "
+                f"there is no rank {absent[0]}: the session has the ranks 0 to "
                 f"{self.world_size - 1}"
             )
 
@@ -341,26 +344,25 @@ class NotebookSession:
 
     # ---- names -----------------------------------------------------------------------------
 
-    def pull(self, names: Sequence[str], *, each_rank: bool = False) -> None:
+    def pull(self, names: Sequence[str], *, rank: int | None = 0) -> None:
         """Give the notebook the ranks' values under the same names, tensors on the CPU.
 
         Args:
             names: of the values.
-            each_rank: a list with one value a rank, in place of rank 0's.
+            rank: whose values; None for a list with one value a rank.
 
         Raises:
-            NotebookAccelError: rank 0 has no such name.
+            ConfigError: there is no such rank.
+            NotebookAccelError: the rank has no such name; of all ranks, none has it.
             WorkerError: a value cannot travel.
         """
+        self._check_ranks(None if rank is None else frozenset([rank]))
         self._await_turn()
         outcomes: list[NamesOutcome] = self.session.ask(
-            NamesCall(pull=tuple(names), pull_from=None if each_rank else 0)
+            NamesCall(pull=tuple(names), pull_from=rank)
         )
         self._take(outcomes)
-        if each_rank:
-            self._assign(*outcomes)
-        else:
-            self._assign(outcomes[0])
+        self._assign(names, outcomes, rank)
 
     def push(self, names: Sequence[str]) -> None:
         """Give the ranks the notebook's values under the same names.
@@ -374,23 +376,41 @@ class NotebookSession:
         self._take(self.session.ask(NamesCall(), push.values))
         self._owners.note_pushed(push)
 
-    def _assign(self, *outcomes: NamesOutcome) -> None:
-        """Give the notebook what was pulled: of several ranks a list with one value each."""
-        for number, outcome in enumerate(outcomes):
-            for name in outcome.missing:
-                of = f"rank {number} of the session" if len(outcomes) > 1 else "the session"
-                raise NotebookAccelError(f"{of} has no `{name}` that could be pulled")
-        for name in outcomes[0].pulled:
-            values = [outcome.pulled[name] for outcome in outcomes]
-            self._shell.user_ns[name] = values if len(values) > 1 else values[0]
+    def _assign(
+        self, names: Sequence[str], outcomes: Sequence[NamesOutcome | None], rank: int | None
+    ) -> None:
+        """Give the notebook what was pulled: of all ranks, a list with None where one has none.
+
+        Raises:
+            NotebookAccelError: the rank has no such name; of all ranks, none has it.
+        """
+        answers = {number: one for number, one in enumerate(outcomes) if one is not None}
+        asked = answers if rank is None else {rank: answers[rank]}
+        for name in names:
+            if any(name in one.pulled for one in asked.values()):
+                continue
+            having = [number for number, one in answers.items() if name in one.names]
+            if not having:
+                raise NotebookAccelError(f"the session has no `{name}` that could be pulled")
+            raise NotebookAccelError(
+                f"rank {rank} has no `{name}`, and {wording.rank_list(having)} "
+                f"{'has' if len(having) == 1 else 'have'}: `%accelerate pull --rank {having[0]} "
+                f"{name}`, or `--each-rank` for a list with None where a rank has none"
+            )
+        for name in names:
+            values = [one.pulled.get(name) for one in asked.values()]
+            self._shell.user_ns[name] = values if rank is None else values[0]
             self._owners.note_session_assigned([name])
 
     # ---- the session -----------------------------------------------------------------------
 
     def describe(self) -> str:
         """The session in some lines: its ranks, how they stand, and their names."""
-        lines = [f"session of {_num_ranks(self.world_size)}: {self.session.status}"]
-        lines += [f"rank {one.rank}  pid {one.pid}  {one.status}" for one in self.session.processes]
+        status = self.session.status
+        lines = [f"session of {_num_ranks(self.world_size)}: {status}"]
+        for one in self.session.processes:
+            how = "busy" if (status, one.status) == ("busy", "ready") else one.status
+            lines.append(f"rank {one.rank}  pid {one.pid}  {how}")
         names = sorted(self.names)
         lines.append(f"names: {', '.join(names)}")
         lines.append(f"logs: {self.session.log_dir}")

@@ -238,6 +238,18 @@ def test_pull_and_push_by_name(book: Notebook) -> None:
     book.run("number = 7\n%accelerate push number")
     assert book.run("%%accelerate\nnumber") == "ranks 0-1: 7\n"
     assert "the session has no `nothing`" in book.fails("%accelerate pull nothing")
+    assert "the session has no `nothing`" in book.fails("%accelerate pull --each-rank nothing")
+
+
+def test_a_cell_of_one_rank_says_so_and_its_names_can_be_pulled(book: Notebook) -> None:
+    reply = cell(book, "%%accelerate --ranks 1\nsolo = 3")
+    header = reply.outputs[0]["data"]["text/plain"]
+    assert re.fullmatch(r"In\[\d+\]: succeeded, rank 1 of 2, .* s", header)
+    text = book.fails("%accelerate pull solo")
+    assert "rank 0 has no `solo`, and rank 1 has: `%accelerate pull --rank 1 solo`" in text
+    book.run("%accelerate pull --rank 1 solo\nassert solo == 3")
+    book.run("%accelerate pull --each-rank solo\nassert solo == [None, 3]")
+    assert "there is no rank 2: the session has" in book.fails("%accelerate pull --rank 2 solo")
     assert "the notebook has no `nothing`" in book.fails("%accelerate push nothing")
 
 
@@ -335,6 +347,8 @@ def test_a_cell_in_the_background_leaves_the_notebook_free(book: Notebook, tmp_p
     run = values(reply)[-1]
     assert re.match(r"<Run .* of In\[\d+\]: (starting|running), 2 ranks>", run)
     assert book.run("print('free')") == "free\n"
+    status = book.run("%accelerate status")
+    assert re.search(r"2 ranks: busy\nrank 0  pid \d+  busy\nrank 1  pid \d+  busy\n", status)
     queued = book.start("%%accelerate --bg\nlate + 1")
     is_told = lambda: re.search(r"waits for In\[\d+\], which runs", str(book.kernel.first))  # noqa: E731
     assert book.kernel.listen_until(is_told, seconds=SOON)

@@ -127,9 +127,11 @@ class RankState:
         agent: number of the agent that started it, among those of the run.
         end_order: how many ranks the kernel knew to have ended before it heard of this one's end.
         after_interrupt: whether its agent had interrupted the ranks before it raised or died.
+        is_asked: whether the call is meant for it; the others of a session answer at once.
     """
 
     rank: int
+    is_asked: bool = True
     pid: int | None = None
     status: str = "starting"
     bars: tuple[BarState, ...] = ()
@@ -240,9 +242,12 @@ def starting(
     started: float,
     notices: tuple[str, ...] = (),
     session: str = "",
+    asked: frozenset[int] | None = None,
 ) -> RunState:
-    """The state of a run before its call was sent."""
-    ranks = tuple(RankState(rank=rank) for rank in range(world_size))
+    """The state of a run before its call was sent; ``asked`` of None means all ranks."""
+    ranks = tuple(
+        RankState(rank=rank, is_asked=asked is None or rank in asked) for rank in range(world_size)
+    )
     return RunState(
         run=run,
         name=name,

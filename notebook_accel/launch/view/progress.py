@@ -168,7 +168,7 @@ def _seconds_left(bars: Sequence[BarState], spent: float = 0.0) -> float | None:
 def _line_of_counters(rank: RankState, throughput: float | None) -> ProgressLine:
     unit, value = ("batch", rank.batches) if rank.batches else ("step", rank.steps)
     if not value:
-        return ProgressLine(fraction=1.0 if rank.returned else None)
+        return ProgressLine(fraction=1.0 if rank.returned and rank.is_asked else None)
     total = rank.total_batches or None
     # Batches are counted over all epochs, and the loader's length is that of one.
     done = rank.batches - rank.pass_start if total else value

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 COLUMNS = ("rank", "state", "progress", "rate", "memory")
-SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "lost peer": "○"}
+SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "lost peer": "○", "not asked": "○"}
 # Of more metrics the first ones are named, and the others counted.
 MAX_NAMED_METRICS = 60
 # As many stand in one line.
@@ -59,17 +59,23 @@ def elapsed(state: RunState, now: float) -> float:
 
 
 def num_ranks(state: RunState) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """``1 rank``, ``2 ranks``; ``rank 1 of 2`` where not all were asked."""
+    asked = [rank.rank for rank in state.ranks if rank.is_asked]
+    if len(asked) < state.world_size:
+        return f"{wording.rank_list(asked)} of {state.world_size}"
     return f"{state.world_size} rank{'s' if state.world_size != 1 else ''}"
 
 
 def condition(rank: RankState) -> str:
     """The rank's status, or "lost peer" where it failed only because another rank did.
 
-    Such a rank is a victim: shown like the culprit, it would draw the eye away from it.
+    Such a rank is a victim: shown like the culprit, it would draw the eye away from it. A rank for
+    which the call was not meant is "not asked", unless it failed or was stopped.
     """
     if rank.failure is not None and rank.failure.kind == "lost peer":
         return "lost peer"
+    if not rank.is_asked and rank.status in ("starting", "running", "succeeded"):
+        return "not asked"
     return rank.status
 
 
@@ -99,7 +105,7 @@ def hang_line(state: RunState) -> str:
 
 def slowest_first(state: RunState) -> list[RankState]:
     """The ranks, those first at which a person looks: failed, missing, then who is least far."""
-    order = {"failed": 0, "missing": 1, "lost peer": 2, "quiet": 3, "succeeded": 9}
+    order = {"failed": 0, "missing": 1, "lost peer": 2, "quiet": 3, "succeeded": 9, "not asked": 9}
 
     def key(rank: RankState) -> tuple[int, float, int]:
         line = progress_lines(rank)[0]

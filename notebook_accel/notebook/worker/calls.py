@@ -60,13 +60,11 @@ class NamesOutcome:
         assigned: names that refer to other objects now; the rank assigned them.
         names: all that there are.
         pulled: values that were asked for.
-        missing: names that were asked for, of which this rank has none.
     """
 
     assigned: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
     pulled: Mapping[str, Any] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

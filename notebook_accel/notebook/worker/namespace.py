@@ -97,7 +97,6 @@ class Namespace:
             "assigned": assigned,
             "names": frozenset(now),
             "pulled": {name: self._names[name] for name in pull if name in self._names},
-            "missing": tuple(name for name in pull if name not in self._names),
         }
 
     def _objects(self) -> dict[str, int]:

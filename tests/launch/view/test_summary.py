@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.view.summary import MAX_NAMED_METRICS, summary_lines
+from notebook_accel.launch.control.state import starting
+from notebook_accel.launch.view.progress import progress_lines
+from notebook_accel.launch.view.summary import MAX_NAMED_METRICS, condition, summary_lines
 from tests.notebook.states import after, running, succeeded
 
 HOSTILE_NAMES = [
@@ -26,6 +28,19 @@ def test_a_name_is_one_short_line_of_plain_text(name: str) -> None:
     assert max(map(len, lines)) < 250
     assert all(line.isprintable() for line in lines)
     assert lines[3].startswith(name[:1])
+
+
+def test_ranks_that_were_not_asked_are_told_from_those_that_ran() -> None:
+    state = starting(run="id", name="In[3]", world_size=3, started=1000.0, asked=frozenset([1, 2]))
+    assert condition(state.ranks[0]) == "not asked"
+    title, _, *rows = summary_lines(succeeded(state), now=1042.0)
+    assert title.startswith("In[3]: succeeded, ranks 1-2 of 3, ")
+    assert [row.split(maxsplit=1)[1] for row in rows] == [
+        "○ not asked",
+        "✓ succeeded",
+        "✓ succeeded",
+    ]
+    assert progress_lines(succeeded(state).ranks[0])[0].fraction is None
 
 
 def test_of_many_metrics_the_first_are_named() -> None:
