@@ -77,6 +77,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._at_start: list[tuple[int, int]] | None = None
         self._was_held_back = False
         self.join(accumulation or current_accumulation(), scaling, device_memory)
+        # Also where other code steps the wrapped one: a checkpoint must not keep those gradients.
+        hook = getattr(optimizer, "register_step_post_hook", None)
+        if hook is not None:
+            own = weakref.ref(self)
+            weakref.finalize(self, hook(lambda *_: _note_used(own())).remove)
 
     def join(
         self,
@@ -226,6 +231,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def __notebook_accel_unwrap__(self) -> Optimizer:
         """What a rank sends back instead: the wrapped optimizer."""
         return self.optimizer
+
+
+def _note_used(stepped: AcceleratedOptimizer | None) -> None:
+    if stepped is not None:
+        stepped._used = True
 
 
 def owners(

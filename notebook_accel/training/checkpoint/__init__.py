@@ -252,7 +252,8 @@ class Checkpoints:
         self._load_scaler(folder, options)
         self._load_random_states(folder)
         if restore_gradients(self._plan.strategy, self._parts.models, folder):
-            self._plan.accumulation.sync_gradients = False
+            # Their window is open. With windows of one batch the next step uses them at once.
+            self._plan.accumulation.sync_gradients = self._plan.accumulation.num_steps == 1
         start, _ = read_start(folder, self._plan.topology.process_index)
         for known in self._prepared.optimizers:
             known.num_steps = start.step
