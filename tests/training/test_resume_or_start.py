@@ -205,7 +205,11 @@ def test_checkpoints_are_found_wherever_a_script_put_them(tmp_path: Path) -> Non
 
     a = tmp_path / "a"
     saves(a, [a / "z", a / "best", a / "m"])
-    assert loaded(a) == (2.0, str(a / "m"), "checkpoint_0")
+    for safe in (True, False):  # weights alone, newer than the checkpoints
+        Accelerator(cpu=True).save_model(nn.Linear(1, 1), a / f"{safe}", safe_serialization=safe)
+    found, lines = told(lambda: loaded(a))
+    assert not lines
+    assert found == (2.0, str(a / "m"), "checkpoint_0")
 
     b = tmp_path / "b"
     saves(b, [None] * 3, **project("b"))

@@ -17,10 +17,19 @@ from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterable
 
     from notebook_accel.training.settings import ProjectConfiguration
 
-__all__ = ["NUMBERED", "Numbering", "describe_folder", "entries", "is_ours", "resolved"]
+__all__ = [
+    "NUMBERED",
+    "Numbering",
+    "describe_folder",
+    "entries",
+    "holds_state",
+    "is_ours",
+    "resolved",
+]
 
 NUMBERED = re.compile(r"checkpoint_(\d+)")
 # The entries of a checkpoint. Its model files are one a model; the pieces and the index that
@@ -31,11 +40,18 @@ _OURS = re.compile(
     r"|pytorch_model|latest|zero_to_(fp32|torch)\.py"
     r"|gradients_\d+\.bin"
 )
+# What save_model writes, too.
+_WEIGHTS = re.compile(r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)")
 
 
 def is_ours(name: str) -> bool:
     """Whether an entry of a checkpoint's folder belongs to the checkpoint."""
     return _OURS.fullmatch(name) is not None
+
+
+def holds_state(names: Iterable[str]) -> bool:
+    """Whether a folder with these entries is a checkpoint, and no export of weights alone."""
+    return any(is_ours(name) and not _WEIGHTS.fullmatch(name) for name in names)
 
 
 def entries(folder: Path) -> list[str]:

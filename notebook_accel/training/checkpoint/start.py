@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.training.checkpoint.atomic import complete_version
-from notebook_accel.training.checkpoint.folders import NUMBERED, entries, is_ours
+from notebook_accel.training.checkpoint.folders import NUMBERED, entries, holds_state, is_ours
 from notebook_accel.training.checkpoint.state_files import explain, read_state
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def candidates(folder: Path) -> list[Path]:
 
 def _is_checkpoint(path: Path) -> bool:
     # One that is being written, or was when its writer died, begins with a dot.
-    return not path.name.startswith(".") and any(map(is_ours, entries(complete_version(path))))
+    return not path.name.startswith(".") and holds_state(entries(complete_version(path)))
 
 
 def _time_of(path: Path) -> float:
