@@ -400,12 +400,29 @@ def train_transformers(kind: str, pipeline: str | None) -> dict[str, Any]:
     return {"losses": losses, "logits": logits.tolist()}
 
 
-@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
-@pytest.mark.parametrize("pipeline", ["1F1B", "Interleaved1F1B"])
-def test_a_transformers_decoder_is_cut(kind: str, pipeline: str) -> None:
+KINDS, CUTS = ("Llama", "GPT2"), ("1F1B", "Interleaved1F1B")
+
+
+def train_all_transformers(pipelines: tuple[str | None, ...]) -> dict[tuple[str, Any], Any]:
+    return {(kind, cut): train_transformers(kind, cut) for kind in KINDS for cut in pipelines}
+
+
+@pytest.fixture(scope="module")
+def transformers_trained() -> tuple[dict[Any, Any], list[dict[Any, Any]]]:
+    """What one process gives, and each of two ranks: each imports transformers once."""
     pytest.importorskip("transformers")
-    expected = run_ranks(train_transformers, 1, kind, None)[0]
-    for result in run_ranks(train_transformers, 2, kind, pipeline):
+    (alone,) = run_ranks(train_all_transformers, 1, (None,))
+    return alone, run_ranks(train_all_transformers, 2, CUTS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pipeline", CUTS)
+def test_a_transformers_decoder_is_cut(
+    kind: str, pipeline: str, transformers_trained: tuple[dict[Any, Any], list[dict[Any, Any]]]
+) -> None:
+    alone, ranks = transformers_trained
+    expected = alone[kind, None]
+    for result in (rank[kind, pipeline] for rank in ranks):
         assert result["losses"] == pytest.approx(expected["losses"], abs=1e-5)
         torch.testing.assert_close(result["logits"], expected["logits"], atol=1e-5, rtol=0)
 
