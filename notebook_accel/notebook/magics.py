@@ -26,6 +26,7 @@ from notebook_accel.launch.template.handle import warm
 from notebook_accel.notebook import post_mortem, session
 from notebook_accel.notebook.cell_function import cell_function
 from notebook_accel.notebook.cell_script import script_of_cell
+from notebook_accel.notebook.completion import complete_magic
 from notebook_accel.notebook.doctor import diagnose
 from notebook_accel.notebook.launcher import run_cell
 from notebook_accel.notebook.picker import config_picker
@@ -47,6 +48,12 @@ __all__ = ["AccelerateMagics", "CellSyntaxError", "load_ipython_extension"]
 def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Register the magics and start the template, so that the first launch finds it ready."""
     ipython.register_magics(AccelerateMagics)
+    complete_magic(
+        ipython,
+        AccelerateMagics.accelerate.parser,
+        {name: _OPTIONS_OF.get(name) for name in _COMMANDS},
+        _session_names,
+    )
     warm()
 
 
@@ -204,6 +211,9 @@ class AccelerateMagics(Magics):
 
     def _command(self, line: str) -> None:
         name, *arguments = shlex.split(line) or ["status"]
+        if name in ("-h", "--help"):
+            print(self.accelerate.__doc__)  # noqa: T201
+            return
         if name not in _COMMANDS:
             known = ", ".join(_COMMANDS)
             raise UsageError(
@@ -303,6 +313,20 @@ _COMMANDS: dict[str, Callable[[AccelerateMagics, Sequence[str]], None]] = {
     "doctor": AccelerateMagics._doctor,
     "debug": AccelerateMagics._debug,
 }
+
+
+# Of the commands that have options: what parses them.
+_OPTIONS_OF = {
+    "start": _start_options.parser,
+    "restart": _start_options.parser,
+    "pull": _pull_options.parser,
+}
+
+
+def _session_names() -> frozenset[str]:
+    """The names of the session; none where there is no session."""
+    running = session.current_session()
+    return frozenset() if running is None else running.names
 
 
 def _settings(options: Any) -> tuple[LaunchConfig, list[str]]:

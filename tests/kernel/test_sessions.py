@@ -266,6 +266,8 @@ def test_the_notebook_knows_the_names_of_the_session(book: Notebook) -> None:
     assert "`far_away_name` lives in the session: `%accelerate pull far_away_name`" in reply.text
     content = book.kernel.client.complete("%%accelerate\nfar_away_n", reply=True)["content"]
     assert content["matches"] == ["far_away_name"]
+    content = book.kernel.client.complete("%accelerate pull ", reply=True)["content"]
+    assert "far_away_name" in content["matches"]
     assert "far_away_name" in book.run("%accelerate status")
 
 

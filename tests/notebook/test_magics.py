@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from notebook_accel.notebook.magics import AccelerateMagics
+from notebook_accel.notebook import magics, session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +21,10 @@ def shell() -> Iterator[Any]:
     main = sys.modules["__main__"]
     config = Config(HistoryManager={"enabled": False})
     made: Any = InteractiveShell.instance(colors="nocolor", config=config)
-    made.register_magics(AccelerateMagics)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(magics, "warm", lambda: None)
+    magics.load_ipython_extension(made)
+    patch.undo()
     yield made
     InteractiveShell.clear_instance()
     sys.modules["__main__"] = main
@@ -55,6 +60,8 @@ def test_help_is_shown_and_the_cell_does_not_run(
     for option in ("-h", "--help"):
         success, text = shown(shell, f"%%accelerate {option}\nno python", capsys)
         assert success
+        assert shown(shell, f"%accelerate {option}", capsys) == (True, text)
+        assert "debug" in text
         assert "%%accelerate [-h]" in text
         assert "Run the cell on every rank" in text
 
@@ -72,3 +79,27 @@ def test_what_the_line_magic_says_without_a_session(
         capsys.readouterr()
         assert not shell.run_cell(f"%accelerate {command}").success
         assert words in "".join(capsys.readouterr())
+
+
+def test_tab_completes_commands_options_and_names_of_the_session(
+    shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell.Completer.use_jedi = False
+
+    def offered(line: str, rest: str = "") -> set[str]:
+        shell.Completer.line_buffer = line
+        with provisionalcompleter():
+            found = shell.Completer.completions(line + rest, len(line))
+            return {completion.text for completion in found}
+
+    assert {"start", "pull", "debug", "--help"} <= offered("%accelerate ")
+    assert "model" not in offered("%accelerate pull ")
+    running = SimpleNamespace(names=frozenset(["model", "mean_loss"]))
+    monkeypatch.setattr(session, "current_session", lambda: running)
+    assert offered("%accelerate st") == {"start", "stop", "status", "stacks"}
+    assert offered("%accelerate pull ") == {"model", "mean_loss"}
+    assert offered("%accelerate pull model,me") == {"mean_loss"}
+    assert offered("%accelerate pull --") == {"--rank", "--each-rank"}
+    assert offered("%accelerate restart --n") == {"--num-processes"}
+    assert {"--ranks", "--bg", "--no-push"} <= offered("%%accelerate --", "\nmodel")
+    assert offered("%%accelerate --bg --pull mo", "\nmodel") == {"model"}
