@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.plotting import Point
 
-__all__ = ["COLOURS", "chart", "sparkline", "thin_out"]
+__all__ = ["COLOURS", "chart", "sparkline", "thin_out", "tick"]
 
 # Mid tones: at least 3:1 against white and against #1e1e1e alike.
 COLOURS = (
@@ -151,18 +152,20 @@ def _axes(box: _Box, bounds: tuple[Point, Point]) -> list[Markup]:
     left = box.left - 6
     return [
         *grid,
-        _text(_tick(y_high), left, box.top + 4, "end"),
-        _text(_tick((y_low + y_high) / 2), left, middle + 4, "end"),
-        _text(_tick(y_low), left, bottom + 4, "end"),
+        _text(tick(y_high), left, box.top + 4, "end"),
+        _text(tick((y_low + y_high) / 2), left, middle + 4, "end"),
+        _text(tick(y_low), left, bottom + 4, "end"),
         _text(wording.number(x_low), box.left, bottom + 16, "start"),
         _text(f"step {wording.number(x_high)}", right, bottom + 16, "end"),
     ]
 
 
-def _tick(value: float) -> str:
-    """A label that fits beside the axis."""
-    text = f"{value:.3g}"
-    return text if len(text) <= 7 else f"{value:.1e}"
+def tick(value: float) -> str:
+    """A label that fits beside an axis: ``1,240``, ``-1.2e6``."""
+    text = wording.number(value)
+    if len(text) > 7 or "e" in text:
+        text = re.sub(r"(\.0)?e\+?(-?)0*", r"e\2", f"{value:.1e}")
+    return text
 
 
 def _text(text: str, x: float, y: float, anchor: str) -> Markup:

@@ -1,7 +1,8 @@
 """The live charts of metrics as HTML: a pure function of the curves and of what is chosen.
 
 Each chart is one SVG that stretches with the page; its numbers stand beside it as text, where they
-keep their size. Invisible stripes over it carry the values as tooltips, which any page shows.
+keep their size. Invisible stripes over it hold the values, and the one below the pointer shows its
+own: a tooltip of the page would vanish each time the chart is drawn anew.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from notebook_accel.launch.control.terminal_text import one_line
 from notebook_accel.launch.view import wording
 from notebook_accel.launch.view.progress import name_of, spread
-from notebook_accel.notebook.charts import COLOURS, thin_out
+from notebook_accel.notebook.charts import COLOURS, thin_out, tick
 from notebook_accel.notebook.markup import Markup, element, shorten
 
 if TYPE_CHECKING:
@@ -177,7 +178,6 @@ def _plot(lines: Mapping[int, Sequence[Point]], *, is_log: bool, limit: int, num
     svg = element(
         "svg",
         *curves,
-        *_stripes(lines, x_low, x_high, num),
         viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
         preserveAspectRatio="none",
         role="img",
@@ -190,17 +190,17 @@ def _plot(lines: Mapping[int, Sequence[Point]], *, is_log: bool, limit: int, num
         class_="na-chart-steps",
     )
     labels = [
-        element("span", _tick(value), class_=f"na-tick-{side}")
+        element("span", tick(value), class_=f"na-tick-{side}")
         for side, value in (("top", high), ("bottom", low))
     ]
-    return element("div", svg, *labels, steps, class_="na-plot")
+    stripes = element("div", *_stripes(lines, x_low, x_high, num), class_="na-stripes")
+    return element("div", svg, *labels, steps, stripes, class_="na-plot")
 
 
 def _stripes(
     lines: Mapping[int, Sequence[Point]], x_low: float, x_high: float, number: int
 ) -> list[Markup]:
-    """Invisible stripes, each with the values nearest to its middle as a tooltip."""
-    width = _WIDTH / number
+    """Stripes of one width, each with the values nearest to its middle."""
     stripes = []
     cursors = dict.fromkeys(lines, 0)
     for index in range(number):
@@ -217,18 +217,5 @@ def _stripes(
             values.append(f"{label} {wording.number(points[at][1])}")
         step = next(iter(lines.values()))[cursors[next(iter(lines))]][0]
         text = f"step {wording.number(round(step))}: {', '.join(values)}"
-        stripes.append(
-            element(
-                "rect",
-                element("title", shorten(text, 160)),
-                x=round(index * width),
-                width=math.ceil(width),
-                height=_HEIGHT,
-            )
-        )
+        stripes.append(element("i", element("span", shorten(text, 160))))
     return stripes
-
-
-def _tick(value: float) -> str:
-    text = wording.number(value)
-    return text if len(text) <= 7 else f"{value:.1e}"

@@ -204,6 +204,8 @@ def _table(state: RunState, seconds: float) -> Markup:
         element("tbody", *rows),
         style=_TABLE,
     )
+    # On a narrow page it scrolls within the frame.
+    table = element("div", table, style="overflow-x:auto")
     rest = summary.hidden_ranks(state.ranks, shown)
     return join([table, element("div", rest, style=_MUTED) if rest else ""])
 

@@ -5,7 +5,9 @@ import math
 import re
 import xml.etree.ElementTree as ET
 
-from notebook_accel.notebook.charts import chart, sparkline, thin_out
+import pytest
+
+from notebook_accel.notebook.charts import chart, sparkline, thin_out, tick
 from tests.notebook.test_markup import Tags
 
 
@@ -69,3 +71,20 @@ def test_a_sparkline_takes_the_colour_around_it() -> None:
     assert "currentColor" in markup
     assert len(re.findall(r"[\d.]+,[\d.]+", markup)) == 3
     assert sparkline([1.0]) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.25, "0.25"),
+        (1240, "1,240"),
+        (-1e5, "-1e5"),
+        (-1234567.0, "-1.2e6"),
+        (1e-12, "1e-12"),
+        (9.99e99, "1e100"),
+        (-0.00012345, "-1.2e-4"),
+    ],
+)
+def test_a_label_beside_an_axis_is_short(value: float, text: str) -> None:
+    assert tick(value) == text
+    assert len(text) <= 7

@@ -155,7 +155,10 @@ def test_all_that_can_be_clicked(lab: Lab, browser: Browser, app: str, tmp_path:
     choose(output, "Which metrics", "all (11)")
     page.wait_for_function("() => document.querySelectorAll('.na-chart').length === 6")
     assert charts.locator(".na-chart").first.locator("polyline").count() == 2
-    assert "rank 1" in (charts.locator("rect title").first.text_content() or "")
+    charts.locator(".na-stripes i").nth(3).hover()
+    charts.get_by_text(re.compile(r"step \d+: rank 0 .*, rank 1")).locator("visible=true").wait_for(
+        timeout=30_000
+    )
     choose(output, "Lines", "mean")
     lines = "() => document.querySelectorAll('.na-chart')[0].querySelectorAll('polyline').length"
     page.wait_for_function(f"{lines} === 1", timeout=30_000)
