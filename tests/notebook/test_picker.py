@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from notebook_accel import ConfigError, LaunchConfig, config_picker
+from notebook_accel.launch.control.interrupts import Latch
 from notebook_accel.launch.machine import Device, Machine
+from notebook_accel.notebook import picker as picker_module
 from notebook_accel.notebook.picker_fields import plugin_rows, setting_rows
 from notebook_accel.notebook.picker_texts import as_code, devices_line, read_arguments
 from notebook_accel.plugin_options import PLUGINS
@@ -108,6 +112,9 @@ def test_options_unfold_with_their_strategy_and_are_checked() -> None:
     assert "expected a whole number" in smallest._note.value
     smallest.widget.value = "1000"
     assert picker.config.fsdp == {"min_num_params": 1000}
+    # A mesh without a size is none; FSDP and DeepSpeed have defaults.
+    picker._strategy.widget.value = ("parallelism",)
+    assert picker.config == LaunchConfig()
 
 
 def test_what_was_saved_last_is_there_again_in_the_same_folder(
@@ -136,6 +143,39 @@ def test_arguments_are_read_as_a_call_has_them() -> None:
     assert read_arguments("", {}) == ((), {})
     with pytest.raises(SyntaxError):
         read_arguments("1) + (2", {})
+
+
+def test_one_run_at_a_time_is_launched_and_bad_arguments_have_no_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def train(rate: float) -> None: ...
+
+    train.__module__ = "__main__"
+    launched: list[Any] = []
+
+    def launch(function: Any, args: Any, kwargs: Any, **_: Any) -> Any:
+        launched.append((function, args, kwargs))
+        return SimpleNamespace(_conductor=SimpleNamespace(ended=Latch()))
+
+    monkeypatch.setattr(picker_module, "_namespace", lambda: {"train": train})
+    monkeypatch.setattr(picker_module, "launch_below", launch)
+    picker = config_picker(LaunchConfig())
+    button = picker._buttons["Launch"]
+    picker._arguments.value = "0.5, epochs="
+    assert button.disabled
+    assert "is no list of arguments" in picker._message.value
+    assert "have no code" in picker._code.value
+    picker._arguments.value = "0.5, epochs=3"
+    assert "args=(0.5,), kwargs={&#39;epochs&#39;: 3}" in picker._code.value
+    button.click()
+    button.click()
+    assert launched == [(train, (0.5,), {"epochs": 3})]
+    assert (button.disabled, button.description) == (True, "Running")
+    told = threading.Event()
+    button.observe(lambda _: told.set(), names="disabled")
+    picker.run._conductor.ended.set()
+    assert told.wait(10)
+    assert (button.disabled, button.description) == (False, "Launch")
 
 
 def test_devices_are_listed_with_their_memory_and_names_are_escaped() -> None:
