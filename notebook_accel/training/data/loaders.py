@@ -28,7 +28,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training.collectives import num_ranks, this_rank
 from notebook_accel.training.data.active import Position, active_loaders
 from notebook_accel.training.data.joined import copy_as
-from notebook_accel.training.data.replay import IndexSource, Replay, seed_of_pass, skip
+from notebook_accel.training.data.replay import IndexSource, Replay, seed_of_pass
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -415,7 +415,7 @@ class PreparedLoader(DataLoader[Any]):
         index.before_start = position.replay.reach_start if position and start else None
         if isinstance(self.dataset, IterableDataset):
             reader = iter(super().__iter__())
-            return skip(reader, start, index) if start else reader
+            return index.skip(reader, start) if start else reader
         index.start, index.seed = start, self._seed_of_workers()
         return iter(super().__iter__())
 

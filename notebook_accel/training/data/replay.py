@@ -11,7 +11,8 @@ steps of the training draw (dropout)::
     resumed  [states of the save]   back to `ahead`: read 2   forth again   read 3   step 2   ...
 
 ``begin`` are the states before the first read, from which a sampler without a generator of its own
-draws the order of the whole pass.
+draws the order of the whole pass. ``opened`` are those before torch's iterator is made, which may
+draw an order already; what the loop draws between the two is no read's.
 
 Worker processes have random numbers of their own. They are seeded anew for each batch, by the seed
 of the pass and the number of the batch, so that they do not depend on which batches came before.
@@ -37,7 +38,7 @@ from notebook_accel.training.random_states import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["IndexSource", "Replay", "seed_of_pass", "skip"]
+__all__ = ["IndexSource", "Replay", "seed_of_pass"]
 
 _HOST = torch.device("cpu")
 _NO_BATCH = object()
@@ -54,7 +55,7 @@ class IndexSource:
     Attributes:
         start: the batch to begin with.
         keeps_first: give the first batch of the epoch too, ahead of the others.
-        before_start: called right before the indices of batch ``start`` are given.
+        before_start: called right before batch ``start`` is asked for.
         seed: seeds the random numbers of worker processes, batch by batch; None leaves them.
     """
 
@@ -70,19 +71,37 @@ class IndexSource:
         if not self.start and self.seed is None:
             return iter(self.sampler)
         # What holds for this pass, even if another begins before it asks for its first indices.
-        return self._numbered(self.start, self.keeps_first, self.before_start, self.seed)
-
-    def _numbered(
-        self, start: int, keeps_first: bool, before_start: Callable[[], None] | None, seed: Any
-    ) -> Iterator[Any]:
-        for number, indices in enumerate(self.sampler):
-            if number == start and before_start is not None:
-                before_start()
-            if number >= start or (keeps_first and not number):
-                yield indices if seed is None else _Seeding(indices, _mix(seed, number))
+        batches = self.skip(enumerate(self.sampler), self.start)
+        seed = self.seed
+        if seed is None:
+            return (indices for _, indices in batches)
+        return (_Seeding(indices, _mix(seed, number)) for number, indices in batches)
 
     def __len__(self) -> int:
         return length_of(self.sampler)
+
+    def skip(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
+        """The batches of a stream from ``number`` on; those before it are read, and left out.
+
+        Args:
+            batches: from the start of the epoch.
+            number: how many are left out, but for the first with ``keeps_first``.
+        """
+        return _skip(batches, number, self.keeps_first, self.before_start)
+
+
+def _skip(
+    batches: Iterator[Any],
+    number: int,
+    keeps_first: bool,
+    before_start: Callable[[], None] | None,
+) -> Iterator[Any]:
+    for position, batch in enumerate(itertools.islice(batches, number)):
+        if keeps_first and not position:
+            yield batch
+    if before_start is not None:
+        before_start()
+    yield from batches
 
 
 class _Seeding:
@@ -144,50 +163,51 @@ class Replay:
         watches: bool,
         before: Replay | None = None,
     ) -> None:
-        self._is_resumed = restored is not None
-        self._begin = get_random_states(_HOST) if restored is None else restored["begin"]
-        self._restored: list[Any] = [] if restored is None else list(restored["ahead"])
-        self.ahead: list[Any] = []
+        self._restored = restored
+        self._opened = None if restored is None else restored["opened"]
+        self._begin = None if restored is None else restored["begin"]
+        self.ahead: list[Any] = [] if restored is None else list(restored["ahead"])
         self._num_watched = _READS_TO_WATCH if watches else 0
         self.draws_nothing: bool = False
         self._drew_nothing = watches and before is not None and before.draws_nothing
-        self._draws = bool(self._restored)
+        self._draws = bool(self.ahead)
 
     def open(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """The batches of what ``make`` gives, each read with its own random numbers."""
-        if not self._is_resumed:
-            return self._read(make())
         now = get_random_states(_HOST)
-        set_random_states(self._begin, _HOST)
+        if self._opened is None:
+            self._opened = now
+            return self._read(make())
+        set_random_states(self._opened, _HOST)
         try:
             return self._read(make())
         finally:
             set_random_states(now, _HOST)
 
     def _read(self, source: Iterator[Any]) -> Iterator[Any]:
-        if self._is_resumed:
-            now = get_random_states(_HOST)
+        now = get_random_states(_HOST)
+        if self._begin is not None:
             # From `_begin` the order of the pass is drawn. Then, before it reads the first batch,
             # the source calls `reach_start`, which sets the states of that read.
-            for number, before in enumerate([self._begin, *self._restored[1:]]):
+            for before in [self._begin, *self.ahead[1:]]:
                 set_random_states(before, _HOST)
-                self.ahead += self._restored[number : number + 1]
                 batch = next(source, _NO_BATCH)
                 set_random_states(now, _HOST)
                 if batch is _NO_BATCH:
                     return
                 yield batch
-        elif self._drew_nothing:
-            # Does that still hold? Since `_begin` torch's iterator has drawn a seed.
-            before = {**self._begin, "torch_manual_seed": torch.get_rng_state()}
-            batch = next(source, _NO_BATCH)
-            if batch is _NO_BATCH:
-                return
-            if are_random_states(before):
-                self._num_watched, self.draws_nothing = 0, True
-            else:
-                self.ahead.append(before)
-            yield batch
+        else:
+            self._begin = now
+            if self._drew_nothing:
+                # Does that still hold?
+                batch = next(source, _NO_BATCH)
+                if batch is _NO_BATCH:
+                    return
+                if are_random_states(now):
+                    self._num_watched, self.draws_nothing = 0, True
+                else:
+                    self.ahead.append(now)
+                yield batch
         while self._draws or self._num_watched:
             before = get_random_states(_HOST)
             self.ahead.append(before)
@@ -208,26 +228,9 @@ class Replay:
 
     def reach_start(self) -> None:
         """Go to where the first batch of a resumed pass was read."""
-        if self._restored:
-            set_random_states(self._restored[0], _HOST)
+        if self._restored is not None and self._restored["ahead"]:
+            set_random_states(self._restored["ahead"][0], _HOST)
 
     def state_dict(self) -> dict[str, Any]:
         """The states from which this pass goes on, after the batch that the loop has."""
-        return {"begin": self._begin, "ahead": list(self.ahead)}
-
-
-def skip(batches: Iterator[Any], number: int, source: IndexSource) -> Iterator[Any]:
-    """The batches of a stream from ``number`` on; those before it are read, and left out.
-
-    Args:
-        batches: from the start of the epoch.
-        number: how many are left out.
-        source: says whether the first is given all the same, and is called before the first that
-            is not left out.
-    """
-    for position, batch in enumerate(itertools.islice(batches, number)):
-        if source.keeps_first and not position:
-            yield batch
-    if source.before_start is not None:
-        source.before_start()
-    yield from batches
+        return {"opened": self._opened, "begin": self._begin, "ahead": list(self.ahead)}

@@ -25,7 +25,6 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.joined import copy_as
 from notebook_accel.training.data.loaders import DataLoaderShard, PreparedLoader
-from notebook_accel.training.data.replay import skip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -88,7 +87,7 @@ class _KeepsReaderState(PreparedLoader):
         torchdata.load_state_dict(restored["state"] if restored else {})
         index.start = 0 if is_iterable else begin
         reader = torchdata.__iter__()
-        batches = skip(reader, 0 if restored else start, index) if is_iterable else reader
+        batches = index.skip(reader, 0 if restored else start) if is_iterable else reader
         for number, batch in enumerate(batches, start + 1):
             states[number] = {
                 "num_read": number,
