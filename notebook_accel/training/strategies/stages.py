@@ -323,17 +323,18 @@ class Pipeline:
             )
         width = math.ceil(size / self.num_microbatches)
 
-        def take(values: Any, indices: list[int]) -> Any:
+        def take(values: Any, samples: slice | list[int]) -> Any:
             return recursively_apply(
-                lambda part: part[indices] if part.ndim and len(part) == size else part, values
+                lambda part: part[samples] if part.ndim and len(part) == size else part, values
             )
 
         found = []
         for start in range(0, width * self.num_microbatches, width):
-            indices = range(start, start + width)
-            real = [index for index in indices if index < size]
-            filled = [min(index, size - 1) for index in indices]
-            found.append(_MicroBatch(take(inputs, filled), take(targets, real), width, len(real)))
+            end = start + width
+            num_real = min(max(size - start, 0), width)
+            real = slice(start, end)  # costs no copy
+            filled = real if end <= size else [min(index, size - 1) for index in range(start, end)]
+            found.append(_MicroBatch(take(inputs, filled), take(targets, real), width, num_real))
         return found
 
     def _schedule_for(self, model: nn.Module) -> Any:
