@@ -81,6 +81,7 @@ class Plugin:
         without_effect: names in that part which are accepted and change nothing.
         other_names: names in that part that are not the lower case of the variable.
         composes: whether it can be asked for beside another one.
+        needs_options: whether it changes nothing unless an option is given.
     """
 
     title: str
@@ -92,6 +93,7 @@ class Plugin:
     without_effect: tuple[str, ...] = ()
     other_names: Mapping[str, str]
     composes: bool = True
+    needs_options: bool = False
 
     def check(self, name: str, given: object) -> dict[str, Any] | None:
         """The options as a dictionary of their own; None stays None.
@@ -356,5 +358,6 @@ PLUGINS: Mapping[str, Plugin] = {
             _size("pp_size", "ranks of a pipeline; train by accelerator.forward_backward"),
         ),
         other_names={},
+        needs_options=True,
     ),
 }

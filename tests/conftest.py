@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import signal
@@ -44,12 +43,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and count_gpus() == 0:
         _skip(gpu, "no GPU found")
-
-
-def pytest_collection_finish() -> None:
-    """What is loaded by now stays: to look through it for garbage takes 0.3 s each time."""
-    gc.collect()
-    gc.freeze()
 
 
 def _skip(items: list[pytest.Item], reason: str) -> None:

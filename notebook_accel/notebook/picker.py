@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
+    from notebook_accel.launch.run import Run
     from notebook_accel.notebook.picker_fields import Row
 
 __all__ = ["ConfigPicker", "config_picker"]
@@ -54,7 +55,7 @@ _FIRST = (
     "gradient_accumulation_steps",
     "seed",
 )
-_INVALID = "Settings that make no sense have no code: mend what is marked above."
+_INVALID = "Settings that make no sense have no code: mend what is marked."
 _FUNCTION_MISSING = "Define a function in a cell, then choose it here."
 
 
@@ -74,6 +75,7 @@ class ConfigPicker:
         self._error: ConfigError | None = None
         self._slot = DisplaySlot()
         self._is_filling = False
+        self._has_call = False
         self._rows = setting_rows()
         self._plugins = {name: plugin_rows(plugin) for name, plugin in PLUGINS.items()}
         self._plugin_boxes: dict[str, Any] = {}
@@ -164,10 +166,11 @@ class ConfigPicker:
                 self._strategy.box,
                 *self._plugin_boxes.values(),
                 more,
-                self._message,
                 shown,
                 save,
                 start,
+                # Beside the buttons: whoever clicks there looks there.
+                self._message,
             ]
         )
         box.add_class("na-picker")
@@ -212,13 +215,16 @@ class ConfigPicker:
             self._error = error
         self._show_error()
         is_wrong = self._error is not None
-        for name in ("Save", "Launch"):
-            self._buttons[name].disabled = is_wrong
-        self._buttons["Launch"].disabled = is_wrong or not self._function.value
         code, yaml = _INVALID, _INVALID
         if not is_wrong:
-            code = as_code(self._config, self._function.value, self._arguments.value)
             yaml = as_yaml(self._config)
+            try:
+                code = as_code(self._config, self._function.value, self._arguments.value)
+            except SyntaxError as error:
+                self._say(str(error), "na-wrong")
+        self._buttons["Save"].disabled = is_wrong
+        self._has_call = code != _INVALID and bool(self._function.value)
+        self._show_whether_launched()
         self._code.value, self._yaml.value = (str(element("pre", each)) for each in (code, yaml))
 
     def _values(self) -> dict[str, Any]:
@@ -226,7 +232,8 @@ class ConfigPicker:
         values = {name: row.value for name, row in self._rows.items()}
         for name in self._strategy.value:
             options = {row.name: row.value for row in self._plugins[name]}
-            values[name] = {key: value for key, value in options.items() if value is not None}
+            given = {key: value for key, value in options.items() if value is not None}
+            values[name] = None if PLUGINS[name].needs_options and not given else given
         return {name: value for name, value in values.items() if value is not None}
 
     def _show_error(self) -> None:
@@ -249,6 +256,8 @@ class ConfigPicker:
         self._say(f"Loaded from {self._path.value}", "na-fine")
 
     def _launch(self) -> None:
+        if self._goes_on:  # a second click came before the page knew of the first
+            return
         name = self._function.value
         args, kwargs = read_arguments(self._arguments.value, _namespace())
         remember(self.config)
@@ -256,6 +265,27 @@ class ConfigPicker:
         self.run = launch_below(
             _namespace()[name], args, kwargs, config=self.config, slot=self._slot
         )
+        self._show_whether_launched()
+        # Another launch would take the place of this one's panel.
+        threading.Thread(
+            target=self._await_end, args=(self.run,), name="notebook-accel-picker", daemon=True
+        ).start()
+
+    def _await_end(self, run: Run) -> None:
+        while not run._conductor.ended.wait(1.0):
+            pass
+        self._show_whether_launched()
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether what was launched from the form has not ended."""
+        return self.run is not None and not self.run._conductor.ended.is_set()
+
+    def _show_whether_launched(self) -> None:
+        goes_on = self._goes_on
+        button = self._buttons["Launch"]
+        button.description = "Running" if goes_on else "Launch"
+        button.disabled = goes_on or not self._has_call
 
     def _refresh_functions(self) -> None:
         names = [name for name, value in _namespace().items() if is_of_notebook(name, value)]

@@ -57,7 +57,11 @@ def _memory(num_bytes: int) -> str:
 
 
 def as_code(config: LaunchConfig, function: str | None, arguments: str) -> str:
-    """The cell that launches the same."""
+    """The cell that launches the same.
+
+    Raises:
+        SyntaxError: ``arguments`` is no list of arguments.
+    """
     settings = "".join(f"    {name}={value!r},\n" for name, value in config.to_dict().items())
     made = f"LaunchConfig(\n{settings})" if settings else "LaunchConfig()"
     call = f"notebook_launcher({function or 'train'}, {_given(arguments)}config=config)"
@@ -68,10 +72,7 @@ def as_code(config: LaunchConfig, function: str | None, arguments: str) -> str:
 
 
 def _given(arguments: str) -> str:
-    try:
-        call = _parse(arguments)
-    except SyntaxError:
-        return ""
+    call = _parse(arguments)
     parts = [ast.unparse(each) for each in call.args]
     args = f"args=({', '.join(parts)},), " if parts else ""
     named = ", ".join(f"{each.arg!r}: {ast.unparse(each.value)}" for each in call.keywords)
@@ -104,10 +105,13 @@ def read_arguments(
 
 
 def _parse(text: str) -> ast.Call:
-    call = ast.parse(f"_({text})", mode="eval").body
+    try:
+        call = ast.parse(f"_({text})", mode="eval").body
+    except SyntaxError:
+        call = None
     # "1) + (2" would parse as well.
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-        raise SyntaxError(f"{text!r} is no list of arguments, such as 3e-4, epochs=2")
+        raise SyntaxError(f"Arguments: {text!r} is no list of arguments, such as 3e-4, epochs=2")
     return call
 
 
