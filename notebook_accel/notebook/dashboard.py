@@ -61,6 +61,7 @@ class Dashboard(View):
         self._has_changed = False
         self._has_ended = False
         self._has_asked_stop = False
+        self._stopping_since: float | None = None
         self._run: Run | None = None
         self._state: RunState | None = None
         self._snapshot: Snapshot | None = None
@@ -99,6 +100,8 @@ class Dashboard(View):
         with self._lock:
             self._state = state
             self._has_changed = True
+            if state.status == "stopping" and self._stopping_since is None:
+                self._stopping_since = time.monotonic()
             self._throughput.note(state, now=time.monotonic())
             for panel in self._panels:
                 panel.read(state)
@@ -185,11 +188,15 @@ class Dashboard(View):
             self._drawn_at = time.monotonic()
 
     def _details(self, state: RunState, panel: LivePanel) -> Details:
+        assert self._run is not None, "a panel shows a run"
+        since = self._stopping_since
         return Details(
             now=state.now(),
             throughputs={rank.rank: self._throughput.of(rank.rank) for rank in state.ranks},
             of_run=self._throughput.of_run(state),
             picked=panel.picked,
+            stopping=None if since is None else time.monotonic() - since,
+            grace=self._run.config.grace,
         )
 
     # ---- clicks ----------------------------------------------------------------------------

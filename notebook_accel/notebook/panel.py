@@ -7,6 +7,7 @@ a row of their own.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ __all__ = ["MAX_BYTES", "Details", "render_panel", "render_stacks", "render_titl
 # A message of 20 KB five times a second is what a page keeps up with (notebook/dashboard.py); the
 # rest is for what the message has beside the panel.
 MAX_BYTES = 18_000
+# Ranks that take longer to leave are told to be waited for.
+_STOP_SECONDS = 1.5
 # Different stacks; less of each is shown the more there are.
 _MAX_STACKS = 8
 # As many ranks have a row each; of more, the slowest.
@@ -57,12 +60,16 @@ class Details:
         throughputs: items a second of ranks that draw no bar.
         of_run: items a second of a rank in the mean, and what they are.
         picked: the rank whose output is shown; None for all.
+        stopping: seconds since somebody asked for the end; None where nobody did.
+        grace: seconds that the ranks get to leave.
     """
 
     now: float
     throughputs: Mapping[int, float | None] = field(default_factory=dict)
     of_run: tuple[float, str] | None = None
     picked: int | None = None
+    stopping: float | None = None
+    grace: float = 0.0
 
 
 def render_panel(state: RunState, details: Details) -> Markup:
@@ -71,6 +78,7 @@ def render_panel(state: RunState, details: Details) -> Markup:
         body = element(
             "div",
             _hang(state),
+            _stopping(details),
             _ranks(state, details, text_bytes),
             _notices(state, 5 * text_bytes),
             class_="na",
@@ -293,6 +301,19 @@ def _hang(state: RunState) -> Markup:
         return Markup("")
     kind = "na-hang" if state.hang.is_certain else "na-hang na-waiting"
     return element("div", shorten(hang_line(state), 800), class_=kind, role="alert")
+
+
+def _stopping(details: Details) -> Markup:
+    """How long ranks that do not leave are waited for; most leave before this is worth a word."""
+    if details.stopping is None or details.stopping < _STOP_SECONDS:
+        return Markup("")
+    left = details.grace - details.stopping
+    if left > 0:
+        text = f"a rank that goes on with its loop is interrupted within {math.ceil(left)} s"
+    else:
+        text = "a rank that goes on was interrupted, and is ended after another grace period"
+    line = f"Waiting for the ranks to leave: {text}. Kill ends them now, and results are lost."
+    return element("div", line, class_="na-hang na-waiting", role="status")
 
 
 def _notices(state: RunState, text_bytes: int) -> Markup:

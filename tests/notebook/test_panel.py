@@ -48,6 +48,16 @@ def test_a_rank_without_a_bar_shows_what_its_loader_counted() -> None:
         assert words in page.text
 
 
+def test_ranks_that_take_their_time_to_leave_are_told_to_be_waited_for() -> None:
+    def told(stopping: float | None) -> str:
+        return Tags(render_panel(running(2), Details(now=1, stopping=stopping, grace=10.0))).text
+
+    assert "Kill" not in told(None)
+    assert "Kill" not in told(0.5)
+    assert "interrupted within 8 s. Kill ends them now, and results are lost." in told(2.5)
+    assert "was interrupted, and is ended after another grace period. Kill" in told(11.0)
+
+
 def test_every_one_of_nested_bars_has_a_row() -> None:
     state = after(running(1), bar(0, 1, name="epochs", n=1, total=4), bar(0, 2, name="batches"))
     page = Tags(render_panel(state, NOW))
