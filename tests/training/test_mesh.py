@@ -30,6 +30,7 @@ from tests.training.meshes import (
     loss_of,
     train,
     twin,
+    weights_of,
 )
 
 CASES: dict[str, dict[str, Any]] = {
@@ -168,6 +169,47 @@ def test_it_trains_in_launched_ranks() -> None:
 def test_what_cannot_be_divided_is_refused(asked: dict[str, Any], message: str) -> None:
     for said in run_ranks(refusal, 2, asked):
         assert re.search(message, said)
+
+
+# Qwen3 has a norm of each head.
+OWN_PLANS = {"Llama": True, "Qwen3": False}
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+
+
+def train_by_own_plan(name: str, tp_size: int) -> dict[str, Any]:
+    import transformers
+
+    settings = ParallelismConfig(tp_size=tp_size)
+    accelerator = Accelerator(cpu=True, parallelism_config=settings)
+    torch.manual_seed(0)
+    sizes = {**SMALL, **HEADS, "tie_word_embeddings": OWN_PLANS[name]}
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for tokens in torch.randint(32, (4, 2, 6), generator=torch.Generator().manual_seed(1)):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return {"losses": losses, "weights": weights_of(accelerator, model)}
+
+
+def train_by_own_plans(tp_size: int) -> dict[str, Any]:
+    return {name: train_by_own_plan(name, tp_size) for name in OWN_PLANS}
+
+
+def test_models_of_transformers_are_divided_by_their_own_plans() -> None:
+    pytest.importorskip("transformers")
+    (whole,) = run_ranks(train_by_own_plans, 1, 1)
+    for result in run_ranks(train_by_own_plans, 2, 2):
+        for name, ours in result.items():
+            expected = whole[name]
+            assert ours["losses"] == pytest.approx(expected["losses"], abs=1e-5), name
+            assert distance(ours, expected) <= 1e-5, name
 
 
 def refusal(asked: dict[str, Any]) -> str:

@@ -37,7 +37,15 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     # The input is whole on every rank, each of which takes its columns of it.
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    # Every rank looks all words up, in its rows or its columns of the table.
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
+    # A norm of each attention head: every rank has its own heads, and gradients are summed. Which
+    # dimension is called the divided one makes no difference, but for the last.
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(
+        sequence_dim=0, use_local_output=True
+    ),
 }
 
 
@@ -89,11 +97,11 @@ def _as_style(name: str, given: Any) -> ParallelStyle:
 def _check_divisible(name: str, part: Module, style: Any, size: int) -> None:
     """Refuse a layer that ranks would get uneven parts of: what follows would be wrong shapes."""
     weight = getattr(part, "weight", None)
-    if weight is None or not isinstance(style, str):
+    if weight is None or not isinstance(style, str) or "wise" not in style:
         return
     # An embedding's weight is (rows, features), a linear layer's (out, in).
     is_linear = hasattr(part, "in_features")
-    dimension = (0 if is_linear else 1) if style.startswith("colwise") else (1 if is_linear else 0)
+    dimension = (0 if is_linear else 1) if "colwise" in style else (1 if is_linear else 0)
     if weight.ndim > dimension and weight.shape[dimension] % size:
         raise ConfigError(
             f"the tp_plan divides {name!r} of shape {tuple(weight.shape)} over {size} ranks: "
