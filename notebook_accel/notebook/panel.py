@@ -307,11 +307,15 @@ def _stopping(details: Details) -> Markup:
     """How long ranks that do not leave are waited for; most leave before this is worth a word."""
     if details.stopping is None or details.stopping < _STOP_SECONDS:
         return Markup("")
-    left = details.grace - details.stopping
+    left = math.ceil(details.grace - details.stopping)
     if left > 0:
-        text = f"a rank that goes on with its loop is interrupted within {math.ceil(left)} s"
+        text = (
+            f"one that goes on with its loop is interrupted within {left} s, and ended "
+            f"{details.grace:g} s later if it ignores that"
+        )
     else:
-        text = "a rank that goes on was interrupted, and is ended after another grace period"
+        seconds = max(1, left + math.ceil(details.grace))
+        text = f"one that ignores the interrupt is ended within {seconds} s"
     line = f"Waiting for the ranks to leave: {text}. Kill ends them now, and results are lost."
     return element("div", line, class_="na-hang na-waiting", role="status")
 

@@ -54,8 +54,9 @@ def test_ranks_that_take_their_time_to_leave_are_told_to_be_waited_for() -> None
 
     assert "Kill" not in told(None)
     assert "Kill" not in told(0.5)
-    assert "interrupted within 8 s. Kill ends them now, and results are lost." in told(2.5)
-    assert "was interrupted, and is ended after another grace period. Kill" in told(11.0)
+    assert "is interrupted within 8 s, and ended 10 s later if it ignores that" in told(2.5)
+    assert "Kill ends them now, and results are lost." in told(2.5)
+    assert "one that ignores the interrupt is ended within 9 s. Kill" in told(11.5)
 
 
 def test_every_one_of_nested_bars_has_a_row() -> None:
