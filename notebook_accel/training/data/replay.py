@@ -177,14 +177,20 @@ class Replay:
         now = get_random_states(_HOST)
         if self._opened is None:
             self._opened = now
-            return self._read(make())
+            return self._read_all(make())
         set_random_states(self._opened, _HOST)
         try:
-            return self._read(make())
+            return self._read_all(make())
         finally:
             set_random_states(now, _HOST)
 
-    def _read(self, source: Iterator[Any]) -> Iterator[Any]:
+    def _read_all(self, source: Iterator[Any]) -> Iterator[Any]:
+        # Once the reads need no care, they come from torch's iterator itself: a generator between
+        # the two would take its time for each batch.
+        return itertools.chain(self._read_with_care(source), source)
+
+    def _read_with_care(self, source: Iterator[Any]) -> Iterator[Any]:
+        """The batches before and after whose reads the states are set, kept or compared."""
         now = get_random_states(_HOST)
         if self._begin is not None:
             # From `_begin` the order of the pass is drawn. Then, before it reads the first batch,
@@ -217,7 +223,6 @@ class Replay:
             if not self._draws:
                 self._watch(before)
             yield batch
-        yield from source
 
     def _watch(self, before: Mapping[str, Any]) -> None:
         self._num_watched -= 1
