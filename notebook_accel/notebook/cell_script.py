@@ -35,7 +35,7 @@ Run it with: torchrun --nproc_per_node={world_size} {file}
 from __future__ import annotations
 '''
 # ``%time f()``, ``!ls``, ``name?``.
-_IPYTHON_LINE = re.compile(r"(\s*)([!%?].*|[\w.]+\?\??\s*)$")
+_IPYTHON_LINE = re.compile(r"^([ \t]*)([!%?].*|[\w.]+\?\??[ \t]*)$", re.MULTILINE)
 _MADE_BY = {
     "rank": "rank = accelerator.process_index",
     "world_size": "world_size = accelerator.num_processes",
@@ -145,7 +145,7 @@ def _plain(text: str) -> str:
     try:
         tree = ast.parse(text)
     except SyntaxError:
-        text = re.sub(_IPYTHON_LINE.pattern, r"\1pass  # left out: \2", text, flags=re.MULTILINE)
+        text = _IPYTHON_LINE.sub(r"\1pass  # left out: \2", text)
         try:
             tree = ast.parse(text)
         except SyntaxError:

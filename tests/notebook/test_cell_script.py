@@ -62,6 +62,11 @@ def test_lines_of_ipython_are_left_out_and_future_imports_come_first() -> None:
     assert text.count("__future__") == 1
 
 
+def test_a_remainder_beside_a_line_of_ipython_is_kept() -> None:
+    text = script("!ls\na = 7 % 3\na")
+    assert "pass  # left out: !ls\na = 7 % 3\nprint(a)\n" in text
+
+
 def test_cells_of_the_session_are_all_there() -> None:
     cells = {1: "model = 1", 2: "model_is_trained_by(model)"}
     text = script("model", "%%accelerate\nmodel = 1", "%%accelerate", session_cells=cells)
