@@ -76,7 +76,10 @@ def find_run(run_id: str) -> Run:
     Raises:
         NotebookAccelError: there is none, or none any more.
     """
-    found = next((run for run in runs(everywhere=True) if run.id == run_id), None)
+    found = next((run for run in runs() if run.id == run_id), None)
+    on_disk = {folder.id: folder for folder in run_folders()}
+    if found is None and run_id in on_disk:
+        found = _read_run(on_disk[run_id])
     if found is None:
         raise NotebookAccelError(
             f"there is no run {run_id!r} here or in {runs_folder()}: it may have been removed, as "

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PROVIDED", "cell_function", "shown"]
 
+# What a cell of the magic finds in its ranks; a notebook's own name of these counts once it is
+# assigned later.
 PROVIDED = ("accelerator", "device", "rank", "world_size")
 _PROVIDER = "notebook_accel.training.cell_names"
 # Characters of a value's text: about four pages.

@@ -18,6 +18,7 @@ from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, 
 from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.view import wording
+from notebook_accel.notebook.cell_function import PROVIDED
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.ownership import Ownership, Push
 from notebook_accel.notebook.session_hints import SessionHints
@@ -54,8 +55,6 @@ __all__ = [
     "start_session",
 ]
 
-# What the ranks have from the start: a notebook's own of that name must be assigned after it.
-_PROVIDED = ("accelerator", "device", "rank", "world_size")
 _RESTART = "`%accelerate restart` starts new ranks; the names of the old ones are lost"
 # Between two looks at whether the person has interrupted; as in launch/run.py.
 _SLICE_SECONDS = 0.05
@@ -103,11 +102,11 @@ class NotebookSession:
             LaunchError: the ranks could not be started.
         """
         self.config = config
-        self.names: frozenset[str] = frozenset(_PROVIDED)
+        self.names: frozenset[str] = frozenset(PROVIDED)
         self.cells: dict[int, str] = {}
         self._shell: Any = shell
         self._owners = Ownership(shell.user_ns, shell.user_ns_hidden)
-        self._owners.note_session_assigned(_PROVIDED)
+        self._owners.note_session_assigned(PROVIDED)
         self._notices = tuple(notices)
         # Waits for a cell in the background, and then shows its values.
         self._background: threading.Thread | None = None
@@ -297,7 +296,7 @@ class NotebookSession:
         if len(answers) < len(self.session.processes):
             return
         self._owners.note_session_assigned({name for one in answers for name in one.assigned})
-        self.names = frozenset(_PROVIDED).union(*(one.names for one in answers))
+        self.names = frozenset(PROVIDED).union(*(one.names for one in answers))
         self._owners.keep_only(self.names)
         self._has_untold_names = False
 
