@@ -317,3 +317,15 @@ def test_a_restored_loader_gives_the_rest_of_its_epoch(given: int, seedable: boo
     third.load_state_dict(taken)
     assert lists(skip_first_batches(third, 4)) == rest[4 - given :], "not absolute"
     assert lists(third) == following
+
+
+@pytest.mark.parametrize("skipped", [5, 7])
+def test_the_whole_epoch_that_was_complete_is_skipped(skipped: int) -> None:
+    loader = prepare(numbers(10, 2, shuffle=True))
+    list(loader)
+    taken = loader.state_dict()
+    following = [lists(loader), lists(loader)]
+    resumed = prepare(numbers(10, 2, shuffle=True))
+    resumed.load_state_dict(taken)
+    assert lists(skip_first_batches(resumed, skipped)) == []
+    assert [lists(resumed), lists(resumed)] == following

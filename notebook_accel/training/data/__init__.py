@@ -33,7 +33,6 @@ from notebook_accel.training.data.loaders import (
     DataLoaderShard,
     LoaderOptions,
     PreparedLoader,
-    samplers_of,
 )
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
@@ -42,6 +41,7 @@ from notebook_accel.training.data.samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
     StatefulDatasetShard,
+    samplers_of,
     share_of,
 )
 from notebook_accel.training.data.skip_loader import SkipDataLoader

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch.rank import current
@@ -37,6 +37,7 @@ from notebook_accel.training.data.samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
     length_of,
+    samplers_of,
 )
 from notebook_accel.training.data.transfer import Transfer, make_transfer
 from notebook_accel.training.data_group import DataGroup
@@ -45,7 +46,7 @@ from notebook_accel.training.seeding import synchronize_rng_state
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["DataLoaderShard", "LoaderOptions", "PreparedLoader", "get_sampler"]
+__all__ = ["DataLoaderShard", "LoaderOptions", "PreparedLoader"]
 
 _NO_BATCH = object()
 # Seeds of neighbouring ranks land far apart by multiples of 2**64 divided by the golden ratio
@@ -339,6 +340,8 @@ class PreparedLoader(DataLoader[Any]):
         return super().__len__()
 
     def __iter__(self) -> Any:
+        if self._skips_what_was_complete():
+            return iter(())
         # In this order: rank 0's restored states go to the other ranks, and what a checkpoint in
         # the middle of this pass will keep are the states from which its order is drawn next.
         start, drawn = self._restore()
@@ -354,6 +357,17 @@ class PreparedLoader(DataLoader[Any]):
         )
         self._progress.position = position
         return self._give(position.replay.open(partial(self._read, position)), position)
+
+    def _skips_what_was_complete(self) -> bool:
+        """Whether all is skipped of an epoch that was complete when the state was saved.
+
+        That state is already the one at the start of the next epoch, which waits for its own pass.
+        """
+        restored = self._progress.restored
+        if restored is None or restored["given"] or not self.skip_batches:
+            return False
+        total = self._count_total()
+        return total is not None and self.skip_batches >= total
 
     def _restore(self) -> tuple[int, Mapping[str, Any] | None]:
         """Go back to the start of a restored epoch.
@@ -524,26 +538,6 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def _marks_last_round(self) -> bool:
         return isinstance(self.collate_fn, LastRoundCollate)
-
-
-def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """The sampler that gives a loader its indices one by one; None where it has none."""
-    batches: Any = dataloader.batch_sampler
-    if isinstance(dataloader.sampler, BatchSampler):
-        batches = dataloader.sampler
-    return getattr(batches, "sampler", None)
-
-
-def samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """The samplers of a loader, outer ones first, each once."""
-    found: list[Any] = []
-    waiting = [loader.batch_sampler, loader.sampler]
-    while waiting:
-        sampler = waiting.pop(0)
-        if sampler is not None and not any(sampler is other for other in found):
-            found.append(sampler)
-            waiting += [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
-    return found
 
 
 class DataLoaderShard(PreparedLoader):

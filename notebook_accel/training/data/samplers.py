@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives import broadcast_object_list
@@ -46,8 +46,10 @@ __all__ = [
     "StatefulDatasetShard",
     "LastRoundBatch",
     "LastRoundCollate",
+    "get_sampler",
     "has_own_batches",
     "length_of",
+    "samplers_of",
     "share_of",
 ]
 
@@ -308,6 +310,26 @@ def has_own_batches(batch_sampler: Any) -> bool:
 def length_of(sized: Any) -> int:
     """``len(sized)``; torch's types do not say that samplers and datasets may have a length."""
     return len(sized)
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """The sampler that gives a loader its indices one by one; None where it has none."""
+    batches: Any = dataloader.batch_sampler
+    if isinstance(dataloader.sampler, BatchSampler):
+        batches = dataloader.sampler
+    return getattr(batches, "sampler", None)
+
+
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """The samplers of a loader, outer ones first, each once."""
+    found: list[Any] = []
+    waiting = [loader.batch_sampler, loader.sampler]
+    while waiting:
+        sampler = waiting.pop(0)
+        if sampler is not None and not any(sampler is other for other in found):
+            found.append(sampler)
+            waiting += [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
+    return found
 
 
 class SkipBatchSampler(BatchSampler):
