@@ -358,6 +358,8 @@ def test_a_cell_in_the_background_leaves_the_notebook_free(book: Notebook, tmp_p
     assert re.match("<Run ", values(book.finish(queued))[-1])
     assert book.run("%%accelerate\nlate + 2") == "rank 0: 7\nrank 1: 8\n"
     assert book.run("print(late)") == "5\n"
+    refusal = book.fails("next(one for one in Out.values() if hasattr(one, 'export')).export('x')")
+    assert "--write script.py" in refusal
     assert any(
         "rank 0: 5\nrank 1: 6" in shown["data"].get("text/plain", "")
         for shown in book.kernel.displays.values()
@@ -406,6 +408,7 @@ def test_a_function_is_launched_on_the_warm_workers(book: Notebook) -> None:
         print([value for _, value in run])
     """)
     assert "[5, 5]" in text
+    assert "without session=True" in book.fails("run.export('x.py')")
     assert book.run("%%accelerate\nweight = 20") == ""
     assert book.run("print([v for _, v in notebook_launcher(work, (2,), session=True)])").endswith(
         "[43, 43]\n"

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["script_of"]
 
+# The attribute by which something that is called says why no script can call it, and what to do.
+_NO_SCRIPT = "_notebook_accel_no_script"
+
 _HEAD = '''"""{name}, exported from a notebook.
 
 Run it with: torchrun --nproc_per_node={world_size} {file}
@@ -62,8 +65,12 @@ def script_of(
         sources: the notebook's cells, newest first: where classes without methods are found.
 
     Raises:
-        NotebookAccelError: a value that is used can neither be written down nor pickled.
+        NotebookAccelError: the function says that no script can call it, or a value that is used
+            can neither be written down nor pickled.
     """
+    refusal = getattr(function, _NO_SCRIPT, None)
+    if refusal is not None:
+        raise NotebookAccelError(refusal)
     script = _Script(cells=[source.text for source in sources])
     name = getattr(function, "__name__", "function")
     called = script.value(name, function)

@@ -9,7 +9,7 @@ arguments of its call. Each rank answers with what changed among its names.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from notebook_accel.launch import rank
 
@@ -130,6 +130,10 @@ class CellCall(NamesCall):
     mentions: frozenset[str] = frozenset()
     ranks: frozenset[int] | None = None
     renews_group: bool = False
+    _notebook_accel_no_script: ClassVar[str] = (
+        "this run is a cell, which uses names of the session's processes. Run it with "
+        "`%%accelerate --write script.py`, which writes the cells that it needs as a script"
+    )
 
     def __post_init__(self) -> None:
         # What lines for the person call the function that a run calls.
@@ -166,6 +170,10 @@ class FunctionCall(NamesCall):
     kwargs: dict[str, Any]
     mentions: frozenset[str] = frozenset()
     renews_group: bool = False
+    _notebook_accel_no_script: ClassVar[str] = (
+        "this function was called in the session's processes, whose names it may use. Launch it "
+        "without session=True, and export that run"
+    )
 
     def __post_init__(self) -> None:
         self.__name__ = getattr(self.function, "__name__", type(self.function).__name__)
