@@ -241,7 +241,12 @@ class ConfigPicker:
         place = None if text is None else row_of_error(text, self._rows, self._plugins)
         for row in self._all_rows():
             row.say(text if row is place else None)
-        self._say("" if text is None or place is not None else text, "na-wrong")
+        if text is not None and place is None:
+            self._say(text, "na-wrong")
+        elif self._function.options:
+            self._say("", "na-fine")
+        else:
+            self._say(_FUNCTION_MISSING, "na-about")
 
     def _all_rows(self) -> list[Row]:
         return [*self._rows.values(), *itertools.chain(*self._plugins.values())]
@@ -293,8 +298,6 @@ class ConfigPicker:
         if list(self._function.options) != names:
             self._function.options = names
             self._function.value = chosen if chosen in names else (names[-1] if names else None)
-        if not names and not self._message.value:
-            self._say(_FUNCTION_MISSING, "na-about")
 
     def _say(self, text: str, kind: str) -> None:
         self._message.value = str(element("span", text, class_=kind, role="status"))

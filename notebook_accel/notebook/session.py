@@ -55,6 +55,7 @@ __all__ = [
     "start_session",
 ]
 
+_DEBUG = "`%accelerate debug` looks into its frames"
 _RESTART = "`%accelerate restart` starts new ranks; the names of the old ones are lost"
 # Between two looks at whether the person has interrupted; as in launch/run.py.
 _SLICE_SECONDS = 0.05
@@ -88,7 +89,7 @@ class NotebookSession:
         session: the ranks themselves.
         names: what they have of their own.
         cells: the text of each cell that all ranks have run, by its number.
-        rank_at_fault: in the newest call that failed while a cell waited for it.
+        rank_at_fault: in the newest call that failed; None where no rank was.
     """
 
     def __init__(
@@ -195,6 +196,11 @@ class NotebookSession:
             continue
         self._note_end(run)
         self._conclude_cell(run, request, slot)
+        failure = run.state.failure
+        shows_values = any(one is not None and one.value is not None for one in run._peek())
+        if failure is not None and not shows_values:
+            hint = _DEBUG if self.is_usable else f"The session is over: {_RESTART}"
+            slot.show({_PLAIN: f"{request.label} failed. {hint}"})
 
     def call(
         self,
@@ -255,11 +261,10 @@ class NotebookSession:
             )
         except (Exception, KeyboardInterrupt) as error:
             failed: Run | None = getattr(error, "run", None)
-            self.rank_at_fault = getattr(error, "rank", None)
             if isinstance(error, NotebookAccelError) and not self.is_usable:
                 error.hint = f"The session is over: {_RESTART}"
             elif isinstance(error, WorkerError) and error.traceback:
-                error.hint = "`%accelerate debug` looks into its frames"
+                error.hint = _DEBUG
             if failed is not None:
                 self._owners.note_pushed(push)
                 self._note_end(failed)
@@ -286,6 +291,8 @@ class NotebookSession:
     def _note_end(self, run: Run) -> None:
         """Remember what the next call must know of how this one ended."""
         ranks = run.state.ranks
+        if run.state.failure is not None:
+            self.rank_at_fault = run.state.failure.rank
         if not all(rank.returned for rank in ranks):
             self._has_lost_group = all(rank.made_group for rank in ranks)
             self._has_untold_names = True

@@ -150,6 +150,10 @@ def test_a_failed_rank_is_looked_into_by_commands(book: Notebook) -> None:
     assert "-> breakpoint()\n[1]\n" in text
     assert book.run("%%accelerate\nhere") == "rank 0: [0]\nrank 1: [1]\n"
     assert "no rank has an error to look into" in book.fails("%accelerate debug")
+    book.run("%%accelerate --bg\nif rank:\n    late = 1 // 0")
+    assert "ZeroDivisionError" in typed(book, "%accelerate debug", "rank 1 (pdb) ", ["q"])
+    shown = [data["data"].get("text/plain", "") for data in book.kernel.displays.values()]
+    assert any(re.match(r"In\[\d+\] failed. `%accelerate debug` looks", text) for text in shown)
 
 
 def typed(book: Notebook, cell: str, prompt: str, answers: list[str]) -> str:

@@ -92,6 +92,7 @@ def test_a_bad_value_is_told_beside_its_field_and_nothing_can_be_launched() -> N
     assert "expected" not in row(picker, "num_processes")._note.value
     assert picker.config == LaunchConfig(num_processes=2)
     assert not picker._buttons["Save"].disabled
+    assert "Define a function in a cell" in picker._message.value
 
 
 def test_two_settings_that_do_not_go_together_are_told() -> None:
