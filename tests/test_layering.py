@@ -198,6 +198,38 @@ def test_a_module_says_what_it_exports_and_stays_readable(path: Path) -> None:
     assert text.count("\n") <= 550, "a file is under about 500 lines"
 
 
+def test_no_two_classes_have_one_name() -> None:
+    """Nobody who meets the name in a traceback or by search has to ask which of them it is."""
+    where: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(module_name(path))
+    assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
+
+
+def test_what_another_module_imports_is_exported() -> None:
+    exported = {module_name(path): _exported(ast.parse(path.read_text())) for path in FILES}
+    missing = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or _base(node, path) not in MODULES:
+                continue
+            base = _base(node, path)
+            names = {alias.name for alias in node.names if f"{base}.{alias.name}" not in MODULES}
+            known = exported[base]
+            missing |= {f"{base}.{name}" for name in names - {"*"} if known and name not in known}
+    assert missing == set(), "add them to __all__ where they are defined"
+
+
+def _exported(tree: ast.Module) -> set[str]:
+    """The names in ``__all__``; none where a module has no such list."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return {ast.unparse(each)[1:-1] for each in getattr(node.value, "elts", [])}
+    return set()
+
+
 def test_the_dependencies_are_what_is_imported() -> None:
     """Third-party modules in the source, against ``dependencies`` in pyproject.toml."""
     declared = _declared()

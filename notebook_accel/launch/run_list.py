@@ -31,19 +31,19 @@ _MAX_RUNS = 50
 
 
 @dataclass(frozen=True)
-class _Known:
+class _ListedRun:
     """A run of this process: a handle that somebody may hold, and what is left without it."""
 
     handle: weakref.ref[Run]
     run: Run
 
 
-_known: list[_Known] = []
+_known: list[_ListedRun] = []
 
 
 def add(run: Run) -> None:
     """List a run that begins, without what its handles alone keep."""
-    _known.append(_Known(handle=weakref.ref(run), run=run._without_results()))
+    _known.append(_ListedRun(handle=weakref.ref(run), run=run._without_results()))
     # One that goes on stays: it can be stopped from here, and its error says where to find it.
     old = [known for known in _known[:-_MAX_RUNS] if not known.run.state.has_ended]
     _known[:] = [*old, *_known[-_MAX_RUNS:]]
@@ -108,7 +108,7 @@ def runs(*, everywhere: bool = False) -> list[Run]:
     return sorted([*(run for run in found if run is not None), *others], key=lambda run: run.id)
 
 
-class _Elsewhere(Conductor):
+class _OtherKernels(Conductor):
     """Stands for what conducted a run in another process."""
 
     def __init__(self, state: RunState) -> None:
@@ -161,5 +161,5 @@ def _read_run(folder: RunFolder) -> Run | None:
         metrics=MetricReader(folder.path),
         view=PlainView(),
     )
-    run._attach(_Elsewhere(state))
+    run._attach(_OtherKernels(state))
     return run

@@ -49,6 +49,7 @@ __all__ = [
     "Launch",
     "LeaveAt",
     "LogOpened",
+    "M",
     "MasterSocket",
     "Message",
     "Metric",

@@ -40,7 +40,7 @@ class Push:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _AgreedName:
     """A name when the two sides last agreed on it.
 
     Attributes:
@@ -63,7 +63,7 @@ class Ownership:
     def __init__(self, namespace: Mapping[str, Any], hidden: Mapping[str, Any]) -> None:
         self._namespace = namespace
         self._hidden = hidden
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _AgreedName] = {}
         # Assigned in a cell of the notebook since: maybe the very same object again.
         self._anew: set[str] = set()
 
@@ -74,7 +74,7 @@ class Ownership:
     def note_session_assigned(self, names: Iterable[str]) -> None:
         """The session has assigned these names, or both sides have the session's object."""
         for name in names:
-            self._known[name] = _Known(self._key(name), None)
+            self._known[name] = _AgreedName(self._key(name), None)
             self._anew.discard(name)
 
     def keep_only(self, names: Iterable[str]) -> None:
@@ -118,7 +118,7 @@ class Ownership:
         """The session has what was pushed."""
         for name, value in push.values.items():
             # Looked at again: the first pickle of an object may leave something in its class.
-            self._known[name] = _Known(id(value), look_at(name, value).digest)
+            self._known[name] = _AgreedName(id(value), look_at(name, value).digest)
             self._anew.discard(name)
 
     def is_ours(self, name: str) -> bool:
@@ -127,7 +127,7 @@ class Ownership:
             return False
         return name not in self._hidden or self._hidden[name] is not self._namespace[name]
 
-    def _is_anew(self, name: str, known: _Known) -> bool:
+    def _is_anew(self, name: str, known: _AgreedName) -> bool:
         return name in self._anew or self._key(name) != known.key
 
     def _key(self, name: str) -> int | None:

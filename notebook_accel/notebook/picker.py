@@ -238,10 +238,10 @@ class ConfigPicker:
 
     def _show_error(self) -> None:
         text = None if self._error is None else str(self._error)
-        place = None if text is None else row_of_error(text, self._rows, self._plugins)
+        wrong_row = None if text is None else row_of_error(text, self._rows, self._plugins)
         for row in self._all_rows():
-            row.say(text if row is place else None)
-        if text is not None and place is None:
+            row.say(text if row is wrong_row else None)
+        if text is not None and wrong_row is None:
             self._say(text, "na-wrong")
         elif self._function.options:
             self._say("", "na-fine")

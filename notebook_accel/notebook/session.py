@@ -112,7 +112,7 @@ class NotebookSession:
         # Waits for a cell in the background, and then shows its values.
         self._background: threading.Thread | None = None
         # Whether the ranks have names that they could not tell: a call raised.
-        self._has_untold_names = False
+        self._has_unreported_names = False
         self.rank_at_fault: int | None = None
         # Whether all ranks had a process group in a call that did not end well.
         self._has_lost_group = False
@@ -295,7 +295,7 @@ class NotebookSession:
             self.rank_at_fault = run.state.failure.rank
         if not all(rank.returned for rank in ranks):
             self._has_lost_group = all(rank.made_group for rank in ranks)
-            self._has_untold_names = True
+            self._has_unreported_names = True
 
     def _take(self, outcomes: Iterable[NamesOutcome | None]) -> None:
         """Note what the ranks have, and what of it they have assigned."""
@@ -305,7 +305,7 @@ class NotebookSession:
         self._owners.note_session_assigned({name for one in answers for name in one.assigned})
         self.names = frozenset(PROVIDED).union(*(one.names for one in answers))
         self._owners.keep_only(self.names)
-        self._has_untold_names = False
+        self._has_unreported_names = False
 
     def _plan_push(self, used: Iterable[str], forced: Sequence[str] = ()) -> Push:
         missing = [name for name in forced if not self._owners.is_ours(name)]
@@ -338,7 +338,7 @@ class NotebookSession:
                 slot.show({_PLAIN: ""})
         if not self.is_usable:
             raise LaunchError(f"{self._how_it_ended()}. {_RESTART}")
-        if self._has_untold_names:
+        if self._has_unreported_names:
             self._take(self.session.ask(NamesCall()))
 
     def _how_it_ended(self) -> str:

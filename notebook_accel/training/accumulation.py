@@ -160,16 +160,16 @@ def resolve_plugin(
     Raises:
         ConfigError: the number makes no sense.
     """
-    told = environment.read_count("GRADIENT_ACCUMULATION_STEPS")
+    in_environment = environment.read_count("GRADIENT_ACCUMULATION_STEPS")
     if num_steps is not None:
         check_steps("gradient_accumulation_steps", num_steps)
         plugin = GradientAccumulationPlugin(num_steps=num_steps)
     if plugin is None:
-        return GradientAccumulationPlugin(num_steps=told or 1)
-    if told is not None and told != plugin.num_steps:
+        return GradientAccumulationPlugin(num_steps=in_environment or 1)
+    if in_environment is not None and in_environment != plugin.num_steps:
         notice_once(
             "accumulation",
             f"gradient_accumulation_steps={plugin.num_steps} of the code is used, not the "
-            f"environment's {told}",
+            f"environment's {in_environment}",
         )
     return plugin

@@ -60,9 +60,9 @@ class DataGroup:
         It says who reads what, and has no process group.
         """
         names = mesh.mesh_dim_names or ()
-        data = [place for place, name in enumerate(names) if name.startswith("dp")]
-        others = [place for place in range(len(names)) if place not in data]
-        num_shares = math.prod(mesh.mesh.shape[place] for place in data)
+        data = [dimension for dimension, name in enumerate(names) if name.startswith("dp")]
+        others = [dimension for dimension in range(len(names)) if dimension not in data]
+        num_shares = math.prod(mesh.mesh.shape[dimension] for dimension in data)
         ranks_of_share = mesh.mesh.permute(*data, *others).reshape(num_shares, -1).tolist()
         index_of = {each: index for index, ranks in enumerate(ranks_of_share) for each in ranks}
         index_of_rank = tuple(index_of[each] for each in sorted(index_of))

@@ -142,7 +142,7 @@ class DeepSpeedPlugin:
         if self.enable_msamp:
             raise ConfigError('enable_msamp=True: MS-AMP is not there; use mixed_precision="bf16"')
         self.selected = False
-        self._told: Any = None
+        self._for_transformers: Any = None
         self._wants_init = self.zero3_init_flag is True
         given = self.hf_ds_config or environment.read("DEEPSPEED_CONFIG_FILE") or "none"
         self.hf_ds_config = _configuration_of(given)
@@ -241,7 +241,7 @@ class DeepSpeedPlugin:
         # By name: no dependency, but a library that a training may use beside this one.
         integration: Any = importlib.import_module("transformers.integrations.deepspeed")
         integration.unset_hf_deepspeed_config()
-        self._told = None
+        self._for_transformers = None
         if not self.zero3_init_flag:
             return
         # It wants numbers where ``prepare`` is yet to fill them in; none of them counts for how
@@ -251,7 +251,7 @@ class DeepSpeedPlugin:
         )
         config.setdefault("train_micro_batch_size_per_gpu", 1)
         # It keeps no more than a weak reference.
-        self._told = integration.HfDeepSpeedConfig(config)
+        self._for_transformers = integration.HfDeepSpeedConfig(config)
 
     def set_moe_leaf_modules(self, model: Module) -> None:
         """Let stage 3 gather the layers of experts in a model as a whole.

@@ -23,6 +23,7 @@ __all__ = [
     "listify",
     "merge_dicts",
     "pad_input_tensors",
+    "rebuild",
     "recursively_apply",
     "send_to_device",
     "slice_tensors",

@@ -8,7 +8,7 @@ from notebook_accel.launch.rank import current
 
 __all__ = ["notice", "notice_once"]
 
-_TOLD = "notices told"
+_SHOWN = "notices shown"
 
 
 def notice(text: str) -> None:
@@ -22,7 +22,7 @@ def notice(text: str) -> None:
 
 def notice_once(key: str, text: str) -> None:
     """The same, once a rank for each ``key``."""
-    told: set[str] = current().shared.setdefault(_TOLD, set())
-    if key not in told:
-        told.add(key)
+    shown: set[str] = current().shared.setdefault(_SHOWN, set())
+    if key not in shown:
+        shown.add(key)
         notice(text)

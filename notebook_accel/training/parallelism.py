@@ -44,8 +44,8 @@ class TorchContextParallelConfig:
 
     def __post_init__(self) -> None:
         if self.cp_comm_strategy is None:
-            told = os.environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "").strip()
-            self.cp_comm_strategy = told or "allgather"
+            wanted = os.environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "").strip()
+            self.cp_comm_strategy = wanted or "allgather"
         if self.cp_comm_strategy not in ("allgather", "alltoall"):
             raise ConfigError(
                 f"TorchContextParallelConfig(cp_comm_strategy={self.cp_comm_strategy!r}): expected "

@@ -16,7 +16,15 @@ from notebook_accel.training.models import AutocastForward, strip_forward
 if TYPE_CHECKING:
     from notebook_accel.training.settings import AutocastKwargs, GradScalerKwargs
 
-__all__ = ["BFloat16", "Float8", "Float16", "Precision", "make_precision", "resolve_precision"]
+__all__ = [
+    "BFloat16",
+    "Float16",
+    "Float8",
+    "Precision",
+    "make_precision",
+    "refuse_divided_layers",
+    "resolve_precision",
+]
 
 
 class Precision:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.prepare import Preparation
 
-__all__ = ["Piece", "RankPart", "Rescued", "parts_of"]
+__all__ = ["TensorPiece", "RankPart", "Rescued", "parts_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Rescued:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A part of a tensor that is spread over ranks: its values, and where they lie in the whole."""
 
     values: torch.Tensor
@@ -70,8 +70,8 @@ class Piece:
 class RankPart:
     """What one rank has of what is rescued.
 
-    ``weights`` is None for a model that travels itself, and holds a :class:`Piece` in place of
-    each tensor of which others have the rest.
+    ``weights`` is None for a model that travels itself, and holds a :class:`TensorPiece` in place
+    of each tensor of which others have the rest.
     """
 
     models: list[Module | None]
@@ -135,13 +135,13 @@ def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
 
 
 def _in_pieces(values: Any) -> Any:
-    """``values`` with a :class:`Piece` in place of each tensor that is spread over ranks."""
+    """``values`` with a :class:`TensorPiece` in place of each tensor that is spread over ranks."""
     from torch.distributed.tensor import DTensor
 
     return recursively_apply(_piece, values, test_type=lambda value: isinstance(value, DTensor))
 
 
-def _piece(spread: Any) -> Piece:
+def _piece(spread: Any) -> TensorPiece:
     # The same that torch's own distributed checkpoints go by.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -149,7 +149,7 @@ def _piece(spread: Any) -> Piece:
     _, offset = compute_local_shape_and_global_offset(
         spread.shape, spread.device_mesh, spread.placements
     )
-    return Piece(spread.detach().to_local(), tuple(offset), shape)
+    return TensorPiece(spread.detach().to_local(), tuple(offset), shape)
 
 
 def _weights_of(
@@ -172,7 +172,7 @@ def _whole(parts: list[Any], name: str, missing: list[str]) -> Any:
 def _joined(parts: list[Any]) -> Any:
     """What all ranks have of one value: pieces become one tensor, names of all are there."""
     first = parts[0]
-    if isinstance(first, Piece):
+    if isinstance(first, TensorPiece):
         return _put_together(parts)
     if isinstance(first, dict):
         keys = dict.fromkeys(key for part in parts for key in part)
@@ -182,7 +182,7 @@ def _joined(parts: list[Any]) -> Any:
     return first
 
 
-def _put_together(pieces: list[Piece]) -> torch.Tensor:
+def _put_together(pieces: list[TensorPiece]) -> torch.Tensor:
     # Replicas have the same piece.
     pieces = list({piece.offset: piece for piece in pieces if piece.values.numel()}.values())
     shape = pieces[0].shape if pieces else (0,)

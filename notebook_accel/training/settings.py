@@ -30,8 +30,9 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
-    "pick_handler",
     "SageMakerDistributedType",
+    "check_steps",
+    "pick_handler",
 ]
 
 

@@ -17,7 +17,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import Session, launch
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
-from notebook_accel.training.rescue import Piece, RankPart
+from notebook_accel.training.rescue import RankPart, TensorPiece
 from tests.engines.processes import eventually
 from tests.training.meshes import Tiny, accelerator_for, data, loss_of
 
@@ -199,11 +199,11 @@ def test_an_interrupted_cell_says_what_to_type(tmp_path: Path) -> None:
 
 
 def test_pieces_that_are_missing_or_of_other_steps_are_told() -> None:
-    def part(step: int, *pieces: Piece) -> RankPart:
+    def part(step: int, *pieces: TensorPiece) -> RankPart:
         weights = {"a": pieces[0]} if pieces else {}
         return RankPart(models=[None], weights=[weights], optimizers=[], schedulers=[], step=step)
 
-    first, second = (Piece(torch.full((2,), float(i)), (2 * i,), (4,)) for i in range(2))
+    first, second = (TensorPiece(torch.full((2,), float(i)), (2 * i,), (4,)) for i in range(2))
     whole = part(3, first).join([part(3, second)])
     assert whole.weights[0]["a"].tolist() == [0, 0, 1, 1]  # type: ignore[index]
     assert whole.missing == []

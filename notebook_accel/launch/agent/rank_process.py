@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.agent.file_tail import FileTail
     from notebook_accel.launch.agent.gauges import Gauges
     from notebook_accel.launch.transport.channel import Channel
-    from notebook_accel.launch.transport.scoreboard import Row
+    from notebook_accel.launch.transport.scoreboard import RankRow
 
 __all__ = ["CLOSED", "GARBAGE", "RankProcess"]
 
@@ -75,7 +75,7 @@ class RankProcess:
         tail: FileTail,
         stacks: int,
         disconnect: int,
-        row: Row,
+        row: RankRow,
         gauges: Gauges,
     ) -> None:
         assert process.pid is not None

@@ -54,8 +54,10 @@ def readable(text: str, labels: Mapping[str, str]) -> str:
         text: the dump.
         labels: what a person calls each cell, by the name of its file.
     """
-    threads = sorted(_threads(text), key=_place)
-    shown = [_without_callers(each) for each in threads if _place(each) < 2 or not _is_helper(each)]
+    threads = sorted(_threads(text), key=_nearness)
+    shown = [
+        _without_callers(each) for each in threads if _nearness(each) < 2 or not _is_helper(each)
+    ]
     return name_cells("\n\n".join(map("\n".join, shown)) + "\n", labels)
 
 
@@ -70,7 +72,7 @@ def _threads(text: str) -> list[list[str]]:
     return threads
 
 
-def _place(lines: Sequence[str]) -> int:
+def _nearness(lines: Sequence[str]) -> int:
     """0 for the thread of the user's function, 1 for the main one, 2 for all others."""
     if any(map(_CALLER.match, lines)):
         return 0

@@ -91,7 +91,7 @@ def judge(
     failed = [rank for rank in state.ranks if _has_failed(rank, is_stopped=is_stopped)]
     # A "lost peer" error is no cause if the peer's agent is lost, or if the peer was told to leave:
     # agents interrupt ranks one by one, so that one may lose the other.
-    has_left = is_stopped and any(_left_as_told(rank) for rank in state.ranks)
+    has_left = is_stopped and any(_left_as_asked(rank) for rank in state.ranks)
     if failed and not ((lost or has_left) and min(map(_kind, failed)) == _Kind.LOST_PEER):
         returned = [rank.rank for rank in state.ranks if rank.returned]
         return Verdict(status="failed", failure=_rank_failure(failed, returned, handle, log_dir))
@@ -108,13 +108,13 @@ def _has_failed(rank: RankState, *, is_stopped: bool) -> bool:
         return False
     if not is_stopped:
         return True
-    if _left_as_told(rank):
+    if _left_as_asked(rank):
         return False
     # An interrupt makes all sorts of errors; only those from before it are the run's own.
     return not rank.after_interrupt
 
 
-def _left_as_told(rank: RankState) -> bool:
+def _left_as_asked(rank: RankState) -> bool:
     return rank.failure is not None and rank.failure.kind in ("stopped", "interrupted")
 
 

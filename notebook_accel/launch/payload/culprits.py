@@ -65,7 +65,7 @@ class Culprit:
 
 
 @dataclass(frozen=True)
-class Part:
+class ValuePart:
     """A piece of a value, with the path that leads to it."""
 
     path: str
@@ -73,7 +73,7 @@ class Part:
     user: str
 
 
-class _Search:
+class _CulpritSearch:
     """Looks for the innermost value for which ``attempt`` gives an error.
 
     Values in a cycle all fail. The culprit is the innermost failing value whose failing parts, if
@@ -84,12 +84,12 @@ class _Search:
         self._attempt = attempt
         self._leads_to: dict[int, set[int]] = {}
 
-    def first(self, parts: Iterable[Part]) -> Culprit | None:
+    def first(self, parts: Iterable[ValuePart]) -> Culprit | None:
         """The first culprit among the parts."""
         found = self._among(parts, 0)
         return found if isinstance(found, Culprit) else None
 
-    def _among(self, parts: Iterable[Part], depth: int) -> Culprit | set[int]:
+    def _among(self, parts: Iterable[ValuePart], depth: int) -> Culprit | set[int]:
         """A culprit; where there is none, ids of the values to which failing parts lead back."""
         leads_to: set[int] = set()
         for part in parts:
@@ -102,7 +102,7 @@ class _Search:
             leads_to |= found
         return leads_to
 
-    def _inside(self, part: Part, error: BaseException, depth: int) -> Culprit | set[int]:
+    def _inside(self, part: ValuePart, error: BaseException, depth: int) -> Culprit | set[int]:
         key = id(part.value)
         known = self._leads_to.get(key)
         if known is not None:
@@ -116,20 +116,20 @@ class _Search:
         return found or Culprit(part.path, part.value, part.user, error)
 
 
-def _parts(part: Part) -> Iterator[Part]:
+def _parts(part: ValuePart) -> Iterator[ValuePart]:
     value = part.value
     if isinstance(value, types.FunctionType):
         for name, used in variables(value, used_globals(value)).items():
-            yield Part(name, used, value.__name__)
+            yield ValuePart(name, used, value.__name__)
     elif isinstance(value, type):
         for name, member in vars(value).items():
             # A property, class method or static method fails by the function inside it.
             inner = getattr(member, "__func__", member)
             inner = member.fget if isinstance(member, property) else inner
-            yield Part(f"{value.__name__}.{name}", inner, value.__name__)
+            yield ValuePart(f"{value.__name__}.{name}", inner, value.__name__)
     else:
         for suffix, member in _members(value):
-            yield Part(part.path + suffix, member, part.user)
+            yield ValuePart(part.path + suffix, member, part.user)
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:
@@ -203,11 +203,11 @@ def cannot_travel(
 ) -> LaunchError:
     """The error for a call that could not be pickled, which raised ``error``."""
     name = _name_of(function)
-    search = _Search(_attempt(CallPickler))
+    search = _CulpritSearch(_attempt(CallPickler))
     culprit = search.first(
         [
-            Part(name, function, ""),
-            *(Part(*part, name) for part in arguments(function, args, kwargs).items()),
+            ValuePart(name, function, ""),
+            *(ValuePart(*part, name) for part in arguments(function, args, kwargs).items()),
         ]
     )
     if culprit is None:
@@ -219,7 +219,7 @@ def cannot_travel(
 
 def cannot_be_pushed(name: str, value: object, error: BaseException) -> LaunchError:
     """The error for a name of the notebook whose value could not be pickled."""
-    culprit = _Search(_attempt(CallPickler)).first([Part(name, value, "")])
+    culprit = _CulpritSearch(_attempt(CallPickler)).first([ValuePart(name, value, "")])
     culprit = culprit or Culprit(name, value, "", error)
     what = culprit.remedy or f"make it in a cell of the session ({culprit.reason})"
     return LaunchError(f"{culprit.title} cannot travel to the session; {what}")
@@ -227,8 +227,8 @@ def cannot_be_pushed(name: str, value: object, error: BaseException) -> LaunchEr
 
 def cannot_return(value: object, sent: Sequence[Any], error: BaseException) -> TypeError:
     """The error for a result that could not be pickled, which raised ``error``."""
-    search = _Search(_attempt(functools.partial(ResultPickler, sent=sent)))
-    culprit = search.first([Part("result", value, "")])
+    search = _CulpritSearch(_attempt(functools.partial(ResultPickler, sent=sent)))
+    culprit = search.first([ValuePart("result", value, "")])
     culprit = culprit or Culprit("result", value, "", error)
     what = culprit.remedy or f"return values, tensors or models instead ({culprit.reason})"
     return TypeError(f"{culprit.title}, returned, cannot travel to the notebook; {what}")

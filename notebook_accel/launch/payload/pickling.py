@@ -28,7 +28,15 @@ from notebook_accel.launch.payload.small_views import StoragePolicy
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["CallPickler", "Discard", "ResultPickler", "SessionPickler", "load", "used_globals"]
+__all__ = [
+    "CallPickler",
+    "Discard",
+    "ResultPickler",
+    "SessionPickler",
+    "itself",
+    "load",
+    "used_globals",
+]
 
 # Length of the reduce tuple by which an object is recognised that cloudpickle sends by value: all
 # six items are there, the last one sets the state.

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-__all__ = ["StoragePolicy", "Parts", "SmallView", "Survey", "Watch"]
+__all__ = ["SmallView", "StorageParts", "StoragePolicy", "Survey", "Watch"]
 
 # Below this, and where half of a storage is shown, the whole storage is sent.
 _LARGE_BYTES = 1 << 20
@@ -74,12 +74,12 @@ class Survey(StoragePolicy):
     def storage(self, storage: Any) -> None:
         self._shown[_key(storage)].append((0, storage.nbytes()))
 
-    def parts(self) -> Parts:
+    def parts(self) -> StorageParts:
         """What is to be sent of each storage."""
-        return Parts({key: _joined(ranges, key[-1]) for key, ranges in self._shown.items()})
+        return StorageParts({key: _joined(ranges, key[-1]) for key, ranges in self._shown.items()})
 
 
-class Parts(StoragePolicy):
+class StorageParts(StoragePolicy):
     """The third time: tensors lie in parts of their storages.
 
     Args:

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["FLAG_SECONDS", "LeavePoint", "Row", "Scoreboard", "StopPoint", "leave_after"]
+__all__ = ["FLAG_SECONDS", "LeavePoint", "RankRow", "Scoreboard", "StopPoint", "leave_after"]
 
 # After the flag is up: a processor may hold a rank's write back for less than a microsecond, and
 # this rank may have looked at the flag before it went up.
@@ -105,16 +105,16 @@ def leave_after(points: Iterable[StopPoint]) -> LeavePoint:
 def _column(name: str) -> property:
     index = _FIELDS.index(name)
 
-    def get(row: Row) -> int:
+    def get(row: RankRow) -> int:
         return row.view[row.start + index]
 
-    def put(row: Row, value: int) -> None:
+    def put(row: RankRow, value: int) -> None:
         row.view[row.start + index] = value
 
     return property(get, put)
 
 
-class Row:
+class RankRow:
     """The counters of one rank. It writes them, and so does the agent: ``interrupted_call``,
     ``disconnected_call``, and ``call_over`` for a rank that died.
 
@@ -181,9 +181,9 @@ class Scoreboard:
         self._view = memoryview(mmap.mmap(-1, size)).cast("q")
         self.reset()
 
-    def row(self, local_rank: int) -> Row:
+    def row(self, local_rank: int) -> RankRow:
         """The row of one rank."""
-        return Row(self._view, _HEADER + local_rank * len(_FIELDS))
+        return RankRow(self._view, _HEADER + local_rank * len(_FIELDS))
 
     # ---- what the agent does ---------------------------------------------------------------
 

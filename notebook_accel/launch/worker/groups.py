@@ -22,7 +22,7 @@ from notebook_accel.launch import rank
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["act_when_told", "close_group", "disconnect", "noting_sockets"]
+__all__ = ["act_when_readable", "close_group", "disconnect", "noting_sockets"]
 
 
 def close_group() -> None:
@@ -114,7 +114,7 @@ def _local_addresses(pid: int) -> list[Any]:
     return []
 
 
-def act_when_told(fd: int, act: Callable[[], None]) -> None:
+def act_when_readable(fd: int, act: Callable[[], None]) -> None:
     """Start a thread that calls ``act`` when the agent writes to ``fd``.
 
     The main thread cannot: it is in the collective, which lets go of the GIL meanwhile.

@@ -16,12 +16,12 @@ _PATIENCE_SECONDS = 1.0
 
 def announce(context: RankContext) -> None:
     """Have the person told of threads that keep this process, if it is still there in a second."""
-    timer = threading.Timer(_PATIENCE_SECONDS, _tell, args=(context,))
+    timer = threading.Timer(_PATIENCE_SECONDS, _name_late_threads, args=(context,))
     timer.daemon = True
     timer.start()
 
 
-def _tell(context: RankContext) -> None:
+def _name_late_threads(context: RankContext) -> None:
     main = threading.main_thread()
     late = [thread.name for thread in threading.enumerate() if not thread.daemon]
     named = ", ".join(f"`{name}`" for name in late if name != main.name)

@@ -244,7 +244,7 @@ class _Worker:
         if not message.last and not self._may_disconnect:
             # Only where another call may come is a stuck rank worth more than a SIGTERM.
             self._may_disconnect = True
-            groups.act_when_told(self._inherited.disconnect, self._disconnect_if_stuck)
+            groups.act_when_readable(self._inherited.disconnect, self._disconnect_if_stuck)
 
     def _disconnect_if_stuck(self) -> None:
         """Shut the connections to other ranks down, if the call that is meant waits for them."""

@@ -52,12 +52,12 @@ class Namespace:
         self._names: dict[str, Any] = shell.user_ns
         training = import_module(_TRAINING)
         self._names.update({name: getattr(training, name) for name in _AT_ONCE})
-        self._told = self._objects()
+        self._reported = self._objects()
 
     def push(self, names: Mapping[str, Any]) -> None:
         """Take names of the notebook."""
         self._names.update(names)
-        self._told.update({name: id(value) for name, value in names.items()})
+        self._reported.update({name: id(value) for name, value in names.items()})
 
     def get_ready(self, mentions: Iterable[str], *, renews_group: bool) -> None:
         """Have there what the next cell needs beside its own names. All ranks call it together.
@@ -71,7 +71,7 @@ class Namespace:
                 rank.current().notice(line)
         if _ACCELERATOR not in self._names and self._may_use(mentions, _ACCELERATOR):
             self._names[_ACCELERATOR] = getattr(import_module(_TRAINING), _ACCELERATOR)
-            self._told[_ACCELERATOR] = id(self._names[_ACCELERATOR])
+            self._reported[_ACCELERATOR] = id(self._names[_ACCELERATOR])
 
     @contextmanager
     def keeping_error(self) -> Iterator[None]:
@@ -91,8 +91,8 @@ class Namespace:
             pull: names of values to give.
         """
         now = self._objects()
-        assigned = frozenset(name for name, key in now.items() if self._told.get(name) != key)
-        self._told = now
+        assigned = frozenset(name for name, key in now.items() if self._reported.get(name) != key)
+        self._reported = now
         return {
             "assigned": assigned,
             "names": frozenset(now),

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["infer_auto_device_map"]
 
-Part = tuple[str, Union[torch.nn.Module, torch.Tensor]]
+NamedPart = tuple[str, Union[torch.nn.Module, torch.Tensor]]
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def infer_auto_device_map(
         device by name of module or tensor; "disk" for what fits nowhere else.
     """
     limits = get_max_memory(max_memory)
-    search = _Search(
+    search = _MapSearch(
         limits=limits,
         devices=[*limits, *(() if "disk" in limits else ("disk",))],
         sizes=compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes),
@@ -96,7 +96,7 @@ def _as_names(classes: Sequence[str] | str | None) -> list[str]:
 
 
 @dataclass(kw_only=True)
-class _Search:
+class _MapSearch:
     """The state of one search: the parts still to place, and how full the devices are."""
 
     limits: Limits
@@ -104,7 +104,7 @@ class _Search:
     sizes: Mapping[str, int]
     no_split: list[str]
     ties: list[list[str]]
-    waiting: list[Part]
+    waiting: list[NamedPart]
     fallback: bool
     verbose: bool
     device_map: dict[str, int | str] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class _Search:
     def _reserved(self) -> int:
         return self.largest if self.device in self.main_devices() else 0
 
-    def _measure_largest(self, waiting: Sequence[Part]) -> None:
+    def _measure_largest(self, waiting: Sequence[NamedPart]) -> None:
         modules = [part for part in waiting if isinstance(part[1], torch.nn.Module)]
         self.largest, self.largest_names = get_max_layer_size(modules, self.sizes, self.no_split)
 
@@ -182,7 +182,7 @@ class _Search:
         if not self.largest_names:
             self._measure_largest(self.waiting[1:])
 
-    def _tied_with(self, name: str) -> list[Part]:
+    def _tied_with(self, name: str) -> list[NamedPart]:
         """The other waiting parts that share a weight with ``name``."""
         names = {
             other
@@ -197,7 +197,7 @@ class _Search:
             if part[0] != name and any(is_below(one, part[0]) for one in names)
         ]
 
-    def _size_with(self, size: int, tied: Sequence[Part]) -> int:
+    def _size_with(self, size: int, tied: Sequence[NamedPart]) -> int:
         """Bytes of a part and its tied ones; a shared weight is counted under one name alone."""
         return size + sum(self.sizes.get(name, 0) for name, _ in tied)
 
@@ -208,7 +208,7 @@ class _Search:
             self._say("%s goes to %s", name, self.device)
         self.waiting = [part for part in self.waiting if part[0] not in names]
 
-    def _split_one_of(self, tied: Sequence[Part]) -> bool:
+    def _split_one_of(self, tied: Sequence[NamedPart]) -> bool:
         """Split the first of the tied parts that may be; whether there was one."""
         for name, part in tied:
             if not is_whole(part, self.no_split):
@@ -267,7 +267,7 @@ class _Search:
             _log.warning(text, *values)
 
 
-def _warn_of_buffers(search: _Search, buffers: Mapping[str, int]) -> None:
+def _warn_of_buffers(search: _MapSearch, buffers: Mapping[str, int]) -> None:
     """Warn where the buffers of offloaded modules do not fit on any accelerator."""
     left = [
         limit - search.used.get(device, 0)

@@ -242,6 +242,6 @@ def _quantize_weights(
     for name, value in state.items():
         device = device_of(name, devices)
         dtype = torch.float32 if set(name.split(".")) & set(fp32) else config.torch_dtype
-        place = "cpu" if device == "disk" else device
-        set_module_tensor_to_device(model, name, place, value, dtype)
+        held_on = "cpu" if device == "disk" else device
+        set_module_tensor_to_device(model, name, held_on, value, dtype)
     retie_parameters(model, ties)

@@ -27,6 +27,7 @@ __all__ = [
     "as_device",
     "id_tensor_storage",
     "named_module_tensors",
+    "non_persistent_buffers",
     "set_module_tensor_to_device",
 ]
 

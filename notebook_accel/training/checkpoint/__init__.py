@@ -31,7 +31,7 @@ from notebook_accel.training.checkpoint.gradients import (
     restore_gradients,
 )
 from notebook_accel.training.checkpoint.meeting import Meetings, describe, meetings
-from notebook_accel.training.checkpoint.parts import Parts, state_file
+from notebook_accel.training.checkpoint.parts import PreparedParts, state_file
 from notebook_accel.training.checkpoint.pieces import (
     Piece,
     torch_file,
@@ -344,8 +344,8 @@ class Checkpoints:
         return as_plain(Start(epoch=epoch, batch=batch, step=step, samples=samples), index)
 
     @property
-    def _parts(self) -> Parts:
-        return Parts(
+    def _parts(self) -> PreparedParts:
+        return PreparedParts(
             self._plan.strategy,
             [known.inner for known in self._prepared.models],
             [known.optimizer for known in self._prepared.optimizers],

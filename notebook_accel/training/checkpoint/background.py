@@ -93,10 +93,10 @@ class ForkingWriter(Writer):
                 os.waitpid(child, 0)
             with answer:
                 answer.seek(0)
-                told = answer.read()
-            if not told:
+                outcome = answer.read()
+            if not outcome:
                 raise NotebookAccelError("the process that wrote it was killed")
-            ok, result = pickle.loads(told)
+            ok, result = pickle.loads(outcome)
             if not ok:
                 raise NotebookAccelError(result)
             return result
@@ -116,10 +116,10 @@ def _write_in_child(work: Callable[[], Any], answer: Any, parent: int | None) ->
         gc.disable()
         torch.set_num_threads(1)
         try:
-            told = (True, work())
-        except BaseException as error:  # the process boundary: the rank is told
-            told = (False, describe(error))
-        answer.write(pickle.dumps(told))
+            outcome = (True, work())
+        except BaseException as error:  # the process boundary: the rank gets it
+            outcome = (False, describe(error))
+        answer.write(pickle.dumps(outcome))
         answer.flush()
         code = 0
     finally:

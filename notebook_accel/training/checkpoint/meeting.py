@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.topology import Topology
 
-__all__ = ["Meetings", "Patience", "Plan", "describe", "meetings"]
+__all__ = ["Meetings", "Patience", "SavePlan", "describe", "meetings"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """What rank 0 says of one save."""
 
     number: int
@@ -116,7 +116,7 @@ class Meetings:
         call: str,
         needs_all: bool = False,
         waits: bool = True,
-    ) -> Plan:
+    ) -> SavePlan:
         """Wait for the other ranks, decide where to write, and tell them; rank 0 calls it.
 
         Args:
@@ -141,19 +141,19 @@ class Meetings:
         try:
             final, staged = choose()
         except BaseException as error:
-            plan = Plan(number, asked, position, asked, "", tuple(members))
+            plan = SavePlan(number, asked, position, asked, "", tuple(members))
             self._announce(plan)
             self.finish(plan, describe(error))
             raise
-        plan = Plan(number, asked, position, final, staged, tuple(members))
+        plan = SavePlan(number, asked, position, final, staged, tuple(members))
         self._announce(plan)
         return plan
 
-    def _announce(self, plan: Plan) -> None:
+    def _announce(self, plan: SavePlan) -> None:
         if self.others:
             self._store.set(f"plan/{plan.number}", json.dumps(vars(plan)))
 
-    def follow(self, asked: str, *, call: str) -> Plan:
+    def follow(self, asked: str, *, call: str) -> SavePlan:
         """Tell rank 0 that this rank is here, and give what rank 0 says; the others call it.
 
         Raises:
@@ -167,7 +167,7 @@ class Meetings:
         finally:
             self._store.set(f"here/{own}", "")
 
-    def _wait_for_plan(self, asked: str, call: str) -> Plan:
+    def _wait_for_plan(self, asked: str, call: str) -> SavePlan:
         own, position = self.topology.process_index, _position()
         for waited in self._until(self.patience.rank_0):
             for plan in self._new_plans():
@@ -181,19 +181,19 @@ class Meetings:
             "Rank 0 writes the checkpoint: call it on all ranks, or on the main process alone"
         )
 
-    def _new_plans(self) -> Iterator[Plan]:
+    def _new_plans(self) -> Iterator[SavePlan]:
         number = self._num_handled
         while text := self._read(f"plan/{(number := number + 1)}"):
             fields = json.loads(text)
-            yield Plan(**{**fields, "members": tuple(fields["members"])})
+            yield SavePlan(**{**fields, "members": tuple(fields["members"])})
 
-    def report_written(self, plan: Plan, error: str = "", results: Any = None) -> None:
+    def report_written(self, plan: SavePlan, error: str = "", results: Any = None) -> None:
         """Tell rank 0 that this rank has written its part, with what it has to know, or why not."""
         own = self.topology.process_index
         self._store.set(f"results/{plan.number}/{own}", pickle.dumps(results))
         self._store.set(f"wrote/{plan.number}/{self.topology.process_index}", error)
 
-    def wait_for_members(self, plan: Plan) -> list[Any]:
+    def wait_for_members(self, plan: SavePlan) -> list[Any]:
         """Wait until every member has written its part; gives what each has told with that.
 
         Raises:
@@ -208,12 +208,12 @@ class Meetings:
             results.append(pickle.loads(self._store.get(f"results/{plan.number}/{rank}")))
         return results
 
-    def finish(self, plan: Plan, error: str = "") -> None:
+    def finish(self, plan: SavePlan, error: str = "") -> None:
         """Tell the others that the checkpoint is there, or why not; rank 0 calls it."""
         if self.others:
             self._store.set(f"done/{plan.number}", error)
 
-    def wait_until_done(self, plan: Plan) -> None:
+    def wait_until_done(self, plan: SavePlan) -> None:
         """Wait until rank 0 has finished.
 
         Raises:
@@ -222,7 +222,7 @@ class Meetings:
         self._wait_for(f"done/{plan.number}", "rank 0")
         self.raise_failure(plan)
 
-    def raise_failure(self, plan: Plan) -> None:
+    def raise_failure(self, plan: SavePlan) -> None:
         """Raise what rank 0 failed with, if it has.
 
         Raises:

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.strategies import Strategy
 
-__all__ = ["Parts", "state_file"]
+__all__ = ["PreparedParts", "state_file"]
 
 
-class Parts:
+class PreparedParts:
     """What was prepared, as a checkpoint takes it.
 
     Attributes:

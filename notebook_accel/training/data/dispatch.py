@@ -33,7 +33,7 @@ from notebook_accel.training.collectives import (
     transport_device,
 )
 from notebook_accel.training.data.loaders import PreparedLoader
-from notebook_accel.training.data.rounds import Part, Round, RoundDivider
+from notebook_accel.training.data.rounds import RankShare, Round, RoundDivider
 from notebook_accel.training.data.samplers import LastRound, LastRoundBatch, has_own_batches
 from notebook_accel.training.nested import recursively_apply
 from notebook_accel.training.seeding import synchronize_rng_state
@@ -103,7 +103,7 @@ class DataLoaderDispatcher(PreparedLoader):
             for part in parts
         )
 
-    def _lead(self, position: Position) -> Iterator[Part]:
+    def _lead(self, position: Position) -> Iterator[RankShare]:
         start = position.num_given * self._batches_a_round
         divider = RoundDivider(
             num_parts=self._options.num_processes,
@@ -139,7 +139,7 @@ class DataLoaderDispatcher(PreparedLoader):
             if divided.missed is not None:
                 return
 
-    def _follow(self, position: Position) -> Iterator[Part]:
+    def _follow(self, position: Position) -> Iterator[RankShare]:
         # The header is pickled by rank 0, a member of the same group: what it holds is trusted as
         # much as that rank's code is.
         while True:
@@ -172,7 +172,7 @@ class _Failure(NamedTuple):
 class _Header(NamedTuple):
     """A round with slots in place of its tensors."""
 
-    parts: list[Part | None]
+    parts: list[RankShare | None]
     is_uneven: bool
     missed: LastRound | None
     num_bytes: int
@@ -191,7 +191,7 @@ def _pack(divided: Round | None, index_of_rank: Sequence[int]) -> tuple[bytes, l
     """The header of a round, and a buffer for each rank; none where there is nothing to send."""
     if divided is None:
         return pickle.dumps(None), []
-    parts: list[Part | None] = []
+    parts: list[RankShare | None] = []
     contents: list[list[tuple[_Slot, torch.Tensor]]] = []
     others = set(index_of_rank[1:])  # rank 0 has its own part already
     for index, part in enumerate(divided.parts):
@@ -206,7 +206,9 @@ def _pack(divided: Round | None, index_of_rank: Sequence[int]) -> tuple[bytes, l
     return header, [buffers[index] for index in index_of_rank]
 
 
-def _empty_slots(part: Part | None, held: list[tuple[_Slot, torch.Tensor]]) -> Part | None:
+def _empty_slots(
+    part: RankShare | None, held: list[tuple[_Slot, torch.Tensor]]
+) -> RankShare | None:
     """``part`` with slots for its tensors, which are put into ``held``."""
 
     def take_out(tensor: torch.Tensor) -> _Slot:
@@ -228,7 +230,7 @@ def _lay_out(held: list[tuple[_Slot, torch.Tensor]], num_bytes: int) -> torch.Te
     return buffer
 
 
-def _fill_slots(part: Part, buffer: torch.Tensor) -> Part:
+def _fill_slots(part: RankShare, buffer: torch.Tensor) -> RankShare:
     def put_in(slot: _Slot) -> torch.Tensor:
         return buffer[slot.start : slot.stop].view(slot.dtype).reshape(slot.shape)
 

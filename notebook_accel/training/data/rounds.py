@@ -29,10 +29,10 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.samplers import LastRound
 from notebook_accel.training.nested import find_batch_size, honor_type, leaves, rebuild
 
-__all__ = ["Part", "Round", "RoundDivider", "count_rows", "join_rows", "slice_rows"]
+__all__ = ["RankShare", "Round", "RoundDivider", "count_rows", "join_rows", "slice_rows"]
 
 
-class Part(NamedTuple):
+class RankShare(NamedTuple):
     """What one rank gets of a round."""
 
     batch: Any
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 class Round(NamedTuple):
     """What all ranks get at one step."""
 
-    parts: list[Part | None]
+    parts: list[RankShare | None]
     """For each rank; None for one that gets nothing."""
 
     is_uneven: bool
@@ -103,7 +103,7 @@ class RoundDivider:
         sizes = {count_rows(batch) for batch in batches}
         if self.slice_fn is None and len(batches) == self.num_parts and len(sizes) == 1:
             is_uneven = self.is_uneven or sizes == {None}
-            return Round([Part(batch, None) for batch in batches], is_uneven)
+            return Round([RankShare(batch, None) for batch in batches], is_uneven)
         is_joined = None not in sizes and (self.batches_a_round == 1 or not self.keeps_batches)
         joined = _try_to_join(batches) if is_joined else None
         rows = None if joined is None else count_rows(joined)
@@ -116,7 +116,7 @@ class RoundDivider:
             return self._divide_unevenly(joined, rows)
         return Round(self._divide_evenly(joined, rows), False)
 
-    def _divide_evenly(self, joined: Any, rows: int) -> list[Part | None]:
+    def _divide_evenly(self, joined: Any, rows: int) -> list[RankShare | None]:
         """Parts of one size, the last ones filled up with repeated samples."""
         share = math.ceil(rows / self.num_parts)
         missing = share * self.num_parts - rows
@@ -128,10 +128,10 @@ class RoundDivider:
             filled = _try_to_join([joined, *_repeat_rows(source, missing)])
             if filled is None:
                 filled = join_rows([joined, *_repeat_rows(joined, missing)])
-        parts: list[Part | None] = []
+        parts: list[RankShare | None] = []
         for start in range(0, share * self.num_parts, share):
             last = LastRound(rows, share, min(max(rows - start, 0), share)) if missing else None
-            parts.append(Part(self._slice(filled, start, start + share, len(parts)), last))
+            parts.append(RankShare(self._slice(filled, start, start + share, len(parts)), last))
         return parts
 
     def _divide_unevenly(self, joined: Any, rows: int) -> Round:
@@ -141,7 +141,7 @@ class RoundDivider:
         ends = itertools.accumulate(sizes)
         is_short = self.batch_size is not None and rows < self.batch_size * self.batches_a_round
         parts = [
-            Part(
+            RankShare(
                 self._slice(joined, end - size, end, index),
                 LastRound(rows, size, size) if is_short else None,
             )
@@ -173,9 +173,9 @@ class RoundDivider:
                 "with the same first dimension; use split_batches=False"
             )
         missing = self.num_parts - len(batches)
-        repeated = Part(self.first, LastRound(-1, count_rows(self.first), 0))
+        repeated = RankShare(self.first, LastRound(-1, count_rows(self.first), 0))
         others = [None if self.is_uneven else repeated] * missing
-        parts = [*(Part(batch, None) for batch in batches), *others]
+        parts = [*(RankShare(batch, None) for batch in batches), *others]
         return Round(parts, True, LastRound(-1, 0, 0) if None in others else None)
 
 
@@ -184,7 +184,7 @@ def _give_to_all(divided: Round) -> Round:
     first, missed = divided.parts[0], divided.missed
     assert first is not None, "rank 0 is the first to get something"
     assert missed is not None, "each rank gets something already"
-    repeated = Part(first.batch, missed._replace(batch_size=1))
+    repeated = RankShare(first.batch, missed._replace(batch_size=1))
     return Round([repeated if part is None else part for part in divided.parts], True)
 
 

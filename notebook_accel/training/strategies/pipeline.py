@@ -49,7 +49,7 @@ class PipelineParallel(MeshParallel):
         super().__init__(request)
         assert self.mesh is not None
         self._group = self.mesh["pp"].get_group()
-        self._place = self.mesh.get_local_rank("pp")
+        self._stage_index = self.mesh.get_local_rank("pp")
         # Whole files, unless the user's plugin wants every rank's parts.
         self.saves_shards = request.fsdp is not None and self.plugin.saves_shards
         # Of each weight that was prepared, kept here or not: its name, alike on every rank, and
@@ -139,7 +139,7 @@ class PipelineParallel(MeshParallel):
         if self.scaling is not None:
             # A scaler makes its scale when it is first used, which the last stage alone would do.
             self.scaling.scale(torch.zeros((), device=self.topology.device))
-        if pipeline.has_added_up and self._place:
+        if pipeline.has_added_up and self._stage_index:
             # Gradients that the loop kept were added up already, and count once.
             for weight in pipeline.shared_weights:
                 weight.grad = None
@@ -169,7 +169,7 @@ class PipelineParallel(MeshParallel):
     ) -> torch.Tensor:
         weights = [weight for weight in parameters if weight.grad is not None]
         # What all stages have counts once.
-        counted = [weight for weight in weights if weight in self._own or not self._place]
+        counted = [weight for weight in weights if weight in self._own or not self._stage_index]
         norm = dtensors.total_grad_norm(counted, norm_type, self.topology.device).float()
         if norm_type == float("inf"):
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)

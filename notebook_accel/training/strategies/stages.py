@@ -101,7 +101,7 @@ def cut(
     )
     kept = {index for stage in own_stages for index in ranges[stage]}
     for index, (name, block) in enumerate(parts):
-        here = block if index in kept else _Elsewhere(block)
+        here = block if index in kept else _OnOtherStage(block)
         setattr(container, name, here)
         here.__dict__["forward"] = _BlockForward(here, pipeline, index)
     model.__dict__["forward"] = _PipelinedForward(model, pipeline)
@@ -127,7 +127,7 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
     return forward.pipeline if isinstance(forward, _PipelinedForward) else None
 
 
-class _Elsewhere(nn.Module):
+class _OnOtherStage(nn.Module):
     """Stands for a block of another stage: its plain attributes, and no weights."""
 
     def __init__(self, block: nn.Module) -> None:

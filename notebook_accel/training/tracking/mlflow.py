@@ -76,8 +76,8 @@ class MLflowTracker(LibraryTracker):
         mlflow = self.library()
         found = mlflow.get_experiment_by_name(self.run_name)
         if found is None:
-            place = None if self.logging_dir is None else str(self.logging_dir)
-            number = mlflow.create_experiment(self.run_name, place, self.tags)
+            folder = None if self.logging_dir is None else str(self.logging_dir)
+            number = mlflow.create_experiment(self.run_name, folder, self.tags)
         else:
             number = found.experiment_id
         self._run = mlflow.start_run(experiment_id=number, **self.init_kwargs)
