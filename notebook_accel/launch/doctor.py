@@ -85,7 +85,7 @@ def _platform(_machine: Machine) -> Iterator[Finding]:
 
 def _devices(machine: Machine) -> Iterator[Finding]:
     if machine.error:
-        remedy = "mend the driver, or launch with devices='cpu'"
+        remedy = "repair the driver, or launch with devices='cpu'"
         yield Finding(level=STOPS, subject="devices", found=machine.error, remedy=remedy)
     elif machine.devices:
         names = ", ".join(f"{device.index}: {device.name}" for device in machine.devices)
@@ -102,7 +102,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
 
 
 def _who_uses_the_devices(machine: Machine) -> Iterator[Finding]:
-    if machine.kind != "cuda":
+    if not machine.devices:
         return
     for pid, used in _processes_on_gpus():
         # A kernel that shares its processes' numbers with its ranks is an ordinary holder too.

@@ -103,7 +103,12 @@ class Ownership:
                 continue
             seen.add(name)
             known = self._known.get(name)
-            is_newer = known is None or name in forced or self._is_anew(name, known)
+            is_newer = (
+                known is None
+                or name in forced
+                or name in self._anew
+                or self._key(name) != known.key
+            )
             if not is_newer and known is not None and known.digest is None:
                 continue
             facts = look_at(name, self._namespace[name])
@@ -126,9 +131,6 @@ class Ownership:
         if name not in self._namespace or is_history(name):
             return False
         return name not in self._hidden or self._hidden[name] is not self._namespace[name]
-
-    def _is_anew(self, name: str, known: _AgreedName) -> bool:
-        return name in self._anew or self._key(name) != known.key
 
     def _key(self, name: str) -> int | None:
         return id(self._namespace[name]) if name in self._namespace else None

@@ -55,7 +55,7 @@ _FIRST = (
     "gradient_accumulation_steps",
     "seed",
 )
-_INVALID = "Settings that make no sense have no code: mend what is marked."
+_INVALID = "Settings that make no sense have no code: change what is marked."
 _FUNCTION_MISSING = "Define a function in a cell, then choose it here."
 
 

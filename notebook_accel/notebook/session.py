@@ -310,7 +310,8 @@ class NotebookSession:
     def _plan_push(self, used: Iterable[str], forced: Sequence[str] = ()) -> Push:
         missing = [name for name in forced if not self._owners.is_ours(name)]
         if missing:
-            raise ConfigError(f"the notebook has no {_quoted(missing)} that could be pushed")
+            quoted = ", ".join(f"`{name}`" for name in missing)
+            raise ConfigError(f"the notebook has no {quoted} that could be pushed")
         return self._owners.plan_push(used, forced)
 
     def _check_ranks(self, ranks: frozenset[int] | None) -> None:
@@ -449,10 +450,6 @@ class NotebookSession:
 def _num_ranks(world_size: int) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{world_size} rank{'' if world_size == 1 else 's'}"
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 # ---- the one session of this kernel --------------------------------------------------------

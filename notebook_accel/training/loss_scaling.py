@@ -49,9 +49,10 @@ class LossScaling:
         Returns:
             what the optimizer's step gave, and whether it was skipped.
         """
+        given = () if closure is None else (closure,)
         if not _has_gradients(optimizer):
-            return _step_plainly(optimizer, closure), False
-        result = self._scaler.step(optimizer, *([] if closure is None else [closure]))
+            return optimizer.step(*given), False
+        result = self._scaler.step(optimizer, *given)
         self._is_used = True
         self._done.add(id(optimizer))
         found = self._scaler._found_inf_per_device(optimizer)
@@ -79,7 +80,3 @@ def _has_gradients(optimizer: Optimizer) -> bool:
         for group in optimizer.param_groups
         for parameter in group["params"]
     )
-
-
-def _step_plainly(optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
-    return optimizer.step() if closure is None else optimizer.step(closure)

@@ -54,7 +54,8 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     if not 0 <= rest[0] <= _NUMPY_WORDS:
         # numpy reads beyond its memory there, and the process dies.
         raise ValueError(f"numpy's position is {rest[0]}: expected 0 to {_NUMPY_WORDS}")
-    random.setstate(_as_tuple(states["random_state"]))
+    version, internal, gauss = states["random_state"]
+    random.setstate((version, tuple(internal), gauss))
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(states["torch_manual_seed"])
     own = states.get(_device_key(device))
@@ -64,8 +65,3 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
 
 def _device_key(device: torch.device) -> str:
     return f"torch_{device.type}_manual_seed"
-
-
-def _as_tuple(state: Any) -> tuple[Any, ...]:
-    version, internal, gauss = state
-    return version, tuple(internal), gauss

@@ -34,7 +34,7 @@ _COLLECTIVES = frozenset(
 )
 _TORCH_DISTRIBUTED = re.compile(r"[/\\]torch[/\\](distributed|nn[/\\]parallel)[/\\]")
 _OUR_TRAINING = re.compile(r"[/\\]notebook_accel[/\\]training[/\\]")
-# Files of libraries: the line that a person has to mend is in none of them.
+# Files of libraries: the line that a person has to change is in none of them.
 _LIBRARY = re.compile(
     r"[/\\](site-packages|dist-packages|lib[/\\]python3\.\d+|notebook_accel[/\\](training|launch))"
     r"[/\\]|^<frozen "

@@ -46,7 +46,9 @@ class LocalEngine(AgentEngine):
         wanted = request.config.num_processes
         if request.config.devices == "cpu":
             return RankPlan.of_sizes(wanted or 1, environment={**ON_CPU, **WITHOUT_DEVICES})
-        available = _num_devices(request)
+        environment = request.environment
+        found = ask_template(environment, lambda source: source.count_devices(environment))
+        available = len(found.names)
         _check_chosen(request.config.devices, available)
         if not available:
             notices = () if wanted else (_ASK_FOR_MORE,)
@@ -137,12 +139,6 @@ def _check_chosen(devices: object, available: int) -> None:
             f"devices={list(devices)}, but of these the machine has {available or 'none'}: choose "
             "others, or devices='cpu', or leave it out for all that are visible"
         )
-
-
-def _num_devices(request: StartRequest) -> int:
-    environment = request.environment
-    devices = ask_template(environment, lambda source: source.count_devices(environment))
-    return 0 if devices.kind == "cpu" else len(devices.names)
 
 
 def _how_it_ended(source: Template, pid: int) -> AgentEnd:

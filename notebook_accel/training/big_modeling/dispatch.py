@@ -154,6 +154,8 @@ def dispatch_model(
         check_tied_parameters_on_same_device(ties, device_map)
     devices = {name: main if on in ("cpu", "disk") else on for name, on in device_map.items()}
     weights = _weights_map(model, device_map, main, state_dict, offload_dir, offload_index)
+    tied = [name for group in ties for name in group]
+    tied_map: TiedMap = {model.get_parameter(name).data_ptr(): {} for name in tied}
     attach_align_device_hook_on_blocks(
         model,
         {**devices, "": main},
@@ -162,7 +164,7 @@ def dispatch_model(
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
-        tied_params_map=_tied_map(model, ties),
+        tied_params_map=tied_map,
     )
     away = [str(device) for device in device_map.values() if device in offloaded]
     if away:
@@ -218,10 +220,6 @@ def _named(model: Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """The weights of some modules; ``""`` names them all."""
     state = model.state_dict()
     return state if "" in names else extract_submodules_state_dict(state, names)
-
-
-def _tied_map(model: Module, ties: Sequence[Sequence[str]]) -> TiedMap:
-    return {model.get_parameter(name).data_ptr(): {} for group in ties for name in group}
 
 
 def _refuse_moves(model: Module) -> None:

@@ -73,11 +73,12 @@ def infer_auto_device_map(
         device by name of module or tensor; "disk" for what fits nowhere else.
     """
     limits = get_max_memory(max_memory)
+    classes = no_split_module_classes
     search = _MapSearch(
         limits=limits,
         devices=[*limits, *(() if "disk" in limits else ("disk",))],
         sizes=compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes),
-        no_split=_as_names(no_split_module_classes),
+        no_split=[classes] if isinstance(classes, str) else list(classes or ()),
         ties=find_tied_parameters(model),
         waiting=direct_parts(model),
         fallback=fallback_allocation,
@@ -89,10 +90,6 @@ def infer_auto_device_map(
         buffers = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
         _warn_of_buffers(search, buffers)
     return clean_device_map(search.device_map) if clean_result else search.device_map
-
-
-def _as_names(classes: Sequence[str] | str | None) -> list[str]:
-    return [classes] if isinstance(classes, str) else list(classes or ())
 
 
 @dataclass(kw_only=True)

@@ -46,14 +46,6 @@ __all__ = [
 ]
 
 
-def _model_folder(folder: Path, index: int) -> Path:
-    return folder / f"pytorch_model_fsdp_{index}"
-
-
-def _optimizer_folder(folder: Path, index: int) -> Path:
-    return folder / f"optimizer_{index}"
-
-
 _COPY_AHEAD_BYTES = 10_000_000  # DCP's own default
 
 
@@ -73,7 +65,8 @@ class ShardedPiece(Piece):
         path = folder / self._name
         self._beside_path = path / "groups.bin"
         # Copying ahead is for tensors on a GPU, and a forked process must not touch one.
-        ahead = _COPY_AHEAD_BYTES if _is_on_gpu(self.state) else 0
+        is_on_gpu = any(value.device.type != "cpu" for value in self.state.values())
+        ahead = _COPY_AHEAD_BYTES if is_on_gpu else 0
         self._writer = FileSystemWriter(path, per_thread_copy_ahead=ahead)
         self._planner = DefaultSavePlanner(flatten_state_dict=False)
         is_lead = this_rank() == 0
@@ -97,10 +90,6 @@ def _write_nothing(state: Any, folder: Path) -> None:
     """The base class's way; parts are written by the plan."""
 
 
-def _is_on_gpu(state: Mapping[str, torch.Tensor]) -> bool:
-    return any(value.device.type != "cpu" for value in state.values())
-
-
 def model_piece(state: Mapping[str, Any], index: int) -> Piece:
     """This rank's parts of a model's weights."""
     tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
@@ -113,7 +102,7 @@ def read_model(model: Module, folder: Path, index: int, *, strict: bool) -> None
     Raises:
         RuntimeError: ``strict``, and the checkpoint lacks a weight of the model.
     """
-    path = _model_folder(folder, index)
+    path = folder / f"pytorch_model_fsdp_{index}"
     known = _tensors_in(path)
     state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
     missing = sorted(state.keys() - known.keys())
@@ -154,7 +143,7 @@ def read_optimizer(
     optimizer: Optimizer, names: Mapping[torch.Tensor, str], folder: Path, index: int
 ) -> None:
     """Read an optimizer's state into the parts, or the whole, that this rank has."""
-    path = _optimizer_folder(folder, index)
+    path = folder / f"optimizer_{index}"
     beside = torch.load(path / "groups.bin", map_location="cpu", weights_only=True)
     known = _tensors_in(path)
     entries: dict[str, list[str]] = {}

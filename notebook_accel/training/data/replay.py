@@ -75,7 +75,7 @@ class IndexSource:
         seed = self.seed
         if seed is None:
             return (indices for _, indices in batches)
-        return (_Seeding(indices, _mix(seed, number)) for number, indices in batches)
+        return (_Seeding(indices, _digest(b"", seed, number)) for number, indices in batches)
 
     def __len__(self) -> int:
         return length_of(self.sampler)
@@ -130,10 +130,6 @@ def seed_of_pass(generator: torch.Generator, *numbers: int) -> int:
     """A seed for the workers of one pass, from the state of a generator that draws nothing for it,
     and from numbers that tell this pass from others."""
     return _digest(generator.get_state().numpy().tobytes(), *numbers)
-
-
-def _mix(seed: int, number: int) -> int:
-    return _digest(b"", seed, number)
 
 
 def _digest(text: bytes, *numbers: int) -> int:

@@ -245,7 +245,8 @@ class DeepSpeedZero(Strategy):
     def state_dict(self, model: Module, *, full: bool) -> dict[str, Any]:
         if not full:
             return model.state_dict()
-        keeps = not _is_in_parts(model) or self.topology.local_process_index == 0
+        is_in_parts = any(hasattr(weight, "ds_id") for weight in model.parameters())
+        keeps = not is_in_parts or self.topology.local_process_index == 0
         joined: dict[int, Any] = {}  # by identity: tied names share their whole weight, too
         whole: dict[str, Any] = {}
         for name, value in model.state_dict(keep_vars=True).items():
@@ -420,10 +421,6 @@ def _as_type(values: Any, dtype: torch.dtype) -> Any:
     return recursively_apply(
         lambda value: value.to(dtype) if value.is_floating_point() else value, values
     )
-
-
-def _is_in_parts(model: Module) -> bool:
-    return any(hasattr(weight, "ds_id") for weight in model.parameters())
 
 
 def _gathered(value: Any, *, writes: bool = False) -> AbstractContextManager[Any]:

@@ -67,7 +67,8 @@ def get_available_trackers() -> list[LoggerType]:
     return [
         LoggerType(name)
         for name, kind in LOGGER_TYPE_TO_CLASS.items()
-        if name in LoggerType.list() and _is_available(kind)
+        if name in LoggerType.list()
+        and (not issubclass(kind, LibraryTracker) or kind.is_available())
     ]
 
 
@@ -142,10 +143,6 @@ def _find(asked: Any) -> type[GeneralTracker] | GeneralTracker:
             f'run pip install "{kind.package}", or leave it out'
         )
     return kind
-
-
-def _is_available(kind: type[GeneralTracker]) -> bool:
-    return not issubclass(kind, LibraryTracker) or kind.is_available()
 
 
 def _check_class(kind: type[GeneralTracker]) -> None:

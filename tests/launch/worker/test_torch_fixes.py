@@ -69,7 +69,7 @@ def test_every_new_group_is_noted() -> None:
 
 
 def test_a_group_that_could_not_be_made_is_not_counted() -> None:
-    """Torch 2.13 counts it, which is the flaw; the mend leaves a group that was made alone."""
+    """Torch 2.13 counts it, which is the flaw; the fix leaves a group that was made alone."""
 
     def act() -> bool:
         world: Any = distributed.distributed_c10d._world
