@@ -433,6 +433,7 @@ class EngineContract:
         def train(folder: str) -> float:
             import atexit
             import multiprocessing
+            from multiprocessing.util import Finalize
 
             def tidy_up() -> None:
                 Path(folder, f"tidied-{os.environ['RANK']}").touch()
@@ -441,13 +442,24 @@ class EngineContract:
 
             atexit.register(tidy_up)
             # Not a daemon: multiprocessing waits for its end.
-            multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+            fork = multiprocessing.get_context("fork")
+            fork.Process(target=time.sleep, args=(600,)).start()
+            global kept  # as names of a notebook are
+            if os.environ["RANK"] == "0":
+                # Its idle worker holds a lock of the pool.
+                kept = fork.Pool(1)
+                kept.map(abs, [1])
+                Finalize(None, Path(folder, "nobody-gave-up").touch, exitpriority=-1)
+            if os.environ["RANK"] == "2":
+                kept = fork.Queue()
+                kept.put(bytes(1_000_000))  # more than a pipe takes, and nobody reads it
             return time.time()
 
-        run = self.launch(train, str(tmp_path))
+        run = self.launch(train, str(tmp_path), n=3, timeout=2 * BUSY)
         assert time.time() - max(run) < BUSY
         assert run.status == "succeeded"
-        assert sorted(path.name for path in tmp_path.glob("tidied-*")) == ["tidied-0", "tidied-1"]
+        left = sorted(path.name for path in tmp_path.glob("*-*"))
+        assert left == ["nobody-gave-up", "tidied-0", "tidied-1", "tidied-2"]
 
     def test_an_exception_that_cannot_be_pickled(self) -> None:
         def train(marker: str) -> None:
@@ -645,10 +657,12 @@ class EngineContract:
 
     def test_the_time_out_ends_the_run(self) -> None:
         def train() -> None:
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(600)
 
-        with pytest.raises(TimeoutError) as caught:
-            self.launch(train, timeout=0.5)
+        with pytest.raises(TimeoutError, match="ended by its time-out") as caught:
+            self.launch(train, timeout=0.5, grace=0.3)
         assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
 
     def test_waiting_with_a_time_out_leaves_the_run_alone(self) -> None:

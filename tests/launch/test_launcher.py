@@ -257,6 +257,22 @@ def test_an_exception_of_20_megabytes_is_cut_in_the_cell_and_whole_on_disk() -> 
     assert len(caught.value.run.logs(0)) > 20_000_000
 
 
+def test_a_full_log_disk_hides_no_error() -> None:
+    def train() -> None:
+        full = os.open("/dev/full", os.O_WRONLY)
+        for number in (1, 2):
+            os.dup2(full, number)
+        print("nobody will read this")
+        raise ValueError("the real one")
+
+    with pytest.raises(WorkerError, match="ValueError: the real one") as caught:
+        on_cpu(train, n=1)
+    assert caught.value.run is not None
+    [notice] = caught.value.run.state.notices
+    assert "disk full: what rank 0 prints is lost" in notice
+    assert "NOTEBOOK_ACCEL_RUNS" in notice
+
+
 @pytest.mark.parametrize(("given", "code"), [(256, 1), (512, 1), (-1, 255), (3, 3)])
 def test_no_failure_looks_like_a_success(given: int, code: int) -> None:
     with pytest.raises(WorkerError, match=f"exit code {code}") as caught:

@@ -1,10 +1,12 @@
 """How a rank process ends once the result of its last call was sent.
 
-    threads of the user's end -> functions registered with atexit -> children are ended -> exit
+    threads of the user's end -> functions registered with atexit -> pools and managers of
+    multiprocessing end their workers -> other children are ended -> exit
 
 The result is safe by then. The user's non-daemon threads are waited for without limit, as Python
-itself does; what follows has some seconds. A child that nobody waits for (idle workers of joblib
-wait 300 s for more work) must not keep the cell.
+itself does; all that follows has some seconds together, to the end of the process. A child that
+nobody waits for (idle workers of joblib wait 300 s for more work) must not keep the cell, nor must
+a queue that nobody reads.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import atexit
 import contextlib
 import os
 import threading
+from multiprocessing import util
 
 import psutil
 
@@ -20,8 +23,8 @@ from notebook_accel.launch.system import processes
 
 __all__ = ["finish"]
 
-# For the functions that the user registered, and for children to end by SIGTERM.
-_ATEXIT_SECONDS = 5.0
+# For all that is left to do, and in it for children to end by SIGTERM.
+_EXIT_SECONDS = 5.0
 _CHILDREN_SECONDS = 1.0
 
 
@@ -32,12 +35,14 @@ def finish(code: int) -> None:
         code: the exit code of the process, should it have to be ended from here.
     """
     threading._shutdown()  # type: ignore[attr-defined]
-    too_long = threading.Timer(_ATEXIT_SECONDS, _give_up, (code,))
+    # It is never cancelled: multiprocessing, which ends this process, may wait for ever, too.
+    too_long = threading.Timer(_EXIT_SECONDS, _give_up, (code,))
     too_long.daemon = True
     too_long.start()
     # multiprocessing ends its processes without them.
     atexit._run_exitfuncs()
-    too_long.cancel()
+    # Before its workers get a signal: a pool waits for ever for the lock that one died with.
+    util._run_finalizers(0)  # type: ignore[attr-defined]
     _end_children()
 
 
