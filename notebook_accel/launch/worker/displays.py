@@ -20,7 +20,7 @@ from notebook_accel.launch.system.token_bucket import TokenBucket
 from notebook_accel.launch.worker.after_import import change_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 __all__ = ["format_by", "install", "mime_bundle"]
 
@@ -80,7 +80,7 @@ def _make_display() -> Callable[..., None]:
 
     def display(*values: Any, raw: bool = False, **_options: object) -> None:
         for value in values:
-            data = dict(value) if raw else mime_bundle(value)
+            data = _sendable(value) if raw else mime_bundle(value)
             if not data:
                 continue
             text = str(data.get("text/plain", ""))
@@ -106,8 +106,12 @@ def mime_bundle(value: Any) -> dict[str, str]:
 
     It is empty where the value has displayed itself.
     """
-    found = _format(value) if _format is not None else _found_by_methods(value)
-    return {mime: _as_text(data) for mime, data in found.items() if _as_text(data)}
+    return _sendable(_format(value) if _format is not None else _found_by_methods(value))
+
+
+def _sendable(found: Mapping[str, Any]) -> dict[str, str]:
+    """The part of the data that is text or bytes, as ``wire.Displayed`` has it."""
+    return {str(mime): _as_text(data) for mime, data in found.items() if _as_text(data)}
 
 
 def _found_by_methods(value: Any) -> dict[str, Any]:

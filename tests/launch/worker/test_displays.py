@@ -44,14 +44,16 @@ def draw() -> None:
     of_ipython(3)
     display("plain")  # type: ignore[name-defined] # noqa: F821
     of_ipython(HTML("x" * 3_000_000))
+    of_ipython({"image/png": b"png", "application/json": {"a": 1}, "text/plain": "x"}, raw=True)
 
 
 def test_figures_and_rich_values_are_sent_and_text_is_printed() -> None:
     run = notebook_launcher(draw, num_processes=1, view="none")
-    figure, html, markdown = run.state.ranks[0].displays
+    figure, html, markdown, raw = run.state.ranks[0].displays
     assert base64.b64decode(figure["image/png"]).startswith(b"\x89PNG")
     assert html["text/html"] == "<i>html</i>"
     assert markdown["text/markdown"] == "**md**"
+    assert raw == {"image/png": base64.b64encode(b"png").decode(), "text/plain": "x"}
     log = run.logs(0)
     assert "3\n'plain'\n" in log
     assert "not shown: 3.0 MB, the limit is 2 MB" in log
