@@ -328,7 +328,7 @@ class Run:
         failure = self.state.failure
         if failure is not None:
             return self._about_this(self._worker_error(failure))
-        if self._conductor.timed_out:
+        if self._conductor.timed_out and self.status == "stopped":
             return self._about_this(TimeoutError("the run was ended by its time-out"))
         has_result = any(rank.returned for rank in self.state.ranks)
         if self.status == "stopped" and not has_result:
