@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from IPython.core.getipython import get_ipython
 
 from notebook_accel.launch.system import processes
@@ -20,5 +18,4 @@ def warm_kernel() -> None:
     will say what is wrong.
     """
     if getattr(get_ipython(), "kernel", None) is not None and processes.supported():
-        with contextlib.suppress(OSError):
-            warm()
+        warm()

@@ -42,6 +42,7 @@ from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.system import processes
+from notebook_accel.launch.system.open_files import naming_what_is_short
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 from notebook_accel.text_values import parse_flag
@@ -106,13 +107,18 @@ class Template:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair()
+        """Start the process, with the variables of ``environment``.
+
+        Raises:
+            LaunchError: the system refuses it.
+        """
         secret = new_secret()
         self._lock = threading.Lock()
         self._exits: dict[int, wire.AgentExited] = {}
         self._devices: dict[tuple[tuple[str, str], ...], wire.Devices] = {}
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
-        with theirs:
+        with naming_what_is_short(), contextlib.ExitStack() as undo:
+            ours, theirs = map(undo.enter_context, socket.socketpair())
+            self._stderr = undo.enter_context(tempfile.TemporaryFile())
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _boot_code(theirs.fileno())],
                 env={**environment, **dict.fromkeys(_THREADS, "1")},
@@ -123,6 +129,8 @@ class Template:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+            undo.pop_all()
+        theirs.close()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError), self._process.stdin as stdin:
             stdin.write(secret)
@@ -432,12 +440,14 @@ def _close_all() -> None:
 def warm() -> None:
     """Start the template, so that the first launch finds it ready; returns at once.
 
+    Where the system refuses it nothing is raised: the launch itself will say what is wrong.
     ``NOTEBOOK_ACCEL_WARM=0`` in the environment keeps it from being started before a launch.
     """
     # At the priority of any other process: one without privileges could lower its own, but never
     # raise it again, and the ranks would inherit it.
     if parse_flag("NOTEBOOK_ACCEL_WARM", os.environ.get("NOTEBOOK_ACCEL_WARM") or "1"):
-        template()
+        with contextlib.suppress(LaunchError):
+            template()
 
 
 def _key(environment: Mapping[str, str]) -> tuple[object, ...]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
+from typing import NoReturn
 
 import pytest
 
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.template.handle import template
+from notebook_accel.launch.machine import look_at_machine
+from notebook_accel.launch.template.handle import ask_template, template, warm
 
 
 def test_devices_that_cannot_be_counted_are_not_taken_for_none() -> None:
@@ -17,3 +21,16 @@ def test_devices_that_cannot_be_counted_are_not_taken_for_none() -> None:
     with pytest.raises(LaunchError, match=r"(?s)could not be counted.*devices='cpu'.*ValueError"):
         source.count_devices({**os.environ, "VISIBLE=": "1"})
     assert source.count_devices(dict(os.environ)).kind
+
+
+def test_what_the_system_refuses_the_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object, **_options: object) -> NoReturn:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    # A variable that is read at import makes it a question for a new process.
+    monkeypatch.setenv("OMP_REFUSED", "1")
+    with pytest.raises(LaunchError, match=r"temporarily unavailable.*ulimit -u"):
+        ask_template(os.environ, lambda source: source.wait_until_ready())
+    assert "ulimit -u" in look_at_machine().error
+    warm()
