@@ -14,6 +14,7 @@ import pytest
 
 from notebook_accel import RunStopped, WorkerError
 from notebook_accel.launch import engines
+from notebook_accel.launch.control import pool
 from tests.engines import two_agents
 from tests.engines.contract import BUSY, EngineContract, _join_group
 from tests.engines.processes import eventually
@@ -63,7 +64,7 @@ class TestTwoAgents(EngineContract):
         assert [rank.agent for rank in run.state.ranks] == [0, 0, 1, 1]
 
     def test_output_of_all_agents_is_whole(self) -> None:
-        num_bytes = 30_000_000  # more than may be under way at once
+        num_bytes = 12_000_000  # more than may be under way at once
 
         def train() -> None:
             for _ in range(num_bytes // 100):
@@ -166,7 +167,12 @@ class TestTwoAgents(EngineContract):
         assert (caught.value.rank, caught.value.ranks) == (None, [0, 1, 2, 3])
         assert "watches ranks 0-1" in str(caught.value)
 
-    def test_a_frozen_agent_holds_up_neither_a_stop_nor_a_kill(self) -> None:
+    def test_a_frozen_agent_holds_up_neither_a_stop_nor_a_kill(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pool, "_SILENT_SECONDS", 3.0)
+        monkeypatch.setattr(pool, "_DEAF_SECONDS", 1.0)
+
         def train() -> None:
             time.sleep(600)
 
