@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from tests.engines.processes import eventually, gone
+from tests.kernel.notebooks import open_notebook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tests.kernel.notebooks import Notebook
 
@@ -30,10 +31,7 @@ KINDS = ("loop", "native", "native_with_the_gil", "stubborn")
 _FUNCTIONS = """
 import ctypes, os, signal, subprocess, time
 from pathlib import Path
-from torch.utils.data import DataLoader
 from notebook_accel import notebook_launcher, runs
-
-folder = Path({folder!r})
 
 def arrive(name):
     (folder / (name + os.environ["RANK"])).touch()
@@ -44,6 +42,8 @@ def lock_twice(libc):
         libc.pthread_mutex_lock(mutex)
 
 def loop():
+    # In the ranks alone, which have it from their template: a kernel takes two seconds for it.
+    from torch.utils.data import DataLoader
     batches = iter(DataLoader(range(10**9), num_workers=2))
     next(batches)
     subprocess.Popen(["setsid", "sleep", "600"])
@@ -101,8 +101,26 @@ def _shut_down(notebook: Notebook) -> None:
 def prepared(notebook: Notebook, tmp_path: Path) -> Notebook:
     """A notebook with the functions, whose kernel has forked a child."""
     notebook.manager.shutdown_wait_time = 1.0
-    notebook.run(_FUNCTIONS.format(folder=str(tmp_path)))
+    notebook.run(_FUNCTIONS + f"folder = Path({str(tmp_path)!r})")
     return notebook
+
+
+@pytest.fixture(scope="module")
+def long_lived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """The notebook of the tests that its kernel outlives, and its template is ready."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path_factory.mktemp("runs")))
+        with open_notebook() as notebook:
+            notebook.run(_FUNCTIONS)
+            notebook.run("notebook_launcher(lambda: 1, (), 2)")
+            yield notebook
+
+
+@pytest.fixture
+def lasting(long_lived: Notebook, tmp_path: Path) -> Notebook:
+    """That notebook, whose ranks say in a new folder where they are."""
+    long_lived.run(f"folder = Path({str(tmp_path)!r})")
+    return long_lived
 
 
 def _arrived(folder: Path, name: str) -> Callable[[], bool]:
@@ -166,15 +184,15 @@ def test_an_agent_sees_its_kernel_die_where_the_template_is_dead(
 
 
 def test_a_kernel_ends_what_a_dead_agent_and_a_dead_template_left(
-    prepared: Notebook, tmp_path: Path
+    lasting: Notebook, tmp_path: Path
 ) -> None:
-    template, agent = _launched(prepared, tmp_path, "loop")
+    template, agent = _launched(lasting, tmp_path, "loop")
     template.kill()
     eventually(lambda: gone([template.pid]), within=READY, what="the template is dead")
     agent.kill()
-    prepared.expect(0, but=template.pid, within=GONE)
-    assert "SIGKILL" in prepared.fails("run.wait()") or "is gone" in prepared.fails("run.wait()")
-    assert prepared.run("print(notebook_launcher(lambda: 1, (), 2).results)") == "[1, 1]\n"
+    lasting.expect(0, but=template.pid, within=GONE)
+    assert "SIGKILL" in lasting.fails("run.wait()") or "is gone" in lasting.fails("run.wait()")
+    assert lasting.run("print(notebook_launcher(lambda: 1, (), 2).results)") == "[1, 1]\n"
 
 
 def _launched(notebook: Notebook, folder: Path, kind: str) -> tuple[psutil.Process, psutil.Process]:
@@ -186,42 +204,42 @@ def _launched(notebook: Notebook, folder: Path, kind: str) -> tuple[psutil.Proce
     return template, agent
 
 
-def test_interrupts(prepared: Notebook, tmp_path: Path) -> None:
-    child = int(prepared.run(_FORK))
-    prepared.run("notebook_launcher(lambda: 1, (), 2)")
-
-    def is_alone() -> bool:
-        return len(prepared.others(child)) == 1
-
-    # Only the template is left.
-    prepared.expect(1, but=child, within=GONE)
-    for kind in KINDS:
-        cell = prepared.start(f"notebook_launcher({kind}, (), 2)")
-        eventually(_arrived(tmp_path, kind), within=READY, what=f"{kind}: both ranks are in it")
-        _press(prepared, at_most=1 if kind == "loop" else 3, until=is_alone)
-        reply = prepared.finish(cell, timeout=ENDED)
-        assert "KeyboardInterrupt" in "\n".join(reply.traceback)
-        prepared.expect(1, but=child, within=GONE)
-        assert prepared.run("print(runs()[-1].status)") == "stopped\n"
-    assert prepared.run("print(notebook_launcher(lambda: 1, (), 2).results)") == "[1, 1]\n"
-
-
-def test_interrupts_at_any_moment_of_a_launch(prepared: Notebook) -> None:
+def test_interrupts_at_any_moment_of_a_launch(lasting: Notebook) -> None:
     moments = random.Random(0)
-    prepared.run("notebook_launcher(lambda: 1, (), 2)")
+    lasting.run("others = set(run.id for run in runs())")
     for _ in range(10):
-        cell = prepared.start("notebook_launcher(brief, (), 2, view='none')")
+        cell = lasting.start("notebook_launcher(brief, (), 2, view='none')")
         time.sleep(0.12 * moments.random())
         for _ in range(3):
-            prepared.interrupt()
+            lasting.interrupt()
             time.sleep(0.02 * moments.random())
-        prepared.finish(cell, timeout=READY)
-    prepared.expect(1, but=prepared.pid, within=GONE)
-    assert (
-        prepared.run("print({run.status for run in runs()} <= {'stopped', 'succeeded'})")
-        == "True\n"
-    )
-    assert prepared.run("print(notebook_launcher(lambda: 1, (), 2).results)") == "[1, 1]\n"
+        lasting.finish(cell, timeout=READY)
+    lasting.expect(1, but=lasting.pid, within=GONE)
+    lasting.run("""
+        statuses = {run.status for run in runs() if run.id not in others}
+        assert statuses <= {'stopped', 'succeeded'}, statuses
+    """)
+    assert lasting.run("print(notebook_launcher(lambda: 1, (), 2).results)") == "[1, 1]\n"
+
+
+# The last one of that notebook, whose kernel has a child from here on.
+def test_interrupts(lasting: Notebook, tmp_path: Path) -> None:
+    child = int(lasting.run(_FORK))
+
+    def is_alone() -> bool:
+        return len(lasting.others(child)) == 1
+
+    # Only the template is left.
+    lasting.expect(1, but=child, within=GONE)
+    for kind in KINDS:
+        cell = lasting.start(f"notebook_launcher({kind}, (), 2)")
+        eventually(_arrived(tmp_path, kind), within=READY, what=f"{kind}: both ranks are in it")
+        _press(lasting, at_most=1 if kind == "loop" else 3, until=is_alone)
+        reply = lasting.finish(cell, timeout=ENDED)
+        assert "KeyboardInterrupt" in "\n".join(reply.traceback)
+        lasting.expect(1, but=child, within=GONE)
+        assert lasting.run("print(runs()[-1].status)") == "stopped\n"
+    assert lasting.run("print(notebook_launcher(lambda: 1, (), 2).results)") == "[1, 1]\n"
 
 
 def _imports_torch(pid: int) -> bool:
