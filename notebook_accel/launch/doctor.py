@@ -1,6 +1,6 @@
 """What on this machine stops a launch, or will hurt a training: each finding with its remedy.
 
-    examine() --one question after the other--> findings --> %accelerate doctor, the command line
+    examine() --one question after the other--> findings --> %accelerate doctor
 
 A question is a function that gives findings; :data:`_QUESTIONS` lists them, in the order in which
 they are shown. None of them uses a device here: what torch must be asked, a child of the template
@@ -85,7 +85,7 @@ def _platform(_machine: Machine) -> Iterator[Finding]:
 
 def _devices(machine: Machine) -> Iterator[Finding]:
     if machine.error:
-        remedy = "repair the driver, or launch with devices='cpu'"
+        remedy = "do what the line says (repair the driver, say), or launch with devices='cpu'"
         yield Finding(level=STOPS, subject="devices", found=machine.error, remedy=remedy)
     elif machine.devices:
         names = ", ".join(f"{device.index}: {device.name}" for device in machine.devices)
@@ -105,7 +105,6 @@ def _who_uses_the_devices(machine: Machine) -> Iterator[Finding]:
     if not machine.devices:
         return
     for pid, used in _processes_on_gpus():
-        # A kernel that shares its processes' numbers with its ranks is an ordinary holder too.
         mine = pid == os.getpid()
         owner = "this very kernel" if mine else f"process {pid} ({_name_of(pid)})"
         remedy = (
@@ -152,12 +151,16 @@ def _memory(machine: Machine) -> Iterator[Finding]:
 
 def _free_in_container() -> int:
     """Bytes below the limit of this process's control group; very many where there is none."""
+    group = Path("/sys/fs/cgroup")
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-    except OSError:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
         return 1 << 62
-    return int(limit) - int(used) if limit.isdecimal() else 1 << 62
+    # Files that were read stay in memory until something else needs it.
+    used -= int(fields.get("inactive_file", 0))
+    return int(limit) - used if limit.isdecimal() else 1 << 62
 
 
 def _shared_memory(_machine: Machine) -> Iterator[Finding]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import psutil
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.control.environment import rank_environment
+from notebook_accel.launch.control.environment import num_cores, rank_environment
 from notebook_accel.launch.template.handle import ask_template
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def look_at_machine() -> Machine:
     return Machine(
         kind=kind,
         devices=devices,
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=num_cores(),
         memory=memory.total,
         free_memory=memory.available,
         versions=versions,

@@ -222,7 +222,7 @@ class LaunchedContext(RankContext):
     def parts_to_rescue(self) -> Iterator[object]:
         """What this rank has of what is being trained; nothing where nothing is."""
         training = self._training
-        # Prepared in a call before, it is trained in this one where that has taken a batch or step.
+        # What an earlier call prepared is being trained in this one once it took a batch or a step.
         if training is None and self._any_training and (self._row.batches or self._row.steps):
             training = self._any_training()
         return iter(()) if training is None else training.parts_to_rescue(self._row.steps)

@@ -392,8 +392,9 @@ class Shutdown(Message, frozen=True, kw_only=True):
 class Stop(Message, frozen=True, kw_only=True):
     """Stop the call politely: all ranks are asked to leave it at the same step.
 
-    Ranks still in it after ``grace`` seconds (None: those of the ``Call``) are made to, unless all
-    have left their loop or read ``should_stop``: those go on until they are asked again.
+    Ranks still in it after ``grace`` seconds (None: those of the ``Call``), or after one without
+    progress, are made to, unless all have left their loop or read ``should_stop``: those go on
+    until they are asked again.
     """
 
     grace: float | None = None

@@ -132,7 +132,7 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """Precision of the newest ``Accelerator``: "no", "bf16" or "fp16"."""
+        """Precision of the newest ``Accelerator``: "no", "bf16", "fp16" or "fp8"."""
         return self._settings.mixed_precision
 
     @property

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,6 @@ from notebook_accel.launch import doctor
 from notebook_accel.launch.doctor import FINE, HURTS, STOPS, Finding, examine
 from notebook_accel.launch.machine import Device, Machine
 from notebook_accel.notebook.doctor import Diagnosis
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HOST: dict[str, Any] = {"num_cores": 2, "memory": 2**34, "free_memory": 2**33}
 
@@ -53,6 +51,18 @@ def test_dockers_shared_memory_is_named_with_its_remedy(monkeypatch: pytest.Monk
     assert found.level == HURTS
     assert "64 MB of 64 MB" in found.found
     assert "--shm-size" in found.remedy
+
+
+def test_what_files_take_in_a_container_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = {
+        "memory.max": f"{4 << 30}\n",
+        "memory.current": f"{4 << 30}\n",
+        "memory.stat": f"anon 5\ninactive_file {3 << 30}\n",
+    }
+    monkeypatch.setattr(Path, "read_text", lambda path: group[path.name])
+    assert doctor._free_in_container() == 3 << 30
+    group["memory.max"] = "max\n"
+    assert doctor._free_in_container() > 1 << 60
 
 
 @pytest.mark.usefixtures("machine")

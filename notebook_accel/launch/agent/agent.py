@@ -541,7 +541,7 @@ class Agent:
         self._channel.post(kind(run=self._launch.run, **fields))
 
     def close(self) -> None:
-        """End what is still there of the ranks, and remove what they had on disk."""
+        """End what is still there of the ranks, and remove their scratch files."""
         processes.kill_tree(rank.pid for rank in self._ranks if rank.alive)
         scratch.remove(self._launch.run, used_by=[*self._reaped, *processes.kill_descendants()])
         self._logs.close()

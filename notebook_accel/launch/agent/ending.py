@@ -2,9 +2,10 @@
 
 Pure: an :class:`Ending` says what is due at a time; the agent does it.
 
-    STOP ------> INTERRUPT ------> (DISCONNECT ->) TERMINATE ------> KILL
-      grace, or 1 s     1 s             grace               1 s
-      without progress
+    a launch     STOP -a-> INTERRUPT -grace-> TERMINATE -1 s-> KILL
+    a session    STOP -a-> INTERRUPT -1 s-> DISCONNECT -grace-> TERMINATE -1 s-> KILL
+
+    a: grace, or 1 s without progress
 
 A person may ask for any stage at any time; each leads to the next by itself. One exception: once
 every rank in the call has left its loop or has read ``should_stop``, STOP leads no further, and the
@@ -13,7 +14,8 @@ survive, and are ready for the next call; TERMINATE and KILL end them.
 
 When a rank fails, the others first have a settle window: where all make the same mistake, each is
 to be heard, and a rank that was slower must not pass for a victim of the first. The window is over
-once every rank has had ``SETTLE_SECONDS`` to itself (``RankProcess.has_settled``): on a machine
+once every rank has had ``SETTLE_SECONDS`` in which it did not wait for a processor
+(``RankProcess.has_settled``, by system/own_time.py): on a machine
 with fewer processors than ranks, a window by the clock alone ended ranks that had not run at all.
 """
 
@@ -150,7 +152,8 @@ class Ending:
             idle: seconds since any rank last made progress.
             leaving: every rank in the call has left its loop or has read ``should_stop``, and so
                 ends the call in its own time.
-            settled: every rank has had ``SETTLE_SECONDS`` to itself since one failed.
+            settled: every rank has had ``SETTLE_SECONDS`` in which it did not wait for a processor
+                since one failed.
         """
         is_polite = self.stage == Stage.STOP and not self.has_failed
         if is_polite and leaving:

@@ -122,7 +122,7 @@ class Gauges:
             found = [one.usedGpuMemory for one in processes if one.pid == self._pid]
             self.device_memory = next((used for used in found if used), None)
         except Exception:  # a part of a device, an old driver: what it cannot say stays unknown
-            self._nvidia = None
+            self._nvidia = self.device_use = self.device_memory = None
 
     def _find_device(self, nvml: Any, nvidia: str) -> Any:
         if not nvidia.isdigit():

@@ -92,8 +92,8 @@ class Curve:
 
     def points(self) -> list[Point]:
         """The points (step, value) in the order of their steps."""
-        # Another thread may be adding: what it has half done is left out, without a lock that an
-        # interrupt could leave locked.
+        # Another thread may be adding: a point that it has half done is left out, and one drawing
+        # may have wrong points while it halves. An interrupt could leave a lock locked.
         low = zip(self._low_x, self._low_y, strict=False)
         high = zip(self._high_x, self._high_y, strict=False)
         return sorted({*low, *high})

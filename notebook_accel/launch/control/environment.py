@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
     from notebook_accel.config import LaunchConfig
 
-__all__ = ["ON_CPU", "WITHOUT_DEVICES", "num_threads_of", "rank_environment"]
+__all__ = ["ON_CPU", "WITHOUT_DEVICES", "num_cores", "num_threads_of", "rank_environment"]
 
-# On a CPU each rank's Accelerate makes a world of one, unless it is told that the CPU is meant.
+# On a CPU, Hugging Face Accelerate in a rank makes a world of one, unless this says that the CPU
+# is meant.
 ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 WITHOUT_DEVICES = {_VISIBLE: ""}
@@ -110,7 +111,11 @@ def num_threads_of(environment: Mapping[str, str], world_size: int) -> int:
     given = environment.get("OMP_NUM_THREADS", "")
     if given.isdigit() and int(given):
         return int(given)
-    # Not every system says which cores a process may use.
+    return max(1, num_cores() // world_size)
+
+
+def num_cores() -> int:
+    """Number of cores that this process may use."""
+    # Not every system says which those are.
     can_ask = hasattr(os, "sched_getaffinity")
-    num_cores = len(os.sched_getaffinity(0)) if can_ask else os.cpu_count() or 1
-    return max(1, num_cores // world_size)
+    return len(os.sched_getaffinity(0)) if can_ask else os.cpu_count() or 1

@@ -147,7 +147,8 @@ def _operation(frames: Sequence[Frame], *, is_idle: bool) -> str:
 def find_hang(
     stacks: Sequence[RankStack], *, returned: Sequence[int], silent: float, since: float
 ) -> Hang | None:
-    """What to tell of ranks that say nothing; None where nobody waits for another.
+    """What to tell of ranks that say nothing; None where nobody waits for another,
+    or where all wait in one place and have not done so for long.
 
     Args:
         stacks: of every rank whose part of the call goes on.

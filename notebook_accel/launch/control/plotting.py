@@ -91,7 +91,7 @@ def plot_together(
 
     Args:
         runs: rows as ``run.metrics`` has them, by what each run is called.
-        names: which metrics, in this order; all that a run has, where none is named.
+        names: which metrics, in this order; all that any run has, where none is named.
 
     Raises:
         ConfigError: no run has a metric of one of the names.

@@ -118,7 +118,7 @@ class RunFolder:
             folder.path.mkdir(parents=True, mode=0o700)
             folder._hold()
         except OSError as error:
-            folder.remove()  # it may exist already, without the mark that says who holds it
+            folder.remove()  # it may have been made, and only the mark of who holds it failed
             if error.errno in TOO_MANY_FILES:
                 raise too_many_files() from None
             raise LaunchError(
@@ -383,9 +383,11 @@ def _remove_old(root: Path, *, beside: RunFolder) -> None:
     for folder in reversed(run_folders(root)):
         if folder.id == beside.id or folder.is_held:
             continue
-        kept, num_bytes = kept + 1, num_bytes + _size(folder.path)
-        if kept > _KEPT_RUNS or num_bytes > _KEPT_BYTES:
-            folder.remove()
+        size = _size(folder.path)
+        if kept == _KEPT_RUNS or num_bytes + size > _KEPT_BYTES:
+            folder.remove()  # one that is too large takes no place of older, small ones
+        else:
+            kept, num_bytes = kept + 1, num_bytes + size
 
 
 def _size(folder: Path) -> int:

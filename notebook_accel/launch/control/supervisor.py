@@ -144,7 +144,7 @@ class Supervisor(Conductor):
                 self.state = replace(self.state, status="stopping")
             return True
 
-    # ---- what the pool's thread does -------------------------------------------------------
+    # ---- what the pool does: `begin` in the thread that launches, the rest in its own ------
 
     def begin(self, number: int) -> None:
         """The call gets its number, and is about to be sent."""

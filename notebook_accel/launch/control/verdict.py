@@ -180,7 +180,11 @@ def _describe(rank: RankState) -> list[str]:
     if raised.kind == "exit":
         ended = f"rank {rank.rank} ended with exit code {raised.exitcode} (sys.exit)"
         return [ended, *_last_lines(rank)]
-    return [f"rank {rank.rank} failed: {_in_one_line(rank)}", "", raised.traceback.rstrip()]
+    traceback = raised.traceback.rstrip()
+    return [
+        f"rank {rank.rank} failed: {_in_one_line(rank)}",
+        *(["", traceback] if traceback else []),
+    ]
 
 
 def _mismatch_hint(rank: RankState) -> list[str]:

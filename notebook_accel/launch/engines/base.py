@@ -87,7 +87,7 @@ class StartRequest:
     Attributes:
         name: what the person calls it, for the view.
         config: how to launch.
-        environment: of every rank, whatever the engine adds.
+        environment: of every rank, without what the engine adds.
         view: shows that they come.
         imports: modules that each rank imports first.
     """

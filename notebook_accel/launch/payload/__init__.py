@@ -114,7 +114,8 @@ class UnpackedCall:
         sent: the notebook's classes and functions, as they were remade here in this call and,
             in a session, in those before it.
         sources: of the cells that they were written in.
-        main: the ``__main__`` that was there before; it must outlive the call.
+        main: the ``__main__`` that was there before. It must outlive the call: a module that is
+            freed clears its globals, which its functions still use.
     """
 
     function: Callable[..., Any]
@@ -164,7 +165,7 @@ def pack_call(
     files = {used.__code__.co_filename for used, _ in pickler.used}
     used_sources = tuple(source for source in sources if source.filename in files)
     return PackedCall(
-        packed=_seal_pickle(file, buffers, used_sources),
+        packed=_as_packed(file, buffers, used_sources),
         registry=Registry((*before, *pickler.sent)),
         notices=_moved_notice(pickler.moved, labelled),
         models=_unique(name for name, value in labelled if _is_model(value)),
@@ -224,7 +225,7 @@ def _dump(
             return file, buffers, pickler
 
 
-def _seal_pickle(
+def _as_packed(
     file: io.BytesIO,
     buffers: Sequence[pickle.PickleBuffer],
     sources: tuple[CellSource, ...] = (),
@@ -340,7 +341,7 @@ def pack_result(value: object, call: UnpackedCall | None = None) -> Packed:
         file, buffers, _ = _dump(partial(ResultPickler, sent=sent), lambda _: value)
     except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
         raise cannot_return(value, sent, error) from cause(error)
-    return _seal_pickle(file, buffers)
+    return _as_packed(file, buffers)
 
 
 def unpack_result(packed: Packed, registry: Registry) -> Any:

@@ -213,7 +213,7 @@ def cannot_travel(
     if culprit is None:
         return LaunchError(f"`{name}` cannot travel to the ranks; {error}")
     used = f"used in {culprit.user}, " if culprit.user else ""
-    what = culprit.remedy or f"create it inside ({culprit.reason})"
+    what = culprit.remedy or f"create it inside the function ({culprit.reason})"
     return LaunchError(f"{culprit.title}, {used}cannot travel; {what}")
 
 

@@ -242,6 +242,8 @@ def _goes_by_value(reduced: Any) -> bool:
 
 
 def _is_made_anew(value: Any, reduced: Any) -> bool:
+    """Whether the rank makes its own of a definition, since no import finds it: a TypeVar of the
+    notebook, or what is no class and is sent as the call that makes it."""
     if isinstance(value, TypeVar):
         return bool(value.__module__ == "__main__")
     return isinstance(reduced, tuple) and not isinstance(value, type)

@@ -224,7 +224,8 @@ def kill_leftovers(*, session: int, variable: tuple[str, str]) -> list[int]:
 
 
 def _is_leftover(process: psutil.Process, session: int, variable: tuple[str, str]) -> bool:
-    # The number of a session stays taken while anybody is in it: a leader that lives is another.
+    # No process gets the number of a session while anybody is in it. So where a process of that
+    # number lives, the old session is empty, and whoever has its number is in a newer one.
     with contextlib.suppress(psutil.Error, OSError):
         is_of_session = os.getsid(process.pid) == session and not _lives(session)
         return _lives(process.pid) and (

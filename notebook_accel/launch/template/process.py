@@ -147,7 +147,7 @@ class _Server:
         from notebook_accel.launch.agent import agent
 
         os.setsid()
-        # Of the template, which ends with the kernel.
+        # Its parent is the template, which ends with the kernel: a stopped agent is woken then.
         processes.wake_with_parent()
         of_agents = (*self._agents.values(), *self._errors.values())
         for number in (self._channel.fileno(), self._selector.fileno(), *of_agents):
@@ -197,7 +197,9 @@ class _Server:
             ours.settimeout(_ANSWER_SECONDS)
             # Without an answer it is not known that there is none: a training that should be on
             # a GPU must not begin on the CPU without a word.
-            answer: wire.Message = wire.Devices(kind="cpu", error="it gave no answer")
+            answer: wire.Message = wire.Devices(
+                kind="cpu", error="torch did not answer: its process died, or took too long"
+            )
             with (
                 processes.acting_on_exit(self._kernel, self._end_everything),
                 contextlib.suppress(EOFError, OSError),

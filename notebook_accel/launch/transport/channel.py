@@ -235,7 +235,8 @@ class Channel:
                 _CHUNK, socket.CMSG_SPACE(_MAX_FDS * _FD.size), flags
             )
         except (ConnectionResetError, TimeoutError):
-            # Time-outs are a remote machine's: nothing came back on what was sent to it.
+            # A time-out is the network's (nothing came back from a remote machine on what was
+            # sent to it), or of whoever set one (template/process.py).
             data, rights = b"", []
         for _, kind, packed in rights:
             if kind == socket.SCM_RIGHTS:

@@ -265,7 +265,8 @@ class FramedChannel(Channel):
             segment.finish(coming.fd)
 
     def _whole(self) -> Iterator[tuple[wire.Message, list[int]]]:
-        """The messages that wait for nothing any more, in their order for each rank, and none."""
+        """The messages that wait for nothing any more, in their order for each rank and for those
+        about no rank."""
         for rank, waiting in list(self._held.items()):
             while waiting and waiting[0].is_whole:
                 held = waiting.popleft()

@@ -127,7 +127,8 @@ class RankRow:
         passed_batches, passed_reads: the last point from which it went on.
         waits_batches, waits_reads: the last point at which it saw that a stop is asked.
         left_batches: 1 once its loop was ended.
-        interrupted_call: number of a call that was interrupted before the rank had read it.
+        interrupted_call: number of the call that the agent interrupted last, for a rank that had
+            not read that call then.
         disconnected_call: number of the call in which the rank is to leave its group, if it is
             stuck.
     """

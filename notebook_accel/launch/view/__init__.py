@@ -28,8 +28,8 @@ class View:
     """Shows one run. This one shows nothing; others override what they need.
 
     ``update`` and ``close`` are called by the thread that listens to the ranks (control/pool.py),
-    the others by the thread that called the launcher. An inline run has no thread of its own, and
-    no ``update``.
+    ``poll`` and ``print_end`` by a thread that waits for the run, the others by the one that called
+    the launcher. An inline run has no thread of its own, and no ``update``.
     """
 
     def launch_is_slow(self, name: str) -> None:
@@ -43,7 +43,7 @@ class View:
         """The launch failed: no run will open."""
 
     def open(self, run: Run) -> None:
-        """The run exists; none of its processes does yet."""
+        """The run exists; its processes may not be there yet."""
 
     def update(self, state: RunState) -> None:
         """The state changed. Called at most five times a second."""

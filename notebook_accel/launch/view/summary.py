@@ -45,7 +45,7 @@ SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "lost peer": "�
 MAX_NAMED_METRICS = 60
 # As many stand in one line.
 _MAX_IN_LINE = 4
-# Ranks with a row of their own; of more, those that failed and the first.
+# Ranks that all have a row of their own; of more, half as many have one, failed ones first.
 _MAX_ROWS = 16
 # Characters: of the run's name, of a rank's progress, of what is said of a hang.
 _MAX_NAME = 60

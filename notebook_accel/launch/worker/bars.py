@@ -31,17 +31,17 @@ def install() -> None:
     plain_display, plain_close, plain_clear = tqdm.display, tqdm.close, tqdm.clear
 
     def display(bar: Any, msg: str | None = None, pos: int | None = None) -> Any:
-        if not _draws_on_terminal(bar):
+        if not _draws_on_output(bar):
             return plain_display(bar, msg, pos)
         _report(bar, closed=False)
         return True
 
     def clear(bar: Any, nolock: bool = False) -> None:
-        if not _draws_on_terminal(bar):
+        if not _draws_on_output(bar):
             plain_clear(bar, nolock)
 
     def close(bar: Any) -> None:
-        if bar.disable or not _draws_on_terminal(bar):
+        if bar.disable or not _draws_on_output(bar):
             plain_close(bar)
             return
         _report(bar, closed=True)
@@ -54,8 +54,8 @@ def install() -> None:
     change_module("tqdm.notebook", _make_plain)
 
 
-def _draws_on_terminal(bar: Any) -> bool:
-    """Whether the bar draws on a terminal; one with a file of its own keeps it."""
+def _draws_on_output(bar: Any) -> bool:
+    """Whether the bar draws on standard output or error; one with a file of its own keeps it."""
     stream = getattr(bar, "fp", None)
     # tqdm wraps its file to tolerate encodings; the wrapper knows what it wraps.
     stream = getattr(stream, "_wrapped", stream)

@@ -55,8 +55,8 @@ class Outcome:
         message: what the agent is told.
         fds: descriptors that go along; whoever sends the message closes them then.
         exitcode: what the process ends with, if there is no other call.
-        sent: what this call and those before it brought of the notebook's; None where no call
-            could be unpacked yet.
+        sent: the notebook's classes and functions that this call and those before it brought;
+            None where no call could be unpacked yet.
     """
 
     message: wire.Returned | wire.Raised
@@ -83,7 +83,8 @@ def run_call(
         context: of this rank.
         interrupts: lets a KeyboardInterrupt through while the call runs.
         is_interrupted: whether the agent has interrupted this call already.
-        sent_before: what the calls before brought of the notebook's; None in the first one.
+        sent_before: the notebook's classes and functions that the calls before brought; None in
+            the first one.
         setup_error: why the rank could not get ready, which is then how the call ends.
     """
     try:

@@ -24,9 +24,9 @@ def announce(context: RankContext) -> None:
 def _name_late_threads(context: RankContext) -> None:
     main = threading.main_thread()
     late = [thread.name for thread in threading.enumerate() if not thread.daemon]
-    named = ", ".join(f"`{name}`" for name in late if name != main.name)
-    if named:
+    names = [f"`{name}`" for name in late if name != main.name]
+    if names:
         context.notice(
-            f"the function has returned, but the thread {named} that it started goes on, and the "
-            "run with it: join it before the return, or start it with daemon=True"
+            f"the function has ended, but threads that it started go on ({', '.join(names)}), and "
+            "the run with them: join them before the return, or start them with daemon=True"
         )

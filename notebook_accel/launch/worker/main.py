@@ -106,7 +106,7 @@ def main(inherited: Inherited) -> None:
             os.close(fd)
     processes.reset_signals()
     interrupts = Interrupts()
-    # Of functions that this process calls at its end, only those that are registered here.
+    # Forget the exit functions that came along by fork: only those registered here are called.
     atexit._clear()
     worker = _Worker(inherited, interrupts)
     output.redirect(inherited.log, on_full_disk=worker.report_full_disk)
@@ -140,10 +140,11 @@ class _Worker:
         self._row = inherited.board.row(inherited.spec.local_rank)
         self._setup_error: BaseException | None = None
         self._group_generation = 0
-        # The first call puts one of its own in its place; what is defined there must live on.
+        # The first call puts one of its own in its place. It must live on: a module that is freed
+        # clears its globals, which its functions still use.
         self._agents_main = sys.modules["__main__"]
-        # What calls brought of the notebook's, which may go back in a later one; None before
-        # the first.
+        # The notebook's classes and functions that calls brought, which may go back in a later
+        # one; None before the first.
         self._sent: tuple[Any, ...] | None = None
         self._may_disconnect = False
         # Held while connections are shut down for a call: the call does not end meanwhile.
@@ -177,7 +178,7 @@ class _Worker:
 
     def report_full_disk(self) -> None:
         """Say that output of this rank is lost."""
-        log_dir = self._inherited.launch.log_dir or "of the logs"
+        log_dir = self._inherited.launch.log_dir or "the logs"
         self._context.notice(
             f"disk full: what rank {self._context.rank} prints is lost from here on. Make room on "
             f"the disk of {log_dir}, or set NOTEBOOK_ACCEL_RUNS to a folder on another one"
@@ -297,7 +298,8 @@ def _enter_environment(inherited: Inherited) -> None:
         ) from None
     sys.path[:] = launch.path
     sys.argv[:] = [""]
-    # What a notebook has beside Python's own names, ``display`` aside: there is no shell.
+    # A notebook has this name beside Python's own (and ``display``, which displays.py makes); it
+    # gives None, since a rank has no shell.
     vars(builtins).update(get_ipython=lambda: None)
     torch.set_num_threads(launch.num_threads)
     if torch.distributed.is_available():

@@ -95,7 +95,8 @@ def prepare_data_loader(
             stands for "generator", from which the order of samples is drawn.
         slice_fn: takes one rank's part out of a batch that rank 0 has read for all; see
             :class:`~notebook_accel.training.data.rounds.RoundDivider`.
-        ordinal: how many loaders were prepared before, so that each gets an order of its own.
+        ordinal: how many loaders were prepared before, so that each gets an order of its own;
+            without effect where there is a ``data_seed``, which all of them get.
 
     Raises:
         ConfigError: settings that do not fit the loader.
@@ -107,7 +108,7 @@ def prepare_data_loader(
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if config.split_batches and size is not None:
         share_of(size, num_shares, split_batches=True)  # raises where it cannot be divided
-    draft = copy_as(type(loader), loader)  # changed step by step; the user's loader stays
+    draft = copy_as(type(loader), loader)  # changed step by step, instead of the user's
     if config.use_stateful_dataloader and not is_stateful(draft):
         draft = as_stateful(draft)
     if config.use_seedable_sampler:
@@ -148,8 +149,8 @@ def _is_dispatched(
     if config.dispatch_batches and device is None:
         raise ConfigError(
             "dispatch_batches=True sends batches to the devices of the ranks, but "
-            "device_placement=False keeps them off: expected one or the other; leave "
-            "dispatch_batches out, or place on the device"
+            "device_placement=False (put_on_device=False) keeps them off: expected one or the "
+            "other; leave dispatch_batches out, or place on the device"
         )
     return config.dispatch_batches
 

@@ -28,9 +28,10 @@ class Position:
         epoch: number of the epoch.
         num_given: batches of the epoch that the loop has got, those that it skipped included.
         end_of_dataloader: whether the batch that the loop has now is the last.
-        remainder: samples of all ranks in the last round, repeated ones aside; 0 where nothing
-            is repeated, -1 where that is not known. Exact once the loop has that round.
-        last_round: how much of the batch that the loop has now is repeated; None for nothing.
+        remainder: samples of all ranks in the last round, repeated ones aside, where it lacks
+            some; 0 where it is whole or divides evenly, -1 where that is not known. Exact once the
+            loop has that round.
+        last_round: what the round that the loop has now lacks; None where that is nothing.
         is_uneven: whether ranks may have batches of different sizes at the same step.
         is_over: whether the pass has ended, or was left.
         is_stopped: whether a stop of the run (``RunStopped``) ended it: a training that is resumed
@@ -104,7 +105,7 @@ class ActiveLoaders:
 
     @property
     def remainder(self) -> int:
-        """Samples of all ranks in the last round of the active loader (0: whole, -1: unknown)."""
+        """Samples of all ranks in the last round of the active loader; see :class:`Position`."""
         return self.stack[-1].remainder if self.stack else -1
 
     def put_on_top(self, position: Position) -> None:

@@ -77,7 +77,7 @@ class LoaderOptions:
     """Whether each batch of the loader is divided over the ranks."""
 
     is_uneven: bool = False
-    """Whether ranks may get batches of different sizes; ``is_uneven`` of a sampler goes before."""
+    """Whether ranks may get batches of different sizes; a sampler's own ``is_uneven`` precedes."""
 
     slice_fn: Callable[..., Any] | None = None
     """The user's way of taking one rank's part out of what rank 0 has read for all."""
@@ -224,7 +224,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """Samples of all ranks in the last round (0: whole, -1: not known)."""
+        """Samples of all ranks in the last round, as :class:`Position` has it."""
         position = self._progress.position
         return -1 if position is None else position.remainder
 
@@ -238,7 +238,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples of the whole dataset."""
+        """Number of samples of the dataset that the loader was made with."""
         dataset: Any = self.dataset
         return length_of(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
 
@@ -266,8 +266,8 @@ class PreparedLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Give the epoch, the random states at its start, and the number of batches given in it.
 
-        While the loop has the last batch, that is the start of the next epoch. After a loop that
-        was left in the middle it is the start of this one, unless a stop of the run ended it.
+        While the loop has the last batch, that is the start of the next epoch; after a ``break``
+        the start of the same one; after a stop of the run the place where it stopped.
         """
         progress, position = self._progress, self._progress.position
         epoch, given, drawn = progress.iteration, 0, None
@@ -342,8 +342,8 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         if self._skips_what_was_complete():
             return iter(())
-        # In this order: rank 0's restored states go to the other ranks, and what a checkpoint in
-        # the middle of this pass will keep are the states from which its order is drawn next.
+        # The order counts: restored first, so that rank 0's states go to all; noted last, since
+        # this pass draws its order from them, and a checkpoint must keep those.
         start, drawn = self._restore()
         self._synchronize()
         self._progress.generators = self._generator_states()
@@ -384,6 +384,7 @@ class PreparedLoader(DataLoader[Any]):
         given, asked, drawn = int(restored["given"]), self._options.skip_batches, restored["random"]
         if asked in (None, given):
             return given, drawn
+        # The states that are kept are those before the reads of other batches.
         return asked, drawn and {**drawn, "ahead": []}
 
     def _synchronize(self) -> None:

@@ -1,5 +1,8 @@
 """What a dataset draws from random numbers, so that a pass that is resumed gets the very same.
 
+This holds for datasets that are read by index. What a stream draws while its first batches are read
+and left out, a ``worker_init_fn`` of the user and torchdata's workers are not followed.
+
 A prepared loader reads one batch ahead of its loop. Where samples are read in the rank's own
 process, what they draw from the global random numbers (an augmentation, say) lies between what two
 steps of the training draw (dropout)::
@@ -11,8 +14,9 @@ steps of the training draw (dropout)::
     resumed  [states of the save]   back to `ahead`: read 2   forth again   read 3   step 2   ...
 
 ``begin`` are the states before the first read, from which a sampler without a generator of its own
-draws the order of the whole pass. ``opened`` are those before torch's iterator is made, which may
-draw an order already; what the loop draws between the two is no read's.
+draws the order of the whole pass. ``opened`` are those before torch's iterator is made (at
+``iter(loader)``, where ``begin`` is at the first ``next``), which may draw an order already. What
+the user's code draws between the two belongs to no read.
 
 Worker processes have random numbers of their own. They are seeded anew for each batch, by the seed
 of the pass and the number of the batch, so that they do not depend on which batches came before.
@@ -43,19 +47,20 @@ __all__ = ["IndexSource", "Replay", "seed_of_pass"]
 _HOST = torch.device("cpu")
 _NO_BATCH = object()
 # Keeping the states costs more than reading a tensor, so that it is only done where it matters:
-# reads that draw nothing from them are soon told from others.
+# after so many reads that drew nothing, the rest of the pass is trusted to draw nothing.
 _READS_TO_WATCH = 4
 
 
 class IndexSource:
     """What torch's iterators take indices from: the loader's sampler, from batch ``start`` on.
 
-    So an epoch that is resumed runs through the indices of what it skips, and loads none of it.
+    So an epoch that is resumed runs through the indices of what it skips, and loads none of it (of
+    a stream, which has no indices, it loads all).
 
     Attributes:
         start: the batch to begin with.
         keeps_first: give the first batch of the epoch too, ahead of the others.
-        before_start: called right before batch ``start`` is asked for.
+        before_start: called right before batch ``start`` is asked for, unless that is the first.
         seed: seeds the random numbers of worker processes, batch by batch; None leaves them.
     """
 
@@ -165,7 +170,7 @@ class Replay:
         self.ahead: list[Any] = [] if restored is None else list(restored["ahead"])
         self._num_watched = _READS_TO_WATCH if watches else 0
         self.draws_nothing: bool = False
-        self._drew_nothing = watches and before is not None and before.draws_nothing
+        self._last_pass_drew_nothing = watches and before is not None and before.draws_nothing
         self._draws = bool(self.ahead)
 
     def open(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -200,7 +205,7 @@ class Replay:
                 yield batch
         else:
             self._begin = now
-            if self._drew_nothing:
+            if self._last_pass_drew_nothing:
                 # Does that still hold?
                 batch = next(source, _NO_BATCH)
                 if batch is _NO_BATCH:

@@ -37,7 +37,7 @@ class RankShare(NamedTuple):
 
     batch: Any
     last_round: LastRound | None
-    """How much of the batch is repeated; None where nothing is."""
+    """What the round lacks; None where it lacks nothing."""
 
 
 class Round(NamedTuple):

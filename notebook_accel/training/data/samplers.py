@@ -371,7 +371,8 @@ class SeedableRandomSampler(RandomSampler):
         self._is_agreed = data_seed is not None
 
     def agree_on_seed(self) -> None:
-        """Take rank 0's seed, unless one was given: in different orders ranks share samples."""
+        """Take rank 0's seed, unless one was given: by different orders some samples would be
+        read twice, and others never."""
         if not self._is_agreed:
             (self.initial_seed,) = broadcast_object_list([self.initial_seed])
             self._is_agreed = True

@@ -91,7 +91,7 @@ class _KeepsReaderState(PreparedLoader):
         for number, batch in enumerate(batches, start + 1):
             states[number] = {
                 "num_read": number,
-                "begin": begin,
+                "begin": begin,  # where torchdata's iterator began: its state counts from there
                 "state": reader.state_dict(),
             }
             states.pop(number - 2 * self._batches_a_step - 1, None)

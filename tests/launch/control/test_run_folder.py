@@ -92,6 +92,20 @@ def test_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert names(tmp_path) == made[-KEPT:]
 
 
+def test_one_that_is_too_large_takes_no_place_of_older_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("notebook_accel.launch.control.run_folder._KEPT_BYTES", 100_000)
+    made = []
+    for number in range(3):
+        monkeypatch.setattr("time.strftime", lambda *_, n=number: f"20260101-0000{n:02d}-")
+        made.append(ended(tmp_path))
+    (made[-1] / "large").write_bytes(bytes(200_000))
+    monkeypatch.setattr("time.strftime", lambda *_: "20260101-000003-")
+    made.append(ended(tmp_path))
+    assert names(tmp_path) == [made[0].name, made[1].name, made[3].name]
+
+
 def test_a_run_that_lives_is_kept_however_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

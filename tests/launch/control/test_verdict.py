@@ -173,6 +173,10 @@ def test_an_exception_without_text() -> None:
     assert "rank 0 failed: ValueError\n" in failure(run(1, raised(0, ""))).message
 
 
+def test_an_exception_without_a_traceback_leaves_no_gap() -> None:
+    assert "\n\n\n" not in failure(run(1, raised(0, "bad", traceback=""))).message
+
+
 @pytest.mark.parametrize(
     ("signal", "name", "likely"),
     [

@@ -65,7 +65,7 @@ def test_what_cannot_be_pickled_is_named(notebook: Notebook) -> None:
         method = reader.__init__
     """)
     conn = "`conn` (sqlite3.Connection)"
-    reason = "create it inside (cannot pickle 'sqlite3.Connection' object)"
+    reason = "create it inside the function (cannot pickle 'sqlite3.Connection' object)"
     assert refusal(notebook, "train") == f"{conn}, used in train, cannot travel; {reason}"
     assert refusal(notebook, "nested") == f"{conn}, used in load, cannot travel; {reason}"
     assert refusal(notebook, "ping", 1) == f"{conn}, used in pong, cannot travel; {reason}"
@@ -191,7 +191,7 @@ def test_an_error_of_the_users_own_keeps_its_traceback(notebook: Notebook) -> No
         def locked(): return lock
     """)
     vars(notebook.main)["lock"] = threading.Lock()
-    with pytest.raises(LaunchError, match=r"`shy` \(Shy\).*inside \(stay away\)$") as caught:
+    with pytest.raises(LaunchError, match=r"`shy` .*inside the function \(stay away\)$") as caught:
         notebook.pack("train")
     assert isinstance(caught.value.__cause__, OSError)
     with pytest.raises(LaunchError) as caught:
