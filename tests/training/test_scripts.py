@@ -33,14 +33,12 @@ def forget(library: Any) -> None:
     library.state.GradientState._reset_state()
     library.state.AcceleratorState._reset_state()
     gc.collect()
+    # What is left stays, most of it modules: to look through it after each loop would take 0.1 s.
+    gc.freeze()
 
 
 def run_loops_of_both(names: list[str], folder: str) -> dict[str, dict[str, Any]]:
     """Of each library, what each loop gives on this rank, or the text of its error."""
-    import transformers  # noqa: F401
-
-    # What is loaded by now stays: to look through it before each loop would take 0.1 s.
-    gc.freeze()
     # Ours first: as in a script, it finds no process group but its own.
     libraries = ("notebook_accel", "accelerate")
     return {library: run_loops(library, names, f"{folder}/{library}") for library in libraries}
