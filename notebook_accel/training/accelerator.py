@@ -402,7 +402,7 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
     ) -> list[torch.Tensor]:
         own = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self._scaling is not None and self.sync_gradients:
-            self._scaling.unscale(self._prepared.owners(own))
+            self._scaling.unscale([known.optimizer for known in self._prepared.optimizers], own)
         return own
 
     # Between the ranks.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
-    import torch
     from torch.optim import Optimizer
 
 __all__ = ["LossScaling"]
@@ -18,7 +19,12 @@ class LossScaling:
 
     The scale is updated before the next loss is scaled rather than after each optimizer's step:
     a second optimizer would otherwise divide gradients by a scale that they were not made with.
+
+    Attributes:
+        kind_of_scaler: the class of the scaler that this is for.
     """
+
+    kind_of_scaler: ClassVar[type[torch.amp.GradScaler]] = torch.amp.GradScaler
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
@@ -36,10 +42,23 @@ class LossScaling:
         self._settle()
         return self._scaler.scale(loss)
 
-    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divide the optimizers' gradients by the scale, once from one backward to the next."""
+    def unscale(
+        self,
+        optimizers: Iterable[Optimizer],
+        parameters: Collection[torch.Tensor] | None = None,
+    ) -> None:
+        """Divide the optimizers' gradients by the scale, once from one backward to the next.
+
+        Args:
+            optimizers: the same on every rank, in one order.
+            parameters: only optimizers that step at least one of these; all unless given.
+        """
+        wanted = None if parameters is None else {id(parameter) for parameter in parameters}
         for optimizer in optimizers:
-            if id(optimizer) not in self._done and _has_gradients(optimizer):
+            is_wanted = _has_gradients(optimizer) and (
+                wanted is None or any(id(weight) in wanted for weight in _weights_of(optimizer))
+            )
+            if id(optimizer) not in self._done and self.is_so_anywhere(is_wanted):
                 self._done.add(id(optimizer))
                 self._scaler.unscale_(optimizer)
 
@@ -50,7 +69,7 @@ class LossScaling:
             what the optimizer's step gave, and whether it was skipped.
         """
         given = () if closure is None else (closure,)
-        if not _has_gradients(optimizer):
+        if not self.is_so_anywhere(_has_gradients(optimizer)):
             return optimizer.step(*given), False
         result = self._scaler.step(optimizer, *given)
         self._is_used = True
@@ -67,6 +86,10 @@ class LossScaling:
         if id(optimizer) in self._done:
             self._is_used = True
 
+    def is_so_anywhere(self, is_so: bool) -> bool:
+        """Whether it is so on one rank or more: here, where ranks have gradients alike, its own."""
+        return is_so
+
     def _settle(self) -> None:
         if self._is_used:
             self._is_used = False
@@ -75,8 +98,8 @@ class LossScaling:
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(
-        parameter.grad is not None
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+    return any(weight.grad is not None for weight in _weights_of(optimizer))
+
+
+def _weights_of(optimizer: Optimizer) -> Iterable[torch.Tensor]:
+    return (weight for group in optimizer.param_groups for weight in group["params"])

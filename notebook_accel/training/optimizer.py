@@ -26,13 +26,13 @@ from notebook_accel.training.loss_scaling import LossScaling
 from notebook_accel.training.notices import notice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection
 
     from torch.optim import Optimizer
 
     from notebook_accel.training.accumulation import Accumulation
 
-__all__ = ["AcceleratedOptimizer", "UnpreparedWatch", "owners", "shares_parameters"]
+__all__ = ["AcceleratedOptimizer", "UnpreparedWatch", "shares_parameters"]
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -236,14 +236,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 def _note_used(stepped: AcceleratedOptimizer | None) -> None:
     if stepped is not None:
         stepped._used = True
-
-
-def owners(
-    optimizers: Iterable[Optimizer], parameters: Collection[torch.Tensor]
-) -> list[Optimizer]:
-    """The optimizers that step at least one of the parameters."""
-    wanted = {id(parameter) for parameter in parameters}
-    return [optimizer for optimizer in optimizers if shares_parameters(optimizer, wanted)]
 
 
 def shares_parameters(optimizer: Optimizer, wanted: Collection[int]) -> bool:

@@ -46,11 +46,10 @@ class Precision:
         self.device_type = device.type
         self.options = autocast
         self.scaler_options = scaler
-        self.scaling = self.make_scaling(torch.amp.GradScaler)
+        self.scaling = self.make_scaling(LossScaling)
 
-    def make_scaling(self, kind: type[torch.amp.GradScaler]) -> LossScaling | None:
-        """The loss scaling that goes with this precision, by a scaler of this class; None for
-        none."""
+    def make_scaling(self, kind: type[LossScaling]) -> LossScaling | None:
+        """The loss scaling, of this class, that goes with this precision; None for none."""
         return None
 
     def autocast(
@@ -87,10 +86,10 @@ class Float16(Precision):
     name = "fp16"
     dtype = torch.float16
 
-    def make_scaling(self, kind: type[torch.amp.GradScaler]) -> LossScaling | None:
+    def make_scaling(self, kind: type[LossScaling]) -> LossScaling | None:
         if not self.scaler_options.enabled:
             return None
-        return LossScaling(kind(self.device_type, **self.scaler_options.to_kwargs()))
+        return kind(kind.kind_of_scaler(self.device_type, **self.scaler_options.to_kwargs()))
 
 
 class Float8(BFloat16):

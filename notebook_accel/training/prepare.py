@@ -15,7 +15,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training.data import prepare_data_loader
 from notebook_accel.training.models import strip_forward, uncompiled
 from notebook_accel.training.notices import notice_once
-from notebook_accel.training.optimizer import AcceleratedOptimizer, UnpreparedWatch, owners
+from notebook_accel.training.optimizer import AcceleratedOptimizer, UnpreparedWatch
 from notebook_accel.training.rescue import parts_of
 from notebook_accel.training.scheduler import AcceleratedScheduler
 from notebook_accel.training.strategies import ModelToPrepare, PrepareCall, unwrap
@@ -244,10 +244,6 @@ class Preparation:
     def _schedule_steps(self) -> int:
         """By how much a schedule moves with a step: by the batches that all ranks used for it."""
         return self.plan.strategy.data_group.size // self._num_shares
-
-    def owners(self, parameters: Sequence[torch.Tensor]) -> list[Optimizer]:
-        """The wrapped optimizers that step at least one of the parameters."""
-        return owners([known.optimizer for known in self.optimizers], parameters)
 
     @contextmanager
     def even_batches(self, value: bool | None) -> Iterator[None]:

@@ -5,6 +5,7 @@ Tolerances are those of ``meshes``: micro-batches add up the same products in an
 
 from __future__ import annotations
 
+import random
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, ParallelismConfig
+from notebook_accel.training.seeding import set_seed
 from notebook_accel.training.settings import GradientAccumulationPlugin
 from notebook_accel.training.strategies.blocks import balance
 from tests.training.harness import run_ranks
@@ -332,19 +334,48 @@ def overflow(bad_rank: int) -> tuple[bool, float]:
     return optimizer.step_was_skipped, float(loss)
 
 
+def overflow_of_the_last_stage(frozen: bool) -> tuple[list[bool], float]:
+    """Each optimizer has weights, or gradients, in one of the two stages alone."""
+    accelerator = accelerator_for("1F1B", mixed_precision="fp16")
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(not frozen)
+    halves = [model] if frozen else model
+    optimizers = [torch.optim.SGD(half.parameters(), lr=0.1) for half in halves]
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+    mse = nn.functional.mse_loss
+    accelerator.forward_backward(model, torch.ones(4, 2), torch.ones(4, 2), mse)
+    if accelerator.process_index:
+        model[1].bias.grad[0] = float("inf")
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    skipped = [optimizer.step_was_skipped for optimizer in optimizers]
+    assert accelerator.scaler is not None
+    return skipped, accelerator.scaler.get_scale()
+
+
+def overflows() -> list[Any]:
+    return [
+        *[overflow(bad_rank) for bad_rank in (1, -1)],
+        *[overflow_of_the_last_stage(frozen) for frozen in (True, False)],
+    ]
+
+
 def test_an_overflow_in_one_stage_skips_the_step_of_all() -> None:
-    for bad_rank, skipped in ((1, True), (-1, False)):
-        results = run_ranks(overflow, 2, bad_rank)
-        assert [result[0] for result in results] == [skipped, skipped]
-        assert results[0][1] == results[1][1]
+    here, there = run_ranks(overflows, 2)
+    assert here == there
+    (skipped, _), (taken, loss), of_frozen_half, of_halves = here
+    assert (skipped, taken) == (True, False)
+    assert of_frozen_half == ([True], 2.0**15)
+    assert of_halves == ([False, True], 2.0**15)
     torch.manual_seed(3)
     inputs, targets = data(4).tensors
     whole = loss_of(Deep()(inputs), targets).item()
-    assert results[0][1] == pytest.approx(whole, rel=2**-8)  # a few roundings to 11 bits
+    assert loss == pytest.approx(whole, rel=2**-8)  # a few roundings to 11 bits
 
 
 def averages() -> int:
-    """How many batches a running average saw of one batch of four micro-batches."""
+    """How many batches a running average saw of one batch of three micro-batches."""
     accelerator = accelerator_for("1F1B")
     norm = nn.BatchNorm1d(2)
     model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), norm, nn.Linear(2, 2)))
@@ -353,8 +384,51 @@ def averages() -> int:
     return int(accelerator.get_state_dict(model)["1.num_batches_tracked"])
 
 
-def test_running_averages_see_each_micro_batch_once() -> None:
-    assert run_ranks(averages, 2) == [3, 3]
+class Masked(nn.Linear):
+    """Rules out its last class."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs).masked_fill(torch.tensor([False, False, True]), -torch.inf)
+
+
+def masked() -> tuple[bool, bool]:
+    """Whether loss and gradients are finite; the last of three micro-batches has no sample."""
+    accelerator = accelerator_for("1F1B")
+    model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), Masked(2, 3)))
+    targets = torch.tensor([0, 1, 1, 0])
+    loss = accelerator.forward_backward(
+        model, torch.ones(4, 2), targets, nn.functional.cross_entropy
+    )
+    gradients = [weight.grad.isfinite().all() for weight in model.parameters()]
+    return bool(loss.isfinite()), bool(torch.stack(gradients).all())
+
+
+class Dropped(nn.Linear):
+    """Draws torch's random numbers, and Python's (layers that are dropped as a whole)."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(inputs)) * random.random()
+
+
+def draws() -> bool:
+    """Whether the first step draws as many random numbers as the one after it."""
+    accelerator = accelerator_for("1F1B")
+    model = accelerator.prepare(nn.Sequential(Dropped(2, 2), Dropped(2, 2)))
+    inputs, ends = torch.ones(6, 2), []
+    for _ in range(2):
+        set_seed(1)
+        accelerator.forward_backward(model, inputs, inputs, nn.functional.mse_loss)
+        ends.append((random.getstate(), torch.get_rng_state().tolist()))
+    return bool(ends[0] == ends[1])
+
+
+def micro_batches() -> tuple[int, tuple[bool, bool], bool]:
+    return averages(), masked(), draws()
+
+
+def test_each_micro_batch_counts_once_and_an_empty_one_not_at_all() -> None:
+    # Running averages and random numbers know nothing of the run that tells torch the shapes.
+    assert run_ranks(micro_batches, 2) == [(3, (True, True), True)] * 2
 
 
 def train_transformers(kind: str, pipeline: str | None) -> dict[str, Any]:

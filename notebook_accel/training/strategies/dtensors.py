@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from notebook_accel.training.collectives import reduce
+from notebook_accel.training.loss_scaling import LossScaling
 from notebook_accel.training.nested import recursively_apply
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AgreeingScaler",
+    "AgreeingScaling",
     "accept_whole_weights",
     "by_mesh",
     "clip_grad_norm",
@@ -192,7 +194,8 @@ class AgreeingScaler(torch.amp.GradScaler):
 
     Torch's own unscales all gradients in one operation, which refuses plain ones beside ones in
     parts, and agrees on overflows over the mesh of one gradient alone: replicas of the shard that
-    overflowed would step.
+    overflowed would step. A rank without gradients of this optimizer (a stage of a pipeline whose
+    weights are frozen) takes part: the others wait for it, and its scale must be theirs.
     """
 
     def _unscale_grads_(
@@ -209,11 +212,20 @@ class AgreeingScaler(torch.amp.GradScaler):
                     part = weight.grad
                     local = part.to_local() if isinstance(part, DTensor) else part
                     alike.setdefault((local.device, local.dtype), []).append(local)
-        found: dict[torch.device, torch.Tensor] = {}
         for (device, _), parts in alike.items():
-            seen = found.setdefault(device, found_inf.to(device, copy=True))
+            seen = torch.zeros_like(found_inf, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(parts, seen, inv_scale.to(device))
-        return {device: reduce(seen, "max") for device, seen in found.items()}
+            found_inf = torch.maximum(found_inf, seen.to(found_inf.device))
+        return {found_inf.device: reduce(found_inf, "max")}
+
+
+class AgreeingScaling(LossScaling):
+    """Loss scaling where ranks have different weights: what one does with its scaler all do."""
+
+    kind_of_scaler = AgreeingScaler
+
+    def is_so_anywhere(self, is_so: bool) -> bool:
+        return bool(reduce(torch.tensor(is_so), "max"))
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -53,7 +53,7 @@ class MeshParallel(TakesSpreadModels):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self.scaling = self.precision.make_scaling(dtensors.AgreeingScaler)
+        self.scaling = self.precision.make_scaling(dtensors.AgreeingScaling)
         self.plugin = request.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2)
         self.parallelism: ParallelismConfig = fit_sizes(
             request.parallelism,

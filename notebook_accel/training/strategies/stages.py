@@ -37,6 +37,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
 from notebook_accel.training.models import ReplacedForward, forward_of
 from notebook_accel.training.nested import find_batch_size, leaves, recursively_apply
+from notebook_accel.training.random_states import get_random_states, set_random_states
 from notebook_accel.training.strategies import blocks
 from notebook_accel.training.strategies.pending import local_part
 from notebook_accel.training.strategies.request import call_model
@@ -384,8 +385,10 @@ class Pipeline:
         assert self._loss_function is not None
         if not batch.num_real:
             tensors = [part for part in leaves(outputs) if isinstance(part, torch.Tensor)]
-            # Nothing, but backward must run through all stages.
-            return sum((part.sum() for part in tensors if part.requires_grad), torch.zeros(())) * 0
+            # Nothing, but backward must run through all stages. No number is multiplied by 0:
+            # an infinite one (of a mask) would give NaN.
+            nothing = (part.flatten()[:0].sum() for part in tensors if part.requires_grad)
+            return sum(nothing, torch.zeros(()))
         if batch.num_real < batch.size:
             outputs = recursively_apply(
                 lambda part: (
@@ -492,13 +495,17 @@ class _Stage(nn.Module):
         self.is_trial = True
 
     def forward(self, given: torch.Tensor, *, number: torch.Tensor) -> Any:
-        received = given if self.index else None  # the first stage gets the number twice
+        # Stage 0 has nothing to receive: ``given`` is the number of its micro-batch again.
+        received = given if self.index else None
         if not self.is_trial:
             return self.pipeline.run_micro_batch(self.model, self.index, int(number), received)
-        # Torch runs a stage once more, to learn the shapes: running averages must not see it.
+        # Torch runs a stage once more, to learn the shapes: running averages and random numbers
+        # must not see it, or a resumed training would part from one that was never stopped.
         self.is_trial = False
+        states = get_random_states(self.pipeline.device)
         before = [buffer.clone() for buffer in self.model.buffers()]
         outputs = self.pipeline.run_micro_batch(self.model, self.index, int(number), received)
+        set_random_states(states, self.pipeline.device)
         with torch.no_grad():
             for buffer, was in zip(self.model.buffers(), before, strict=True):
                 if not torch.equal(buffer, was):
