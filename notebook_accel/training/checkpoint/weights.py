@@ -189,6 +189,8 @@ def _write_index(path: Path, shards: list[dict[str, torch.Tensor]], names: list[
 
 
 def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> Iterator[dict[str, torch.Tensor]]:
+    # huggingface_hub has a splitter, too, and brings a client for its Hub along: too much to ask of
+    # every installation for a rule of ten lines.
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors.items():
