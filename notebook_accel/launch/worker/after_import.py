@@ -25,23 +25,33 @@ def change_module(name: str, change: Callable[[Any], None]) -> None:
 
 
 class _AfterImport:
-    """A finder that changes one module right after its import."""
+    """A finder that changes one module right after its import.
+
+    It stays until then: who only asks where the module is (``importlib.util.find_spec``) is
+    answered as the import is, and imports nothing.
+    """
 
     def __init__(self, name: str, change: Callable[[Any], None]) -> None:
         self._name = name
         self._change = change
+        self._is_asking = False
 
     def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
-        if name != self._name:
+        if name != self._name or self._is_asking:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        self._is_asking = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self._is_asking = False
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             execute: Callable[[Any], None] = loader.exec_module
 
             def exec_module(module: Any) -> None:
                 execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 self._change(module)
 
             loader.exec_module = exec_module
