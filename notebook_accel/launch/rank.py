@@ -78,8 +78,9 @@ class RankContext:
         shared: what the state classes of ``training`` keep for this rank; they are views of it.
         launched: whether notebook_accel started this rank.
         call: number of the call that the ranks serve; it is the same on all of them.
-        before_return: functions to call after the function of the call has returned, and before
-            the rank says so; the key of each is the object that asked for it.
+        before_return: functions to call after the function of the call has returned (or left by
+            ``RunStopped`` or ``sys.exit(0)``), and before the rank says so; the key of each is
+            the object that asked for it.
         store: where the ranks of one machine meet; None leaves it to MASTER_ADDR and MASTER_PORT.
     """
 

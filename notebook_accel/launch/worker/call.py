@@ -113,10 +113,15 @@ def _run(
             raise setup_error
         call = payload.unpack_call(packed, sent_before=sent_before)
         context.report(wire.CallStarted)
-        value = call.function(*call.args, **call.kwargs)
-        for finish in (*context.before_return.values(),):
-            finish()
+        try:
+            value = call.function(*call.args, **call.kwargs)
+        except (RunStopped, SystemExit) as error:
+            _end_in_forked_child(context, error)
+            if isinstance(error, RunStopped) or _is_success(error):
+                _finish(context)
+            raise
         _end_in_forked_child(context)
+        _finish(context)
         packed = payload.pack_result(value, call)
         # What was printed, by the pickling of the result too, may take long to be written.
         _flush_output()
@@ -127,6 +132,12 @@ def _run(
         interrupts.end_call()
         _end_in_forked_child(context, error)
         return _raised(error, context, call, is_ending=interrupts.num_seen > 0)
+
+
+def _finish(context: LaunchedContext) -> None:
+    """Do what was put off to the end of the function: a checkpoint in the making is waited for."""
+    for finish in (*context.before_return.values(),):
+        finish()
 
 
 def _end_in_forked_child(context: LaunchedContext, error: BaseException | None = None) -> None:
@@ -174,7 +185,7 @@ def _raised(
     is_ending: bool = False,
 ) -> Outcome:
     """How a call ended that raised; ``is_ending`` where somebody had interrupted it before."""
-    if isinstance(error, SystemExit) and error.code in (None, 0):
+    if _is_success(error):
         packed = payload.pack_result(None, call)
         _flush_output()
         return _returned(packed, context, call, is_none=True)
@@ -205,6 +216,11 @@ def _raised(
     )
     sent = call.sent if call is not None else None
     return Outcome(message=message, fds=fds, exitcode=exitcode, sent=sent)
+
+
+def _is_success(error: BaseException) -> bool:
+    """Whether it is ``sys.exit()`` or ``sys.exit(0)``."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def _pack_training(

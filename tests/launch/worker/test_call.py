@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from notebook_accel.errors import RunStopped
 from notebook_accel.launch import payload, wire
 from notebook_accel.launch.rank import LaunchedContext
 from notebook_accel.launch.transport.packet import pack
@@ -83,6 +84,53 @@ def test_a_long_text_keeps_its_begin_and_its_end() -> None:
     assert "950,008 characters left out" in short
 
 
+def new_context() -> LaunchedContext:
+    return LaunchedContext(
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        local_world_size=1,
+        run="r",
+        send=lambda _: None,
+        board=Scoreboard(1),
+    )
+
+
+def outcome_of(packet: wire.Packet, fds: tuple[int, ...], context: LaunchedContext) -> call.Outcome:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        return call.run_call(
+            wire.Call(run="r", call=1, payload=packet, grace=1.0),
+            [*fds],
+            context=context,
+            interrupts=Interrupts(),
+            is_interrupted=lambda: False,
+            sent_before=None,
+            setup_error=None,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def leave(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_finished"),
+    [(None, True), (RunStopped(), True), (SystemExit(0), True), (SystemExit(3), False)],
+)
+def test_what_was_put_off_is_done_however_the_function_is_left(
+    error: BaseException | None, is_finished: bool
+) -> None:
+    context, done = new_context(), []
+    context.before_return["it"] = lambda: done.append("it")
+    packet, fds = pack(payload.pack_call(leave, (error,)).packed)
+    outcome_of(packet, fds, context)
+    assert done == ["it"] * is_finished
+
+
 def test_an_interrupt_after_the_result_was_packed_drops_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -95,27 +143,7 @@ def test_an_interrupt_after_the_result_was_packed_drops_nothing(
 
     packet, fds = pack(payload.pack_call(bytes, (payload.MAX_INLINE_BYTES + 1,)).packed)
     monkeypatch.setattr(call, "pack", pack_and_interrupt)
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        outcome = call.run_call(
-            wire.Call(run="r", call=1, payload=packet, grace=1.0),
-            [*fds],
-            context=LaunchedContext(
-                rank=0,
-                local_rank=0,
-                world_size=1,
-                local_world_size=1,
-                run="r",
-                send=lambda _: None,
-                board=Scoreboard(1),
-            ),
-            interrupts=Interrupts(),
-            is_interrupted=lambda: False,
-            sent_before=None,
-            setup_error=None,
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
+    outcome = outcome_of(packet, fds, new_context())
     assert isinstance(outcome.message, wire.Returned)
     [fd] = outcome.fds
     os.close(fd)
