@@ -97,13 +97,21 @@ def _asked_for(config: LaunchConfig) -> dict[str, str]:
 
 def _among_visible(devices: Sequence[int]) -> str:
     """The chosen indices, counted among the accelerators that the notebook sees."""
-    visible = [name for name in os.environ.get(_VISIBLE, "").split(",") if name]
-    if visible and max(devices) >= len(visible):
+    given = os.environ.get(_VISIBLE)
+    if given is None:
+        return ",".join(map(str, devices))
+    visible = [name for name in given.split(",") if name]
+    if not visible:
+        raise LaunchError(
+            f"devices={list(devices)}, but {_VISIBLE}={given!r} hides all accelerators from the "
+            f"notebook: del os.environ[{_VISIBLE!r}] before, or launch with devices='cpu'"
+        )
+    if max(devices) >= len(visible):
         raise LaunchError(
             f"devices={list(devices)}, but {_VISIBLE}={','.join(visible)} leaves only "
             f"the indices 0 to {len(visible) - 1}"
         )
-    return ",".join(visible[index] if visible else str(index) for index in devices)
+    return ",".join(visible[index] for index in devices)
 
 
 def num_threads_of(environment: Mapping[str, str], world_size: int) -> int:

@@ -56,6 +56,12 @@ def test_a_device_that_the_notebook_does_not_see(monkeypatch: pytest.MonkeyPatch
         rank_environment(LaunchConfig(devices=[2]))
 
 
+def test_devices_that_are_all_hidden_from_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(LaunchError, match=r"devices=\[0\].*'' hides all.*devices='cpu'"):
+        rank_environment(LaunchConfig(devices=[0]))
+
+
 def test_threads_are_shared_among_the_ranks() -> None:
     cores = len(os.sched_getaffinity(0))
     assert num_threads_of({}, 1) == cores
