@@ -107,6 +107,13 @@ CASES: dict[str, Any] = {
     "tiny, dispatched": lambda: (prepare(DataLoader(Stream(1), batch_size=3)), 1),
 }  # fmt: skip
 
+
+def uneven_first(size: int) -> list[list[int]]:
+    """A round of batches of different sizes, and one of batches of one size."""
+    samples = itertools.count()
+    return [[*itertools.islice(samples, rows)] for rows in [*range(1, size + 1), *[2] * size]]
+
+
 # In these, ranks have batches of different sizes at the same step. All have as many batches: a
 # rank without one would gather nothing, and the others wait for it.
 UNEVEN: dict[str, Any] = {
@@ -121,6 +128,10 @@ UNEVEN: dict[str, Any] = {
     ),
     "batches of one's own": lambda: prepare(
         DataLoader(range(6), batch_sampler=[[0], [1, 2], [3, 4, 5]])  # type: ignore[arg-type]
+    ),
+    "batches of one's own, dispatched": lambda: prepare(
+        DataLoader(range(100), batch_sampler=uneven_first(num_ranks())),  # type: ignore[arg-type]
+        dispatch_batches=True,
     ),
     "samples, not batches": lambda: prepare(
         DataLoader(torch.arange(5).reshape(5, 1), batch_size=None)  # type: ignore[arg-type]
@@ -140,6 +151,7 @@ def counts_of_uneven(size: int) -> dict[str, int]:
         "stream": size * 6 - 2,
         "dispatched": size * 4 + 1,
         "batches of one's own": 6,
+        "batches of one's own, dispatched": size * (size + 1) // 2 + 2 * size,
         "samples, not batches": 5,
         "divided by workers, each with a last round": 10,
         "divides itself": size * 3 - 1,

@@ -34,7 +34,7 @@ from notebook_accel.training.collectives import (
 )
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.rounds import RankShare, Round, RoundDivider
-from notebook_accel.training.data.samplers import LastRound, LastRoundBatch, has_own_batches
+from notebook_accel.training.data.samplers import LastRound, RoundBatch, has_own_batches
 from notebook_accel.training.nested import recursively_apply
 from notebook_accel.training.seeding import synchronize_rng_state
 
@@ -97,13 +97,9 @@ class DataLoaderDispatcher(PreparedLoader):
         # the very same samples, and two readers of a stream may get different ones.
         if num_ranks() == 1:
             return self._read_from(position.num_given)
-        parts = self._lead(position) if this_rank() == 0 else self._follow(position)
-        return (
-            part.batch if part.last_round is None else LastRoundBatch(part.batch, part.last_round)
-            for part in parts
-        )
+        return self._lead(position) if this_rank() == 0 else self._follow(position)
 
-    def _lead(self, position: Position) -> Iterator[RankShare]:
+    def _lead(self, position: Position) -> Iterator[RoundBatch]:
         start = position.num_given * self._batches_a_round
         divider = RoundDivider(
             num_parts=self._options.num_processes,
@@ -133,13 +129,12 @@ class DataLoaderDispatcher(PreparedLoader):
             if divided is None:
                 return
             _scatter(buffers)
-            position.is_uneven = divided.is_uneven
             if divided.parts[0] is not None:
-                yield divided.parts[0]
+                yield RoundBatch(*divided.parts[0], divided.is_uneven)
             if divided.missed is not None:
                 return
 
-    def _follow(self, position: Position) -> Iterator[RankShare]:
+    def _follow(self, position: Position) -> Iterator[RoundBatch]:
         # The header is pickled by rank 0, a member of the same group: what it holds is trusted as
         # much as that rank's code is.
         while True:
@@ -152,12 +147,11 @@ class DataLoaderDispatcher(PreparedLoader):
                     f"rank 0 could not read the next batch: {header.kind}: {header.text}"
                 )
             buffer = _receive(header.num_bytes)
-            position.is_uneven = header.is_uneven
             part = header.parts[self._options.process_index]
             if part is None:
                 position.last_round = header.missed
             else:
-                yield _fill_slots(part, buffer)
+                yield RoundBatch(*_fill_slots(part, buffer), header.is_uneven)
             if header.missed is not None:
                 return
 

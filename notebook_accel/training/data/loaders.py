@@ -32,8 +32,8 @@ from notebook_accel.training.data.replay import IndexSource, Replay, seed_of_pas
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
-    LastRoundBatch,
     LastRoundCollate,
+    RoundBatch,
     SeedableRandomSampler,
     SkipBatchSampler,
     length_of,
@@ -528,10 +528,13 @@ class PreparedLoader(DataLoader[Any]):
 
         def receive(batch: Any) -> Any:
             batch = batch if move is None else move(batch)
-            position.last_round = None
-            if type(batch) is LastRoundBatch:
-                batch, position.last_round = batch
+            position.last_round, is_uneven = None, None
+            if type(batch) is RoundBatch:
+                batch, position.last_round, is_uneven = batch
+            if position.last_round is not None:
                 position.remainder = position.last_round.num_samples
+            if is_uneven is not None:
+                position.is_uneven = is_uneven
             return batch
 
         return Transfer(send, receive)

@@ -44,8 +44,8 @@ __all__ = [
     "SeedableRandomSampler",
     "SkipBatchSampler",
     "StatefulDatasetShard",
-    "LastRoundBatch",
     "LastRoundCollate",
+    "RoundBatch",
     "get_sampler",
     "has_own_batches",
     "length_of",
@@ -69,11 +69,15 @@ class LastRound(NamedTuple):
     """Samples in this rank's batch that are not repeated."""
 
 
-class LastRoundBatch(NamedTuple):
-    """A batch of a last round that lacked samples, on its way to the loop over the loader."""
+class RoundBatch(NamedTuple):
+    """A batch with what the loader must know of its round, on its way to the loop."""
 
     batch: Any
-    last_round: LastRound
+    last_round: LastRound | None
+    """What the round lacked; None where nothing."""
+
+    is_uneven: bool | None = None
+    """Whether ranks may have batches of different sizes in this round; None: as in all others."""
 
 
 # A sample of an iterable dataset's last round. The dataset may run in a worker process of the
@@ -85,7 +89,7 @@ class _LastRoundSample(NamedTuple):
 
 class LastRoundCollate:
     """The loader's ``collate_fn``, around which samples of a last round become a
-    :class:`LastRoundBatch`."""
+    :class:`RoundBatch`."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -95,7 +99,7 @@ class LastRoundCollate:
         if type(first) is not _LastRoundSample:
             return self.collate(samples)
         plain = samples.sample if samples is first else [each.sample for each in samples]
-        return LastRoundBatch(self.collate(plain), first.last_round)
+        return RoundBatch(self.collate(plain), first.last_round)
 
 
 def _fill(round_: list[Any], first_round: list[Any], size: int) -> list[Any]:
