@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +18,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from notebook_accel.training.seeding import set_seed
 from tests.training.loading import Stream, lists, numbers, prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Order.
 
@@ -78,6 +81,18 @@ def test_the_seedable_order() -> None:
     set_seed(4)
     from_seed = lists(loader())
     assert from_seed == lists(loader(data_seed=4))
+
+
+class Backwards(RandomSampler):
+    """A user's own order, by a subclass of torch's sampler."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(reversed(range(8)))
+
+
+def test_a_sampler_of_ones_own_is_not_replaced_by_a_seedable_one() -> None:
+    loader = prepare(numbers(8, 4, sampler=Backwards(range(8))), use_seedable_sampler=True)
+    assert lists(loader) == [[7, 6, 5, 4], [3, 2, 1, 0]]
 
 
 def test_whoever_sets_the_epoch_last_is_heard() -> None:

@@ -159,7 +159,7 @@ def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
     """Replace torch's random sampler in ``draft``, if there is one, by a seedable one."""
     sampler = draft.sampler
     inner = getattr(draft.batch_sampler, "sampler", sampler)
-    if not isinstance(inner, RandomSampler) or isinstance(inner, SeedableRandomSampler):
+    if type(inner) is not RandomSampler:  # a subclass has an order of its own
         return
     if data_seed is None and inner.generator is not None:
         data_seed = inner.generator.initial_seed()
