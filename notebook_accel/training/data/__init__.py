@@ -23,6 +23,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
 )
 
 from notebook_accel.errors import ConfigError
@@ -168,10 +169,24 @@ def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
     )
     if sampler is inner:
         vars(draft)["sampler"] = seedable
-    if draft.batch_sampler is not None:
-        batch_sampler: Any = copy.copy(draft.batch_sampler)
-        batch_sampler.sampler = seedable
-        vars(draft)["batch_sampler"] = batch_sampler
+    vars(draft)["batch_sampler"] = _with_sampler(draft.batch_sampler, inner, seedable)
+
+
+def _with_sampler(outer: Any, old: Sampler[Any], new: Sampler[Any]) -> Any:
+    """A batch sampler that reads ``new`` where ``outer``, or one within it, reads ``old``."""
+    if outer is old:
+        return new
+    held = getattr(outer, "__dict__", {}).items()
+    within = {
+        name: _with_sampler(part, old, new)
+        for name, part in held
+        if isinstance(part, Sampler) or name in ("batch_sampler", "sampler")
+    }
+    if all(part is vars(outer)[name] for name, part in within.items()):
+        return outer
+    copied = copy.copy(outer)  # the user's own stay as they are
+    vars(copied).update(within)
+    return copied
 
 
 def _private_generator(data_seed: int | None, ordinal: int) -> torch.Generator:
