@@ -315,6 +315,9 @@ def orders() -> dict[str, Any]:
     )
     weighted = prepare(DataLoader(range(8), batch_sampler=batches))  # type: ignore[arg-type]
     results["weighted"] = [[value for batch in weighted for value in batch.tolist()]]
+    own = numbers(8, 2, shuffle=True, generator=torch.Generator().manual_seed(100 + rank))
+    own = prepare(own, use_seedable_sampler=True)
+    results["generators of one's own"] = [[value for batch in own for value in batch.tolist()]]
     before = torch.rand(()) if rank else None  # ranks that drew differently still agree
     results["after"] = [[v for b in prepare(numbers(8, 2, shuffle=True)) for v in b.tolist()]]
     del before

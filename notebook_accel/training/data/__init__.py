@@ -162,11 +162,12 @@ def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
     inner = getattr(draft.batch_sampler, "sampler", sampler)
     if type(inner) is not RandomSampler:  # a subclass has an order of its own
         return
-    if data_seed is None and inner.generator is not None:
-        data_seed = inner.generator.initial_seed()
     seedable = SeedableRandomSampler(
         inner.data_source, inner.replacement, inner._num_samples, data_seed=data_seed
     )
+    if data_seed is None and inner.generator is not None:
+        # It may differ from rank to rank: as a pass begins, all take rank 0's.
+        seedable.initial_seed = inner.generator.initial_seed()
     if sampler is inner:
         vars(draft)["sampler"] = seedable
     vars(draft)["batch_sampler"] = _with_sampler(draft.batch_sampler, inner, seedable)
