@@ -143,6 +143,23 @@ def test_batches_of_ones_own() -> None:
     ]
 
 
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_settings_of_a_batch_sampler_count_as_those_of_the_loader(dispatched: bool) -> None:
+    def loaders(drop_last: bool, **config: Any) -> list[Any]:
+        batches = BatchSampler(SequentialSampler(range(9)), 4, drop_last)
+        raw = DataLoader(range(12), batch_sampler=batches)  # type: ignore[arg-type]
+        return [prepare(raw, rank, 2, dispatch_batches=dispatched, **config) for rank in range(2)]
+
+    for drop_last, uneven, expected in [
+        (False, False, [2, 2]),
+        (True, False, [1, 1]),
+        (False, True, [2, 1]),
+    ]:
+        made = loaders(drop_last, even_batches=not uneven)
+        assert [len(loader) for loader in made] == expected
+        assert [loader.total_batch_size for loader in made] == [8, 8]
+
+
 def test_a_loader_that_shares_out_itself_is_left_alone() -> None:
     sampler = DistributedSampler(range(8), num_replicas=2, rank=1, shuffle=False)  # type: ignore[arg-type]
     raw = numbers(8, 2, sampler=sampler)

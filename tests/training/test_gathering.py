@@ -395,10 +395,17 @@ def dispatches() -> dict[str, Any]:
         kind = SizedStream if this_rank() else type("Read", (Reads, SizedStream), {})
         return DataLoader(kind(count), batch_size=size, **options)
 
+    dropping = BatchSampler(range(12), 4, drop_last=True)
     results: dict[str, Any] = {
         "golden": batches(prepare(stream(10))),
         "split": batches(prepare(stream(9, 4), split_batches=True)),
         "padded": batches(prepare(stream(9))),
+        "sampler drops last": batches(
+            prepare(
+                DataLoader(range(12), batch_sampler=dropping),  # type: ignore[arg-type]
+                dispatch_batches=True,
+            )
+        ),
         "drop_last": batches(prepare(stream(10, drop_last=True))),
         "uneven": batches(prepare(stream(9), even_batches=False)),
         "less than ranks": batches(prepare(stream(7), even_batches=False)),
@@ -444,6 +451,8 @@ def test_rank_0_reads_for_all() -> None:
     assert (first["split"][-1], second["split"]) == ([8], [[2, 3], [6, 7], [0]])
     assert (first["padded"], second["padded"]) == ([[0, 1, 2], [6, 7]], [[3, 4, 5], [8, 0]])
     assert (first["drop_last"], second["drop_last"]) == ([[0, 1, 2]], [[3, 4, 5]])
+    whole = [[0, 1, 2, 3]], [[4, 5, 6, 7]]
+    assert (first["sampler drops last"], second["sampler drops last"]) == whole
     assert (first["uneven"][1:], second["uneven"][1:]) == ([[6, 7]], [[8]])
     assert (first["less than ranks"][1:], second["less than ranks"][1:]) == ([[6]], [])
     assert first["map-style"] == first["twice"] == first["golden"]

@@ -68,9 +68,14 @@ class DataLoaderDispatcher(PreparedLoader):
     def _keeps_batches(self) -> bool:
         return self.batch_sampler is not None and has_own_batches(self.batch_sampler)
 
+    @property
+    def _drops_last(self) -> bool:
+        # A loader that was given a batch sampler says False, whatever that does.
+        return bool(getattr(self._index.sampler, "drop_last", self.drop_last))
+
     def _num_batches(self) -> int:
         num_read, a_round = super()._num_batches(), self._batches_a_round
-        if self.drop_last:
+        if self._drops_last:
             return num_read // a_round
         return math.ceil(num_read / a_round) - self._misses_last_round(num_read)
 
@@ -83,7 +88,9 @@ class DataLoaderDispatcher(PreparedLoader):
             return 0 < num_read % self._batches_a_round <= options.process_index
         if size is None:
             return False
-        samples: Any = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
+        samples: Any = getattr(self._index.sampler, "sampler", self.sampler)
+        if isinstance(self.dataset, IterableDataset):
+            samples = self.dataset
         return 0 < len(samples) % size <= options.process_index
 
     def _synchronize(self) -> None:
@@ -104,8 +111,8 @@ class DataLoaderDispatcher(PreparedLoader):
         divider = RoundDivider(
             num_parts=self._options.num_processes,
             batches_a_round=self._batches_a_round,
-            batch_size=self.batch_size,
-            drop_last=self.drop_last,
+            batch_size=None if self._keeps_batches else self._batch_size,
+            drop_last=self._drops_last,
             is_uneven=self._options.is_uneven,
             keeps_batches=self._keeps_batches,
             slice_fn=self._options.slice_fn,

@@ -231,10 +231,15 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def total_batch_size(self) -> int | None:
         """Samples of all ranks a step; None where it is not known."""
-        size: int | None = getattr(self._shard, "batch_size", None) or self.batch_size
+        size = self._batch_size
         if size is None or self._options.split_batches:
             return size
         return size * self._options.num_processes
+
+    @property
+    def _batch_size(self) -> int | None:
+        parts = (self._shard, self._index.sampler, self)
+        return next(filter(None, (getattr(part, "batch_size", None) for part in parts)), None)
 
     @property
     def total_dataset_length(self) -> int:
