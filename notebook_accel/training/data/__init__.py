@@ -30,11 +30,8 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.active import ActiveLoaders, active_loaders
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.joined import copy_as
-from notebook_accel.training.data.loaders import (
-    DataLoaderShard,
-    LoaderOptions,
-    PreparedLoader,
-)
+from notebook_accel.training.data.loaders import DataLoaderShard, PreparedLoader
+from notebook_accel.training.data.options import LoaderOptions
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,

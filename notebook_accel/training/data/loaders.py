@@ -16,7 +16,7 @@ few attribute reads a batch: what can be decided at its start is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training.collectives import num_ranks, this_rank
 from notebook_accel.training.data.active import Position, active_loaders
 from notebook_accel.training.data.joined import copy_as
+from notebook_accel.training.data.options import LoaderOptions
 from notebook_accel.training.data.replay import IndexSource, Replay, seed_of_pass
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
@@ -44,56 +45,14 @@ from notebook_accel.training.data_group import DataGroup
 from notebook_accel.training.seeding import synchronize_rng_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["DataLoaderShard", "LoaderOptions", "PreparedLoader"]
+__all__ = ["DataLoaderShard", "PreparedLoader"]
 
 _NO_BATCH = object()
 # Seeds of neighbouring ranks land far apart by multiples of 2**64 divided by the golden ratio
 # (made odd), the usual constant for that (Knuth, The Art of Computer Programming, volume 3, 6.4).
 _SEED_STEP = 0x9E37_79B9_7F4A_7C15
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderOptions:
-    """What a prepared loader knows beside what torch's does."""
-
-    device: torch.device | None = None
-    """Where batches are put; None leaves them where they are."""
-
-    non_blocking: bool = False
-    """Whether the copies to the device run beside the loop's work."""
-
-    rng_types: tuple[str, ...] = ()
-    """Random states that every rank takes from rank 0 at the start of a pass."""
-
-    synchronized_generator: torch.Generator | None = None
-    """The generator that the order comes from, where there is one."""
-
-    data_group: DataGroup = field(default_factory=partial(DataGroup.of_all_ranks, 1, 0))
-    """Which ranks read different samples."""
-
-    split_batches: bool = False
-    """Whether each batch of the loader is divided over the ranks."""
-
-    is_uneven: bool = False
-    """Whether ranks may get batches of different sizes; a sampler's own ``is_uneven`` precedes."""
-
-    slice_fn: Callable[..., Any] | None = None
-    """The user's way of taking one rank's part out of what rank 0 has read for all."""
-
-    skip_batches: int | None = None
-    """The batch to begin each epoch with; None is the first, or that of a restored state."""
-
-    @property
-    def num_processes(self) -> int:
-        """Number of shares into which the data is divided."""
-        return self.data_group.size
-
-    @property
-    def process_index(self) -> int:
-        """Which of the shares this rank reads."""
-        return self.data_group.index
 
 
 class _Progress:
