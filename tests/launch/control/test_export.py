@@ -56,29 +56,11 @@ def train(a, b=1):
 if __name__ == "__main__":
     config = LaunchConfig(num_processes=2, devices="cpu")
     run = launch(train, (2,), {"b": 2.5}, config=config, view=View())
-    run.export(os.environ["TARGET"])
+    run.export(os.environ["TARGETS"] + "/exported.py")
     print(run[0])
 """
 
-
-# Five processes import torch here, at the priority of whatever else the machine does.
-@pytest.mark.timeout(600)
-def test_torchrun_runs_what_was_exported(tmp_path: Path) -> None:
-    notebook, target = tmp_path / "notebook.py", tmp_path / "exported.py"
-    notebook.write_text(_NOTEBOOK)
-    environment = {**os.environ, "TARGET": str(target), "OMP_NUM_THREADS": "1"}
-    said = _run(sys.executable, str(notebook), env=environment)
-    assert said == "16 9 3\n"
-    text = target.read_text()
-    assert "class Box:\n    n: int = 0" in text
-    assert "SIZE = 4" in text
-    assert "torchrun --nproc_per_node=2 exported.py" in text
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    said = _run(sys.executable, *torchrun, str(target), env=environment)
-    assert sorted(said.splitlines()) == ["16 9 3 of 2"] * 2
-
-
-# Cells of a shell, where ``inspect`` finds no source of a class.
+# After it in the same process: cells of a shell, where ``inspect`` finds no source of a class.
 _CELLS = """
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
@@ -116,7 +98,7 @@ def train():
     print(*known)
 #---
 run = notebook_launcher(train, num_processes=1, devices="cpu", view="none")
-run.export(os.environ["TARGET"])
+path = run.export(os.environ["TARGETS"] + "/cells.py")
 '''
 shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
 for cell in CELLS.split("#---"):
@@ -124,17 +106,36 @@ for cell in CELLS.split("#---"):
 """
 
 
-def test_classes_of_a_notebooks_cells_are_copied_as_source(tmp_path: Path) -> None:
-    notebook, target = tmp_path / "cells.py", tmp_path / "exported.py"
-    notebook.write_text(_CELLS)
-    environment = {**os.environ, "TARGET": str(target), "OMP_NUM_THREADS": "1"}
-    _run(sys.executable, str(notebook), env=environment)
-    text = target.read_text()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the notebook has exported its file and its cells."""
+    folder = tmp_path_factory.mktemp("exported")
+    notebook = folder / "notebook.py"
+    notebook.write_text(_NOTEBOOK + _CELLS)
+    said = _run(sys.executable, str(notebook), TARGETS=str(folder))
+    assert said == "16 9 3\n"
+    return folder
+
+
+# Three processes import torch here, at the priority of whatever else the machine does.
+@pytest.mark.timeout(600)
+def test_torchrun_runs_what_was_exported(folder: Path) -> None:
+    text = (folder / "exported.py").read_text()
+    assert "class Box:\n    n: int = 0" in text
+    assert "SIZE = 4" in text
+    assert "torchrun --nproc_per_node=2 exported.py" in text
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    said = _run(sys.executable, *torchrun, str(folder / "exported.py"))
+    assert sorted(said.splitlines()) == ["16 9 3 of 2"] * 2
+
+
+def test_classes_of_a_notebooks_cells_are_copied_as_source(folder: Path) -> None:
+    text = (folder / "cells.py").read_text()
     assert "_unpickled" not in text
     assert "class M:\n    size = 1\n" in text
     assert "@dataclass\nclass D(N):" in text
     assert "from notebook_accel import Accelerator\nfrom torch.nn import Linear\n" in text
-    assert _run(sys.executable, str(target), env=environment) == "Accelerator 1 3 3 1\n"
+    assert _run(sys.executable, str(folder / "cells.py")) == "Accelerator 1 3 3 1\n"
 
 
 def _function(text: str, **names: Any) -> Any:
@@ -181,9 +182,10 @@ def test_only_what_the_code_reads_as_globals_is_exported(tmp_path: Path) -> None
             script_of(train, (), {"b": file}, world_size=2, file="it.py")
 
 
-def _run(*command: str, env: dict[str, str]) -> str:
+def _run(*command: str, **variables: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=_SECONDS, check=False
+        command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
