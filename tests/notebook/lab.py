@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import nbformat
 
 from tests.notebook.kernels import kernel_environment
+from tests.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -152,7 +152,7 @@ def open_lab(folder: Path, versions: Sequence[str]) -> Iterator[Lab]:
         _write_kernel(data / "kernels" / version, version)
     work = folder / "work"
     work.mkdir()
-    port = _free_port()
+    port = free_port()
     server = subprocess.Popen(
         [
             sys.executable,
@@ -209,12 +209,6 @@ def _folders(folder: Path) -> dict[str, str]:
     quiet = {"fetchNews": "false", "checkForUpdates": False}
     (news / "notification.jupyterlab-settings").write_text(json.dumps(quiet))
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_for(url: str, server: subprocess.Popen[Any], seconds: float = 60) -> None:

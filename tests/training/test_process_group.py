@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from notebook_accel import notebook_launcher
 from notebook_accel.training.state import PartialState
+from tests.ports import free_port
 from tests.training.harness import run_ranks
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ HOSTS = ("127.0.0.1", "0.0.0.0")
 
 
 def await_files(folder: str, *names: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not all(Path(folder, name).exists() for name in names):
         assert time.monotonic() < deadline, f"{names} did not come"
         time.sleep(0.0005)
@@ -62,12 +63,9 @@ def remake(folder: str, times: int, make: Callable[[], None] = make_ours) -> lis
 
 def test_a_group_that_is_made_again_never_meets_the_old_store(tmp_path: Path) -> None:
     times = 30
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-
     expected = [2.0 * number + 1 for number in range(times)]
-    assert run_ranks(remake_at, 2, port, str(tmp_path), times) == [expected] * 2
+    made = run_ranks(remake_at, 2, free_port(), str(tmp_path), times, timeout=100)
+    assert made == [expected] * 2
 
 
 def remake_at(port: int, folder: str, times: int) -> list[float]:
@@ -142,9 +140,7 @@ def takes(host: str, port: int) -> bool:
 @pytest.mark.parametrize("use_port", [None, "fixed"])
 def test_another_user_cannot_take_the_ports_of_a_run(tmp_path: Path, use_port: Any) -> None:
     if use_port:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            use_port = probe.getsockname()[1]
+        use_port = free_port()
     run = notebook_launcher(tempt, (str(tmp_path),), 2, use_port=use_port, view="none")
     assert list(run) == [[""] * 12] * 2
     with socket.socket() as probe:
@@ -200,8 +196,6 @@ def test_a_port_that_the_user_chose_serves_launch_after_launch() -> None:
         dist.destroy_process_group()
         return total.item()
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     for _ in range(3):
         assert list(notebook_launcher(meet, (), 2, use_port=port, view="none")) == [2.0, 2.0]
