@@ -214,12 +214,18 @@ class Session:
             LaunchError: another call goes on, or a rank has ended; the message says what to do.
             WorkerError: a rank failed.
         """
-        run = self.call(function, kwargs=kwargs, view=View(), block=False)
+        run: Run | None = None
         try:
+            run = self.call(function, kwargs=kwargs, view=View(), block=False)
             run._wait_in_cell()
             return list(run)
+        except BaseException as error:
+            # An interrupt while the call began gave no handle, and ended the run.
+            run = run or getattr(error, "run", None)
+            raise
         finally:
-            run_list.discard(run)
+            if run is not None:
+                run_list.discard(run)
 
     @property
     def world_size(self) -> int:

@@ -138,5 +138,9 @@ def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(
         monkeypatch.setattr(launcher, "begin_call", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.call(_pid_after, (600,), view=View())
+        listed = runs()
+        with pytest.raises(KeyboardInterrupt):
+            session.ask(_pid_after, {"seconds": 600})
+        assert runs() == listed, "what is only asked is no run"
         monkeypatch.undo()
         assert list(session.call(_pid_after, (0,), view=View())) == [before]
