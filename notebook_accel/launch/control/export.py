@@ -16,7 +16,7 @@ import sys
 import textwrap
 import types
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -24,7 +24,7 @@ import cloudpickle
 from notebook_accel.errors import NotebookAccelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from notebook_accel.launch.payload import CellSource
 
@@ -43,6 +43,8 @@ def _unpickled(text):
     import base64, pickle
     return pickle.loads(base64.b85decode(text))
 """
+# As symbol tables name them.
+_COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp", "genexpr")
 _FUTURE = "from __future__ import annotations\n"
 
 
@@ -80,6 +82,22 @@ def script_of(
     return script.text(head, f"{called}({', '.join(given)})")
 
 
+@dataclass(frozen=True)
+class _Definition:
+    """A function or class that is copied.
+
+    Attributes:
+        source: its statement.
+        read: the globals that it looks up, at any time.
+        needed: those of them that it looks up while the statement runs: decorators, bases,
+            defaults, and what the body of a class does.
+    """
+
+    source: str
+    read: frozenset[str]
+    needed: frozenset[str]
+
+
 @dataclass
 class _Script:
     """Parts of the script, in the order in which they are written."""
@@ -87,7 +105,7 @@ class _Script:
     cells: Sequence[str] = ()
     imports: dict[str, None] = field(default_factory=dict)
     values: list[str] = field(default_factory=list)
-    sources: list[tuple[int, str]] = field(default_factory=list)
+    definitions: dict[str, _Definition] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     needs_load: bool = False
 
@@ -137,22 +155,62 @@ class _Script:
         return f"_unpickled({base64.b85encode(file.getvalue()).decode()!r})"
 
     def _copy_source(self, value: Any, source: str) -> None:
-        self.sources.append((_sort_key(value), source))
+        read = frozenset(_globals_read(symtable.symtable(source, "", "exec")))
+        # Under the import that the script begins with, annotations are not looked up.
+        needed = frozenset(_globals_needed(symtable.symtable(_FUTURE + source, "", "exec")))
+        self.definitions[value.__name__] = _Definition(source, read, needed)
         known = _globals_of(value)
-        read = set(_globals_read(symtable.symtable(source, "", "exec")))
         for used in sorted(read & known.keys()):
             self.define(used, known[used])
 
+    def _sources(self) -> list[str]:
+        """The definitions, each after those that must be there when its statement runs.
+
+        What is needed then may be called then: what that reads comes before too, but for what
+        itself needs the definition in question.
+        """
+        begun: set[str] = set()
+        written: dict[str, str] = {}
+
+        def write(name: str) -> None:
+            if name in begun or name not in self.definitions:
+                return
+            begun.add(name)
+            needed = self.definitions[name].needed
+            for used in sorted(needed):
+                write(used)
+            for used in sorted(self._reached(needed, attrgetter("read"))):
+                if not self._reached({used}, attrgetter("needed")) & (begun - written.keys()):
+                    write(used)
+            written[name] = self.definitions[name].source
+
+        # What was found last is used by what was found before it.
+        for name in reversed(self.definitions):
+            write(name)
+        return list(written.values())
+
+    def _reached(
+        self, names: Iterable[str], of: Callable[[_Definition], frozenset[str]]
+    ) -> set[str]:
+        """The definitions of these names, those that they use, and so on."""
+        found: set[str] = set()
+        left = [*names]
+        while left:
+            name = left.pop()
+            if name in self.definitions and name not in found:
+                found.add(name)
+                left += of(self.definitions[name])
+        return found
+
     def text(self, head: str, call: str) -> str:
         load = _LOAD if self.needs_load else ""
-        sources = [source for _, source in sorted(self.sources, key=itemgetter(0))]
         parts = [
             head,
             _FUTURE,
             "\n".join(sorted(self.imports)),
             load,
             "\n".join(self.values),
-            *(f"\n{source.strip()}" for source in sources),
+            *(f"\n{source.strip()}" for source in self._sources()),
             f'\nif __name__ == "__main__":\n    {call}\n',
         ]
         return "\n".join(part for part in parts if part.strip())
@@ -240,6 +298,18 @@ def _globals_read(table: symtable.SymbolTable) -> Iterator[str]:
         yield from _globals_read(child)
 
 
+def _globals_needed(table: symtable.SymbolTable) -> Iterator[str]:
+    """The names among its globals that a definition looks up while its own statement runs."""
+    is_top = table.get_type() == "module"
+    for symbol in table.get_symbols():
+        if symbol.is_referenced() and (is_top or symbol.is_global()):
+            yield symbol.get_name()
+    for child in table.get_children():
+        # The body of a class and comprehensions run there and then, that of a function later.
+        if child.get_type() == "class" or child.get_name() in _COMPREHENSIONS:
+            yield from _globals_needed(child)
+
+
 def _globals_of(value: Any) -> Mapping[str, Any]:
     functions = _functions(value)
     if functions:
@@ -247,17 +317,15 @@ def _globals_of(value: Any) -> Mapping[str, Any]:
     return vars(sys.modules[value.__module__])
 
 
-def _sort_key(value: Any) -> int:
-    """Sorts definitions: classes first, each after those that it derives from, then functions.
-
-    The body of a class runs where it stands, and may use the classes before it. A function runs
-    when it is called, at the end of the script, when everything is defined.
-    """
-    return len(value.__mro__) if isinstance(value, type) else sys.maxsize
-
-
 def _functions(value: Any) -> list[types.FunctionType]:
+    """The function itself; of a class those that it defines, not others that it has as values."""
     if isinstance(value, types.FunctionType):
         return [value]
     parts = [inspect.unwrap(part) for part in vars(value).values() if callable(part)]
-    return [part for part in parts if isinstance(part, types.FunctionType)]
+    return [
+        part
+        for part in parts
+        if isinstance(part, types.FunctionType)
+        and part.__module__ == value.__module__
+        and part.__qualname__.startswith(f"{value.__qualname__}.")
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import os
 import subprocess
 import sys
@@ -180,6 +181,43 @@ def test_only_what_the_code_reads_as_globals_is_exported(tmp_path: Path) -> None
         train = _function("def train(b): pass")
         with pytest.raises(NotebookAccelError, match=r"`b` \(TextIOWrapper\) cannot be written"):
             script_of(train, (), {"b": file}, world_size=2, file="it.py")
+
+
+def test_a_definition_comes_after_what_its_own_statement_uses() -> None:
+    train = _function(
+        """
+        import textwrap
+        SIZE = 3
+        KNOWN = []
+        class Zed:
+            def __init__(self):
+                self.size = double(SIZE)
+        def double(x):
+            return 2 * x
+        class Alone:
+            zeds = [Zed() for _ in range(2)]
+            cut = textwrap.shorten
+            def width(self) -> Later:
+                return Later().size + math.floor(1.5)
+        def reg(function, last=Alone()):
+            def unused():
+                return Later
+            return function
+        @reg
+        class Later(Zed):
+            def more(self):
+                return self.size
+        @reg
+        def train(*, zed=Zed()):
+            return zed.size, Alone().width(), Alone.cut("a b", 5)
+        """,
+        math=math,
+    )
+    text = script_of(train, (), {}, world_size=2, file="it.py")
+    names: dict[str, Any] = {"__name__": "it"}
+    exec(text, names)
+    assert names["train"]() == train() == (6, 7, "a b")
+    assert "_unpickled" not in text
 
 
 def _run(*command: str, **variables: str) -> str:
