@@ -156,7 +156,9 @@ def train(mesh: str | None, case: dict[str, Any]) -> dict[str, Any]:
         mixed_precision=case.get("precision"),
         **case.get("settings", {}),
     )
-    model, optimizer = make(case)
+    is_empty = case.get("read_by_rank_0") and not accelerator.is_main_process
+    with torch.device("meta" if is_empty else "cpu"):
+        model, optimizer = make(case)
     loader = DataLoader(data(case.get("samples", 16)), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     seen: dict[str, Any] = {"losses": [], "norms": [], "samples": []}

@@ -35,7 +35,12 @@ from tests.training.meshes import (
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "uneven end, clipping by value": {"optimizer": "sgd", "samples": 13, "clip_value": 0.01},
+    "uneven end, clipping by value, weights of rank 0": {
+        "optimizer": "sgd",
+        "samples": 13,
+        "clip_value": 0.01,
+        "read_by_rank_0": True,
+    },
     "accumulation, clipping a window": {"accumulate": 2, "clip": 0.05, "whole": True},
 }
 

@@ -11,8 +11,9 @@ step works on what the one before has left:
    block, since what goes from stage to stage is no graph;
 6. data: what is left is sharded over the ranks that read different samples, or different parts
    of their sequences (context), outermost. Of a pipeline, each block is sharded on its own: its
-   stage ends in the middle of the model's forward. What is outside of the blocks stays whole, and
-   so do replicas: their gradients are averaged after the batch.
+   stage ends in the middle of the model's forward. What is outside of the blocks stays whole;
+   without shards, blocks stay whole, too. Gradients of what is whole are averaged over the
+   replicas after the batch.
 """
 
 from __future__ import annotations
@@ -99,12 +100,14 @@ def start_alike(
 
     A rank whose weights are on the meta device (rank 0 alone has read them) gets memory for them.
     """
-    empty = [part for part in model.modules() if _is_empty(part)]
-    for part in empty:
+    ties = tensor.names_of_each_weight(model)
+    for part in [part for part in model.modules() if _is_empty(part)]:
         part.to_empty(device=device, recurse=False)
         fill = plugin.param_init_fn or getattr(type(part), "reset_parameters", None)
         if fill is not None:
             fill(part)
+    # Each name of a weight got memory of its own, and rank 0 sends the weight once.
+    tensor.tie_again(model, ties)
     with torch.no_grad():
         for values in (*model.parameters(), *model.buffers()):
             collectives.broadcast(values.data)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
-__all__ = ["divide_layers"]
+__all__ = ["divide_layers", "names_of_each_weight", "tie_again"]
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -78,9 +78,9 @@ def divide_layers(model: Module, mesh: DeviceMesh, plan: Mapping[str, Any] | Non
             f"the tp_plan names {', '.join(map(repr, plan))}, and {type(model).__name__} has no "
             f"module of such a name; it has {', '.join(name for name, _ in model.named_children())}"
         )
-    ties = _names_of_each_weight(model)
+    ties = names_of_each_weight(model)
     parallelize_module(model, mesh, styles)
-    _tie_again(model, ties)
+    tie_again(model, ties)
 
 
 def _as_style(name: str, given: Any) -> ParallelStyle:
@@ -109,7 +109,7 @@ def _check_divisible(name: str, part: Module, style: Any, size: int) -> None:
         )
 
 
-def _names_of_each_weight(model: Module) -> list[list[str]]:
+def names_of_each_weight(model: Module) -> list[list[str]]:
     """The names of weights that have several."""
     names: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
@@ -117,7 +117,7 @@ def _names_of_each_weight(model: Module) -> list[list[str]]:
     return [several for several in names.values() if len(several) > 1]
 
 
-def _tie_again(model: Module, ties: list[list[str]]) -> None:
+def tie_again(model: Module, ties: list[list[str]]) -> None:
     """Give the names of one weight the same new weight again."""
     for names in ties:
         owners = [(model.get_submodule(name.rpartition(".")[0]), name) for name in names]
