@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from notebook_accel.utils import HfDeepSpeedConfig
 
 from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
 from notebook_accel.training import deepspeed_plugin
+from notebook_accel.training.strategies.deepspeed import DeepSpeedZero
 from tests.training.single import fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:
@@ -60,6 +64,35 @@ def test_without_the_library_the_error_says_how_to_get_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(deepspeed_plugin, "is_deepspeed_available", lambda: False)
     with pytest.raises(ConfigError, match=r"not installed: pip install 'notebook-accel\[deepspeed"):
         Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin())
+
+
+class Counting(torch.nn.Module):
+    """Keeps what is no tensor, beside one that is."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()
+        self.seen = seen
+        self.register_buffer("mean", torch.full((2,), float(seen)))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def test_what_a_module_keeps_beside_its_tensors_is_saved_and_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = SimpleNamespace(safe_set_full_fp32_param=None)  # for weights, which there are none of
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(utils=library))
+    monkeypatch.setitem(sys.modules, "deepspeed.utils", library)
+    strategy: Any = object.__new__(DeepSpeedZero)
+    strategy.topology = SimpleNamespace(device=torch.device("cpu"), local_process_index=0)
+    strategy._dtypes = {}
+    model, other = torch.nn.Sequential(Counting(3)), torch.nn.Sequential(Counting(0))
+    strategy.load_state_dict(other, strategy.state_dict(model, full=True))
+    assert (other[0].seen, other[0].mean.tolist()) == (3, [3.0, 3.0])
 
 
 def test_a_configuration_is_asked_filled_and_opened_again() -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current, has_process_group
@@ -151,7 +152,8 @@ class DeepSpeedZero(Strategy):
                 batch_sizes=call.batch_sizes,
             ),
         )
-        self._dtypes = {name: value.dtype for name, value in model.state_dict().items()}
+        state = model.state_dict().items()
+        self._dtypes = {name: value.dtype for name, value in state if torch.is_tensor(value)}
         engine, *_ = self._initialize(
             model,
             config,
@@ -253,8 +255,9 @@ class DeepSpeedZero(Strategy):
             if id(value) not in joined:
                 # All ranks join the same weights, one after the other, whether they keep them.
                 made = _whole(value)
-                wanted = self._dtypes.get(name, made.dtype) if torch.is_tensor(made) else None
-                joined[id(value)] = made.to(wanted) if keeps and wanted else None
+                if torch.is_tensor(made):
+                    made = made.to(self._dtypes.get(name, made.dtype))
+                joined[id(value)] = made if keeps else None
             if keeps:
                 whole[name] = joined[id(value)]
         return whole
@@ -271,6 +274,10 @@ class DeepSpeedZero(Strategy):
             )
         with torch.no_grad():
             for name in own.keys() & state.keys():
+                owner, _, last = name.rpartition(".")
+                if last == _EXTRA_STATE_KEY_SUFFIX:  # what a module keeps beside its tensors
+                    model.get_submodule(owner).set_extra_state(state[name])
+                    continue
                 weight, value = own[name], state[name].to(self.topology.device)
                 with _gathered(weight, writes=True):
                     weight.copy_(value)
@@ -436,7 +443,7 @@ def _gathered(value: Any, *, writes: bool = False) -> AbstractContextManager[Any
 
 
 def _has_stepped_copy(weight: torch.Tensor) -> bool:
-    """Whether DeepSpeed steps a copy of a weight in float32: not so where it is only asked.
+    """Whether DeepSpeed steps a float32 copy of a weight: not of a model that is only evaluated.
 
     All ranks find the same, whether they step a part of it or not.
     """
