@@ -86,7 +86,7 @@ def clip_grad_norm(
     """Clip the gradients of weights in parts, on whatever meshes, to a norm over all of them.
 
     Returns:
-        the norm before, whole, on ``device`` where there is no gradient at all.
+        the norm before clipping, a plain tensor; 0 on ``device`` where there is no gradient.
     """
     weights = [weight for weight in parameters if weight.grad is not None]
     total = total_grad_norm(weights, norm_type, device)

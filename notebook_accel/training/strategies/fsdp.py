@@ -61,7 +61,7 @@ def choose_modules(model: Module, plugin: FullyShardedDataParallelPlugin) -> lis
 
 
 def _choose(module: Module, policy: Callable[..., bool], chosen: list[Module]) -> int:
-    """Ask the policy, leaves first; gives the number of weights that were chosen in ``module``."""
+    """Ask the policy, leaves first; gives how many numbers the chosen weights inside have."""
     size = sum(weight.numel() for weight in module.parameters())
     if not policy(module=module, recurse=True, nonwrapped_numel=size):
         return 0
@@ -169,7 +169,7 @@ def keep_root_for_backward(model: Module) -> None:
     """Let what is gathered with the model itself stay whole from forward to backward.
 
     Backward begins with it: it would be freed and gathered again at once. Torch does the same of
-    its own accord, but after a forward without gradients too, from where on ``parameters()`` would
+    its own accord, but after a forward without gradients too, so that ``parameters()`` would then
     give whole weights.
     """
     model.register_forward_pre_hook(_choose_what_forward_leaves)

@@ -5,7 +5,8 @@ DeepSpeed clips, unscales, steps and clears in one call of its engine::
     accelerator.backward(loss)      engine.backward: gradients, reduced over the ranks
     accelerator.clip_grad_norm_()   engine.step, clipping: DeepSpeed knows the norm there alone
     optimizer.step()                engine.step, unless the clipping has taken it
-    optimizer.zero_grad()           nothing, after a step; what no step used is dropped
+    optimizer.zero_grad()           nothing, after a step; a whole window that no step used is
+                                    dropped, an open one stays
     scheduler.step()                nothing where the engine moves its own scheduler
 """
 
@@ -46,8 +47,6 @@ class DeepSpeedEngineWrapper:
         self.engine = engine
         # Whether there are gradients of a whole window that no step has used.
         self._is_due = False
-        # Whether there are gradients of a window that is still open.
-        self._is_open = False
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Compute gradients, and reduce them over the ranks.
@@ -59,7 +58,7 @@ class DeepSpeedEngineWrapper:
         """
         self.engine.set_gradient_accumulation_boundary(sync_gradients)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-        self._is_due, self._is_open = sync_gradients, not sync_gradients
+        self._is_due = sync_gradients
 
     def clip_and_step(self, max_norm: float) -> float:
         """Step with gradients clipped to a norm; gives the norm before.
@@ -88,7 +87,8 @@ class DeepSpeedEngineWrapper:
         self._is_due = False
         optimizer = self.engine.optimizer
         optimizer.zero_grad()
-        # Stages 1 and 2 add to what is here; stage 3 writes over it, which zero_grad sees to.
+        # Stages 1 and 2 add to averaged_gradients, which zero_grad leaves; stage 3 overwrites its
+        # own after zero_grad.
         kept = getattr(optimizer, "averaged_gradients", {})
         if hasattr(optimizer, "all_grad_tensors"):
             for index in kept:
