@@ -43,7 +43,7 @@ def _unpickled(text):
     import base64, pickle
     return pickle.loads(base64.b85decode(text))
 """
-# As symbol tables name them.
+# As symbol tables name them, between angle brackets or not.
 _COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp", "genexpr")
 _FUTURE = "from __future__ import annotations\n"
 
@@ -306,7 +306,7 @@ def _globals_needed(table: symtable.SymbolTable) -> Iterator[str]:
             yield symbol.get_name()
     for child in table.get_children():
         # The body of a class and comprehensions run there and then, that of a function later.
-        if child.get_type() == "class" or child.get_name() in _COMPREHENSIONS:
+        if child.get_type() == "class" or child.get_name().strip("<>") in _COMPREHENSIONS:
             yield from _globals_needed(child)
 
 
