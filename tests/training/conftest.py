@@ -1,0 +1,23 @@
+"""What the tests of training share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """One thread for the single process that ranks are compared with, as each of them has one.
+
+    On a machine whose cores are taken, a second one waits in a busy loop for most of its time.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
