@@ -319,6 +319,28 @@ def test_a_restored_loader_gives_the_rest_of_its_epoch(given: int, seedable: boo
     assert lists(third) == following
 
 
+@pytest.mark.parametrize("dispatched", [False, True])
+@pytest.mark.parametrize(("size", "given"), [(4, 2), (1, 10), (2, 5)])
+def test_batches_of_ones_own_go_on_at_their_place_on_other_ranks(
+    size: int, given: int, dispatched: bool
+) -> None:
+    def make(size: int) -> Any:
+        own = [[number] for number in range(20)]
+        raw = DataLoader(range(20), batch_sampler=own)  # type: ignore[arg-type]
+        return prepare(raw, 0, size, dispatch_batches=dispatched)
+
+    first = make(2)
+    running = iter(first)
+    for _ in range(5):  # 10 batches, on 2 ranks
+        next(running)
+    state = first.state_dict()
+    running.close()
+    other = make(size)
+    other.load_state_dict(state)
+    assert other.progress()[:2] == (0, given)
+    assert (other.state_dict()["random"] is None) == (size != 2)
+
+
 @pytest.mark.parametrize("skipped", [5, 7])
 def test_the_whole_epoch_that_was_complete_is_skipped(skipped: int) -> None:
     loader = prepare(numbers(10, 2, shuffle=True))

@@ -61,10 +61,6 @@ class DataLoaderDispatcher(PreparedLoader):
         return None
 
     @property
-    def _batches_a_round(self) -> int:
-        return 1 if self._options.split_batches else self._options.num_processes
-
-    @property
     def _keeps_batches(self) -> bool:
         return self.batch_sampler is not None and has_own_batches(self.batch_sampler)
 

@@ -207,6 +207,10 @@ class PreparedLoader(DataLoader[Any]):
         return length_of(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
 
     @property
+    def _batches_a_round(self) -> int:
+        return 1 if self._options.split_batches else self._options.num_processes
+
+    @property
     def _shard(self) -> Any:
         """The sampler or dataset that knows which part of the samples is this rank's."""
         is_iterable = isinstance(self.dataset, IterableDataset)
@@ -255,7 +259,16 @@ class PreparedLoader(DataLoader[Any]):
             "samples": progress.samples,
             "seeds": [sampler.initial_seed for sampler in self._seedable_samplers()],
             "total_batch_size": self.total_batch_size,
+            "batches_a_round": self._batches_a_round,
         }
+
+    def _step_sizes(self, state_dict: Mapping[str, Any]) -> tuple[int, int]:
+        """How much a step took then and takes now: samples, or batches where these are unknown."""
+        before, now = state_dict.get("total_batch_size"), self.total_batch_size
+        if before and now:
+            return int(before), now
+        now = self._batches_a_round
+        return int(state_dict.get("batches_a_round", now)), now
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken: the next pass is the rest of that epoch.
@@ -263,10 +276,8 @@ class PreparedLoader(DataLoader[Any]):
         Where a step had another number of samples then (of more ranks, say), the rest begins with
         the batch that holds the first sample not yet seen.
         """
-        given, before = int(state_dict["given"]), state_dict.get("total_batch_size")
-        now = self.total_batch_size
-        if before and now and before != now:
-            given = given * int(before) // now
+        before, now = self._step_sizes(state_dict)
+        given = int(state_dict["given"]) * before // now
         samplers = self._seedable_samplers()
         for sampler, seed in zip(samplers, state_dict.get("seeds", []), strict=False):
             sampler.restore_seed(int(seed))

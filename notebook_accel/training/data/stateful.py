@@ -109,7 +109,7 @@ class _KeepsReaderState(PreparedLoader):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        before, now = state_dict.get("total_batch_size"), self.total_batch_size
+        before, now = self._step_sizes(state_dict)
         # With another number of samples a step each rank reads other samples than it did then, and
         # cannot go on from the state of its dataset.
         self._progress.reader = state_dict.get("reader") if before == now else None
