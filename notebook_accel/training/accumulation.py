@@ -69,6 +69,7 @@ class Accumulation:
         stack = self.loaders.stack
         if stack:
             self.trained_on = stack[-1].loader
+            self.loaders.note_step()
 
     def show(self) -> None:
         """Let ``GradientState`` show this one."""

@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader
 
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch import rank as ranks
+from notebook_accel.training.accumulation import Accumulation
 from notebook_accel.training.data import active_loaders, skip_first_batches
 from notebook_accel.training.seeding import set_seed
+from notebook_accel.training.settings import GradientAccumulationPlugin
 from tests.training.loading import SizedStream, Stream, lists, numbers, prepare
 
 if TYPE_CHECKING:
@@ -227,22 +229,29 @@ def test_a_stop_keeps_the_random_numbers_of_what_was_read_ahead(draws_from: int)
     assert lists(given) + lists(resumed) == whole
 
 
-def test_a_stop_in_an_inner_loop_keeps_the_place_of_the_outer_one() -> None:
+@pytest.mark.parametrize(("trains", "inner_given"), [(False, 1), (True, 0)])
+def test_a_stop_in_an_inner_loop_keeps_the_place_of_the_outer_one(
+    trains: bool, inner_given: int
+) -> None:
     before = ranks.current()
     ranks.enter(Counting(stop_at=2))
     try:
         outer, inner = prepare(numbers(6, 2)), prepare(numbers(6, 2))
         with pytest.raises(RunStopped):
-            _evaluate_at_each_step(outer, inner)
+            _evaluate_at_each_step(outer, inner, trains)
         assert not outer.is_iterated
         states = [loader.state_dict() for loader in (outer, inner)]
     finally:
         ranks.enter(before)
-    assert [(state["iteration"], state["given"]) for state in states] == [(0, 1), (0, 1)]
+    given = [(state["iteration"], state["given"]) for state in states]
+    assert given == [(0, 1), (0, inner_given)], "an evaluation begins anew"
 
 
-def _evaluate_at_each_step(outer: Any, inner: Any) -> None:
+def _evaluate_at_each_step(outer: Any, inner: Any, trains: bool) -> None:
+    accumulation = Accumulation(GradientAccumulationPlugin())
     for _ in outer:
+        if trains:
+            accumulation.note_step()
         list(inner)
 
 

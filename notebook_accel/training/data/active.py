@@ -9,6 +9,7 @@ is garbage collected.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.rank import RankContext, current
@@ -34,8 +35,9 @@ class Position:
         last_round: what the round that the loop has now lacks; None where that is nothing.
         is_uneven: whether ranks may have batches of different sizes at the same step.
         is_over: whether the pass has ended, or was left.
-        is_stopped: whether a stop of the run (``RunStopped``) ended it: a training that is resumed
-            from a checkpoint saved after that goes on with the rest of the epoch.
+        is_stopped: whether a stop of the run (``RunStopped``) ended it, and it is no evaluation: a
+            training that is resumed from a checkpoint saved after that goes on with the rest of the
+            epoch.
         replay: the random numbers that the reads of the pass find.
     """
 
@@ -82,6 +84,7 @@ class ActiveLoaders:
 
     def __init__(self) -> None:
         self.stack: list[Position] = []
+        self._trained: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders
 
     @property
     def position(self) -> Position | None:
@@ -118,14 +121,24 @@ class ActiveLoaders:
         if position in self.stack:
             self.stack.remove(position)
 
+    def note_step(self) -> None:
+        """Note that an optimizer made a step within the passes that are under way."""
+        self._trained.update(one.loader for one in self.stack)
+
     def stop(self, position: Position) -> None:
-        """Note that the run was stopped in this pass, and so in all those around it."""
+        """Note that the run was stopped in this pass, and so in all those around it.
+
+        Once steps were made, only for loaders in whose passes they were: the rest of an evaluation
+        would give a metric of that part alone.
+        """
         for one in (*self.stack, position):
-            one.is_stopped = True
+            is_trained = any(one.loader.is_part_of(loader) for loader in self._trained)
+            one.is_stopped = is_trained or not self._trained
 
     def clear(self) -> None:
         """Forget every pass."""
         self.stack.clear()
+        self._trained.clear()
 
 
 def active_loaders(context: RankContext | None = None) -> ActiveLoaders:
