@@ -76,6 +76,19 @@ def test_an_inner_loop_that_raises_is_forgotten() -> None:
         assert active_loaders().active_dataloader is outer
 
 
+def test_a_rank_for_which_a_divided_batch_has_nothing_knows_that_it_repeats() -> None:
+    class Own(list):  # type: ignore[type-arg]
+        batch_size = 2
+
+    own = Own([[0], [1, 2], [3], [4, 5]])
+    raw = DataLoader(range(6), batch_sampler=own)  # type: ignore[arg-type]
+    loaders = [prepare(raw, rank, 2, split_batches=True) for rank in range(2)]
+    last_rounds = [[active_loaders().position.last_round for _ in loader] for loader in loaders]
+    assert last_rounds[0] == [None, None, None, (2, 1, 1)]
+    assert last_rounds[1] == [(1, 1, 0), None, (1, 1, 0), (2, 1, 1)]
+    assert lists(skip_first_batches(loaders[1], 1)) == [[2], [3], [5]]
+
+
 def test_iterators_that_are_kept_do_not_answer_for_others() -> None:
     train, other = prepare(numbers(6)), prepare(numbers(3))
     left = iter(other)

@@ -498,12 +498,15 @@ class PreparedLoader(DataLoader[Any]):
     def _transfer(self, position: Position) -> Transfer:
         """What is done with each batch on its way to the loop."""
         send, move = make_transfer(self._options.device, self._options.non_blocking)
-        if not self._marks_last_round:
+        shard = self._shard
+        is_split = isinstance(shard, BatchSamplerShard) and shard.split_batches
+        repeats = shard.repeats if is_split else {}
+        if not (self._marks_last_round or is_split):
             return Transfer(send, move)
 
         def receive(batch: Any) -> Any:
             batch = batch if move is None else move(batch)
-            position.last_round, is_uneven = None, None
+            position.last_round, is_uneven = repeats.pop(position.num_given, None), None
             if type(batch) is RoundBatch:
                 batch, position.last_round, is_uneven = batch
             if position.last_round is not None:

@@ -150,6 +150,8 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
+        # By its number in the pass, each batch before the last that this rank only repeats.
+        self.repeats: dict[int, LastRound] = {}
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index
@@ -230,6 +232,7 @@ class BatchSamplerShard(BatchSampler):
 
     def __iter__(self) -> Iterator[Any]:
         self.last_round = None
+        self.repeats.clear()
         if self.num_processes == 1:
             return iter(self.batch_sampler)
         if self._shares_samples:
@@ -261,8 +264,11 @@ class BatchSamplerShard(BatchSampler):
         """
         batches = iter(self.batch_sampler)
         batch: Any = next(batches, ())
-        for following in batches:
-            yield self._part_of(batch, at_least=1)
+        for number, following in enumerate(batches):
+            part = self._part_of(batch, at_least=1)
+            if not len(self._part_of(batch, at_least=0)):
+                self.repeats[number] = LastRound(len(batch), len(part), 0)
+            yield part
             batch = following
         if not len(batch) or (self.drop_last and len(batch) < self.batch_size):
             return
