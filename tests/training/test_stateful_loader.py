@@ -129,14 +129,16 @@ def in_two_ranks(folder: str) -> dict[str, Any]:
         rest = lists(loader)
         stream = getattr(loader.dataset, "dataset", loader.dataset)
         found[name] = rest == whole[3:], [number for number in stream.read if number < 18]
+        found[f"{name}, skipped"] = lists(skip_first_batches(make()[1], 2)) == whole[2:]
     return found
 
 
 def test_ranks_go_on_from_a_checkpoint(tmp_path: Any) -> None:
     first, second = run_ranks(in_two_ranks, 2, str(tmp_path))
     # Of what came before, the first batch alone is read again: it fills up the last round.
-    assert first == {"dispatched": (True, [0, 1, 2]), "alone": (True, [])}
-    assert second == {"dispatched": (True, []), "alone": (True, [])}
+    skipped = {"dispatched, skipped": True, "alone, skipped": True}
+    assert first == {"dispatched": (True, [0, 1, 2]), "alone": (True, []), **skipped}
+    assert second == {"dispatched": (True, []), "alone": (True, []), **skipped}
 
 
 def test_torchdata_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ The state belongs to a rank: ranks may read different files.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -80,8 +81,11 @@ class _KeepsReaderState(PreparedLoader):
         index.start, index.keeps_first = 0, False
         index.before_start = None
         if keeps_first:
+            dataset: Any = self.dataset
+            at_start = copy.deepcopy(dataset.state_dict())
             torchdata.load_state_dict({})
             yield next(torchdata.__iter__())
+            dataset.load_state_dict(at_start)  # read here, it has moved on
         if position is not None and start:
             index.before_start = position.replay.reach_start
         torchdata.load_state_dict(restored["state"] if restored else {})
