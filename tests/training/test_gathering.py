@@ -525,6 +525,7 @@ def ends_early() -> dict[str, Any]:
     }
     small = DataLoader(range(6), batch_sampler=[[0, 1], [2], [3, 4], [5]])  # type: ignore[arg-type]
     divided = prepare(small, dispatch_batches=True, split_batches=True, even_batches=False)
+    results["even"] = steps_and_samples(prepare(numbers(10), dispatch_batches=True), 2)
     results["small in the middle"] = steps_and_samples(divided, 3)[0]
     common = itertools.islice(divided, 3)
     results["small, gathered"] = [gather_for_metrics(batch).tolist() for batch in common]
@@ -540,6 +541,7 @@ def test_ranks_make_the_same_steps_until_one_has_no_more() -> None:
     assert first["each its own"] == ([[0, 1, 2], [6, 7, 8]], 9)
     assert second["each its own"] == ([[3, 4, 5]], 9)
     assert (first["split"], second["split"]) == (([[0, 1], [4]], 5), ([[2, 3]], 5))
+    assert (first["even"][1], second["even"][1]) == (10, 10)
     # Only a last round may have nothing for a rank: before that a rank repeats rank 0's sample.
     assert first["small in the middle"] == [[0], [2], [3], [5]]
     assert second["small in the middle"] == [[1], [2], [4]]

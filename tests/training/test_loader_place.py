@@ -89,6 +89,16 @@ def test_a_rank_for_which_a_divided_batch_has_nothing_knows_that_it_repeats() ->
     assert lists(skip_first_batches(loaders[1], 1)) == [[2], [3], [5]]
 
 
+def test_samples_of_a_short_last_batch_are_counted_as_they_are() -> None:
+    for loader in (numbers(10, 4), numbers(12, 4), numbers(10, 4, drop_last=True)):
+        prepared = prepare(loader)
+        expected = sum(map(len, prepared))
+        assert prepared.progress() == (1, 0, expected)
+    skipping = skip_first_batches(prepare(numbers(10, 4)), 1)
+    assert sum(map(len, skipping)) == 6
+    assert skipping.progress() == (1, 0, 10)
+
+
 def test_iterators_that_are_kept_do_not_answer_for_others() -> None:
     train, other = prepare(numbers(6)), prepare(numbers(3))
     left = iter(other)

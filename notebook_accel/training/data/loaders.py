@@ -16,6 +16,7 @@ few attribute reads a batch: what can be decided at its start is.
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from notebook_accel.training.data.samplers import (
     RoundBatch,
     SeedableRandomSampler,
     SkipBatchSampler,
+    has_own_batches,
     length_of,
     samplers_of,
 )
@@ -475,9 +477,20 @@ class PreparedLoader(DataLoader[Any]):
         self._progress.samples += size * num_rounds
         if position.remainder > 0:
             self._progress.samples += position.remainder - size
+        elif last is None and num_batches:
+            self._progress.samples -= self._num_lacking
         # Now rather than as the next pass begins: code that calls set_epoch of a sampler or a
         # dataset itself, before each pass, has the last word.
         self.set_epoch(position.epoch + 1)
+
+    @property
+    def _num_lacking(self) -> int:
+        """Samples that the last round lacks, and nothing fills up; 0 where that is not known."""
+        batches, size = self._index.sampler, self.total_batch_size
+        if isinstance(self.dataset, IterableDataset) or size is None or has_own_batches(batches):
+            return 0
+        is_known = isinstance(batches.sampler, Sized) and not batches.drop_last
+        return -len(batches.sampler) % size if is_known else 0
 
     @property
     def _knows_repeats(self) -> bool:
