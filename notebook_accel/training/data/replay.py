@@ -1,7 +1,9 @@
 """What a dataset draws from random numbers, so that a pass that is resumed gets the very same.
 
 This holds for datasets that are read by index. What a stream draws while its first batches are read
-and left out, a ``worker_init_fn`` of the user and torchdata's workers are not followed.
+and left out, a ``worker_init_fn`` of the user and torchdata's loader of a dataset with
+``state_dict`` are not followed; nor is what samples read in the rank's own process draw in a pass
+whose first 4 reads drew nothing.
 
 A prepared loader reads one batch ahead of its loop. Where samples are read in the rank's own
 process, what they draw from the global random numbers (an augmentation, say) lies between what two
