@@ -43,10 +43,14 @@ _known: list[_ListedRun] = []
 
 def add(run: Run) -> None:
     """List a run that begins, without what its handles alone keep."""
-    _known.append(_ListedRun(handle=weakref.ref(run), run=run._without_results()))
-    # One that goes on stays: it can be stopped from here, and its error says where to find it.
+    # The oldest goes with the next run: one that is discarded takes no place of another.
+    _known[:] = [*_newest(), _ListedRun(handle=weakref.ref(run), run=run._without_results())]
+
+
+def _newest() -> list[_ListedRun]:
+    """The newest runs, and older ones that go on: they can be stopped from the list."""
     old = [known for known in _known[:-_MAX_RUNS] if not known.run.state.has_ended]
-    _known[:] = [*old, *_known[-_MAX_RUNS:]]
+    return [*old, *_known[-_MAX_RUNS:]]
 
 
 def keep(run: Run) -> None:
@@ -96,7 +100,7 @@ def runs(*, everywhere: bool = False) -> list[Run]:
     Args:
         everywhere: also those on disk that other processes and earlier kernels left, by time.
     """
-    handles = [(known.handle(), known.run) for known in _known]
+    handles = [(known.handle(), known.run) for known in _newest()]
     here = [run if handle is None else handle for handle, run in handles]
     if not everywhere:
         return here

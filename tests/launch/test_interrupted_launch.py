@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch import launcher
+from notebook_accel.launch import launcher, run_list
 from notebook_accel.launch.launcher import Session, launch
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.run_list import runs
@@ -138,6 +138,8 @@ def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(
         monkeypatch.setattr(launcher, "begin_call", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.call(_pid_after, (600,), view=View())
+        # Full, so that a run that is listed takes the place of another.
+        monkeypatch.setattr(run_list, "_MAX_RUNS", 1)
         listed = runs()
         with pytest.raises(KeyboardInterrupt):
             session.ask(_pid_after, {"seconds": 600})
