@@ -7,6 +7,7 @@ the one that runs the tests.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -51,9 +52,20 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin" / "python"
 
 
+def _without_path() -> dict[str, str]:
+    """This environment; whoever runs the tests may have a path to the tree in it."""
+    return {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+
+
 def run(command: Sequence[str], folder: Path, *, timeout: float = 110) -> str:
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False
+        command,
+        cwd=folder,
+        env=_without_path(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -129,7 +141,7 @@ def execute(python: Path, code: str, folder: Path) -> str:
     (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "clean"}))
     specs = KernelSpecManager(kernel_dirs=[str(spec.parent)])
     manager = KernelManager(kernel_name="clean", kernel_spec_manager=specs)
-    manager.start_kernel(cwd=str(folder))
+    manager.start_kernel(cwd=str(folder), env=_without_path())
     client = manager.blocking_client()
     client.start_channels()
     try:

@@ -195,6 +195,8 @@ def _be_rank(call: list[Any], rank: int, num_ranks: int, timeout: float, folder:
             dist.init_process_group(
                 "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
             )
+            # A rank that ended at once would close connections that others are still making.
+            dist.barrier()
         file, module, name, args = call
         reply = (True, getattr(_load(file, module), name)(*args))
         data = pickle.dumps(reply)
@@ -204,7 +206,14 @@ def _be_rank(call: list[Any], rank: int, num_ranks: int, timeout: float, folder:
     path.with_suffix(".part").write_bytes(data)
     path.with_suffix(".part").rename(path)
     sys.stdout.flush()
-    os._exit(0 if data and pickle.loads(data)[0] else 1)
+    if not pickle.loads(data)[0]:
+        os._exit(1)
+    # As ranks of ours do: what the others still have to read may be in this one's sockets.
+    others = [folder / str(other) for other in range(num_ranks)]
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while not all(path.exists() for path in others) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os._exit(0)
 
 
 def _load(file: str, module: str) -> Any:
