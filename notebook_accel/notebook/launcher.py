@@ -15,7 +15,7 @@ from notebook_accel.launch.engines import ENGINES, engine_named
 from notebook_accel.launch.launcher import launch
 from notebook_accel.notebook.clicks import clicks_for, find_kernel
 from notebook_accel.notebook.dashboard import Dashboard
-from notebook_accel.notebook.session import session_for
+from notebook_accel.notebook.kernel_session import session_for
 from notebook_accel.notebook.sources import cell_sources
 from notebook_accel.notebook.tracebacks import show_in_short
 from notebook_accel.notebook.views import choose_view

@@ -23,7 +23,7 @@ from IPython.display import display
 from notebook_accel.config import resolve
 from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.template.handle import warm
-from notebook_accel.notebook import post_mortem, session
+from notebook_accel.notebook import kernel_session, post_mortem
 from notebook_accel.notebook.cell_function import cell_function
 from notebook_accel.notebook.cell_script import script_of_cell
 from notebook_accel.notebook.completion import complete_magic
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.run import Run
+    from notebook_accel.notebook.session import NotebookSession
 
 __all__ = ["AccelerateMagics", "CellSyntaxError", "load_ipython_extension"]
 
@@ -148,7 +149,7 @@ class AccelerateMagics(Magics):
             if options.write and chosen.ranks is not None:
                 raise UsageError("--write and --ranks: every process runs the whole of a script")
             config, notices = _settings(options)
-            running = session.session_for(shell, config, notices)
+            running = kernel_session.session_for(shell, config, notices)
             if options.write:
                 self._write(cell, number, options.write, running.config, running)
             run = running.run_cell(cell, source, first_line=2, number=number, options=chosen)
@@ -179,7 +180,7 @@ class AccelerateMagics(Magics):
         number: int,
         path: str,
         config: LaunchConfig,
-        running: session.NotebookSession | None,
+        running: NotebookSession | None,
     ) -> None:
         """Write the cell as a script, after those that the session has run."""
         shell: Any = self.shell
@@ -223,25 +224,25 @@ class AccelerateMagics(Magics):
 
     def _start(self, arguments: Sequence[str]) -> None:
         options = parse_argstring(_start_options, shlex.join(arguments))
-        session.start_session(self._notebook, *_settings(options))
+        kernel_session.start_session(self._notebook, *_settings(options))
 
     def _restart(self, arguments: Sequence[str]) -> None:
-        running = session.current_session()
+        running = kernel_session.current_session()
         options = parse_argstring(_start_options, shlex.join(arguments))
         config, notices = _settings(options)
         if running is not None and options.config is None:
             given = {name: getattr(options, name) for name in ("num_processes", "mixed_precision")}
             changed = {name: value for name, value in given.items() if value is not None}
             config, notices = replace(running.config, **changed), []
-        session.end_session()
-        session.start_session(self._notebook, config, notices)
+        kernel_session.end_session()
+        kernel_session.start_session(self._notebook, config, notices)
 
     def _stop(self, arguments: Sequence[str]) -> None:
-        was_there = session.end_session()
+        was_there = kernel_session.end_session()
         print("the session has ended" if was_there else "there is no session")  # noqa: T201
 
     def _status(self, arguments: Sequence[str]) -> None:
-        running = session.current_session()
+        running = kernel_session.current_session()
         none = "there is no session; the first %%accelerate cell starts one"
         print(none if running is None else running.describe())  # noqa: T201
 
@@ -275,8 +276,8 @@ class AccelerateMagics(Magics):
     def _doctor(self, arguments: Sequence[str]) -> None:
         display(diagnose())
 
-    def _running(self) -> session.NotebookSession:
-        running = session.current_session()
+    def _running(self) -> NotebookSession:
+        running = kernel_session.current_session()
         if running is None:
             raise UsageError(
                 "there is no session; %accelerate start or an %%accelerate cell starts one"
@@ -325,7 +326,7 @@ _OPTIONS_OF = {
 
 def _session_names() -> frozenset[str]:
     """The names of the session; none where there is no session."""
-    running = session.current_session()
+    running = kernel_session.current_session()
     return frozenset() if running is None else running.names
 
 

@@ -9,7 +9,7 @@ from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from notebook_accel.notebook import magics, session
+from notebook_accel.notebook import kernel_session, magics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,7 +95,7 @@ def test_tab_completes_commands_options_and_names_of_the_session(
     assert {"start", "pull", "debug", "--help"} <= offered("%accelerate ")
     assert "model" not in offered("%accelerate pull ")
     running = SimpleNamespace(names=frozenset(["model", "mean_loss"]))
-    monkeypatch.setattr(session, "current_session", lambda: running)
+    monkeypatch.setattr(kernel_session, "current_session", lambda: running)
     assert offered("%accelerate st") == {"start", "stop", "status", "stacks"}
     assert offered("%accelerate pull ") == {"model", "mean_loss"}
     assert offered("%accelerate pull model,me") == {"mean_loss"}
