@@ -2,7 +2,7 @@
 
     notebook: x = 1         the notebook's: pushed when a cell of the session uses x
     session:  x = 2         the session's: the notebook's x stays at home
-    notebook: x = 3         the notebook's again
+    notebook: x = 3         the notebook's again, also while a call goes on that assigns x
     %accelerate pull x      the session's: both have the same, and neither is newer
 
 A name of the notebook's is pushed again when its object changed, as a list does that was appended
@@ -64,18 +64,46 @@ class Ownership:
         self._namespace = namespace
         self._hidden = hidden
         self._known: dict[str, _AgreedName] = {}
-        # Assigned in a cell of the notebook since: maybe the very same object again.
-        self._anew: set[str] = set()
+        self._num_calls = 0
+        # What the notebook had when the newest call was sent, by identity.
+        self._keys_at_call = self._keys()
+        # Assigned in a cell of the notebook since, maybe the very same object again; and how many
+        # calls had been sent by then.
+        self._anew: dict[str, int] = {}
+        # Agreed on since the end of the newest cell of the notebook.
+        self._agreed_in_cell: set[str] = set()
+
+    def note_call(self) -> None:
+        """A call is sent: what the notebook assigns from now on is newer than what that assigns."""
+        self._num_calls += 1
+        self._keys_at_call = self._keys()
 
     def note_assigned(self, names: Iterable[str]) -> None:
-        """The notebook has assigned these names."""
-        self._anew.update(names)
+        """A cell of the notebook has ended, and has assigned these names."""
+        for name in names:
+            agreed = self._known.get(name) if name in self._agreed_in_cell else None
+            # It was pushed or pulled after the cell had assigned it: what the ranks have made of
+            # it meanwhile is newer.
+            if agreed is None or agreed.key != self._key(name):
+                self._anew[name] = self._num_calls
+        self._agreed_in_cell.clear()
 
     def note_session_assigned(self, names: Iterable[str]) -> None:
-        """The session has assigned these names, or both sides have the session's object."""
+        """The newest call has assigned these names in the session."""
         for name in names:
-            self._known[name] = _AgreedName(self._key(name), None)
-            self._anew.discard(name)
+            # One that the notebook has assigned since that call was sent is the notebook's.
+            if self._anew.get(name) != self._num_calls:
+                self._known[name] = _AgreedName(self._keys_at_call.get(name), None)
+                self._anew.pop(name, None)
+
+    def note_pulled(self, name: str) -> None:
+        """The notebook has the session's object of this name."""
+        self._agree(name, _AgreedName(self._key(name), None))
+
+    def push_again(self, names: Iterable[str]) -> None:
+        """Not all ranks have got these names, which were pushed: the next that uses them must."""
+        for name in names:
+            self._anew[name] = self._num_calls
 
     def keep_only(self, names: Iterable[str]) -> None:
         """The session has no other names than these."""
@@ -123,14 +151,21 @@ class Ownership:
         """The session has what was pushed."""
         for name, value in push.values.items():
             # Looked at again: the first pickle of an object may leave something in its class.
-            self._known[name] = _AgreedName(id(value), look_at(name, value).digest)
-            self._anew.discard(name)
+            self._agree(name, _AgreedName(id(value), look_at(name, value).digest))
 
     def is_ours(self, name: str) -> bool:
         """Whether the notebook has such a name that a person gave."""
         if name not in self._namespace or is_history(name):
             return False
         return name not in self._hidden or self._hidden[name] is not self._namespace[name]
+
+    def _agree(self, name: str, agreed: _AgreedName) -> None:
+        self._known[name] = agreed
+        self._anew.pop(name, None)
+        self._agreed_in_cell.add(name)
+
+    def _keys(self) -> dict[str, int]:
+        return {name: id(value) for name, value in list(self._namespace.items())}
 
     def _key(self, name: str) -> int | None:
         return id(self._namespace[name]) if name in self._namespace else None

@@ -166,9 +166,6 @@ class NotebookSession:
             pull=options.pull,
             pull_from=min(options.ranks) if options.ranks else 0,
         )
-        # In the background it owns its names from now on: a later cell must not push over them.
-        if options.in_background:
-            self._owners.note_session_assigned(found.assigned)
         block = not options.in_background
         run = self._begin(request, push, block=block, source=source, asked=options.ranks)
         if options.in_background:
@@ -176,23 +173,24 @@ class NotebookSession:
             slot.show({_PLAIN: ""})
             # Its displays go into slots: what a thread prints appears anywhere.
             self._background = threading.Thread(
-                target=self._follow, args=(run, request, slot), name=request.label
+                target=self._follow, args=(run, request, found.certain, slot), name=request.label
             )
             self._background.daemon = True
             self._background.start()
         else:
-            self._owners.note_session_assigned(found.assigned)
-            self._conclude_cell(run, request)
+            self._conclude_cell(run, request, found.certain)
         if options.ranks is None:
             self.cells[number] = text
         return run
 
-    def _follow(self, run: Run, request: CellCall, slot: DisplaySlot) -> None:
+    def _follow(
+        self, run: Run, request: CellCall, assigned: frozenset[str], slot: DisplaySlot
+    ) -> None:
         """Wait for a cell in the background, and conclude it."""
         while not run._conductor.ended.wait(1.0):
             continue
         self._note_end(run)
-        self._conclude_cell(run, request, slot)
+        self._conclude_cell(run, request, assigned, slot)
         failure = run.state.failure
         shows_values = any(one is not None and one.value is not None for one in run._peek())
         if failure is not None and not shows_values:
@@ -245,6 +243,7 @@ class NotebookSession:
         self._notices = ()
         sources = cell_sources(self._shell)
         self._has_lost_group = False
+        self._owners.note_call()
         try:
             run = self.session.call(
                 request,
@@ -271,15 +270,24 @@ class NotebookSession:
             self._note_end(run)
         return run
 
-    def _conclude_cell(self, run: Run, request: CellCall, slot: DisplaySlot | None = None) -> None:
+    def _conclude_cell(
+        self,
+        run: Run,
+        request: CellCall,
+        assigned: frozenset[str],
+        slot: DisplaySlot | None = None,
+    ) -> None:
         """The cell has ended: show its values, and take what was to be pulled.
 
         Args:
             run: of the cell.
             request: what the ranks were asked.
+            assigned: names that it has assigned for certain, maybe the very same objects again.
             slot: where the values go; None for the output of the cell that runs now.
         """
         outcomes: list[CellOutcome | None] = run._peek()
+        if all(rank.returned for rank in run.state.ranks):
+            self._owners.note_session_assigned(assigned)
         self._take(outcomes)
         show_values([None if one is None else one.value for one in outcomes], slot)
         if outcomes[request.pull_from or 0] is not None:
@@ -404,7 +412,7 @@ class NotebookSession:
         for name in names:
             values = [one.pulled.get(name) for one in asked.values()]
             self._shell.user_ns[name] = values if rank is None else values[0]
-            self._owners.note_session_assigned([name])
+            self._owners.note_pulled(name)
 
     # ---- the session -----------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.notebook.used_names import names_of
+from notebook_accel.notebook.used_names import CellNames, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ class SessionHints:
     Args:
         shell: of the notebook.
         names: gives the names of the session.
-        note_assigned: is told which names cells of the notebook assign.
+        note_assigned: is told at the end of each cell which names of the notebook it has assigned.
     """
 
     def __init__(
@@ -56,8 +56,9 @@ class SessionHints:
         error = result.error_in_exec
         if isinstance(error, NameError):
             self._hint(getattr(error, "name", None))
-        if result.success and not text.lstrip().startswith(_MAGIC):
-            self._note_assigned(names_of(self._shell.transform_cell(text)).assigned)
+        is_the_notebooks = result.success and not text.lstrip().startswith(_MAGIC)
+        names = names_of(self._shell.transform_cell(text)) if is_the_notebooks else CellNames()
+        self._note_assigned(names.assigned)
 
     def _hint(self, name: str | None) -> None:
         if name in set(self._names()) and name not in self._shell.user_ns:

@@ -38,10 +38,13 @@ class CellNames:
     Attributes:
         used: those that the cell reads and has not certainly assigned before.
         assigned: those that it assigns or deletes at its top, or as ``global`` in a function.
+        certain: of those, the ones that it has assigned whenever it comes to its end;
+            loops are taken to run.
     """
 
     used: frozenset[str] = frozenset()
     assigned: frozenset[str] = frozenset()
+    certain: frozenset[str] = frozenset()
 
 
 def names_of(text: str) -> CellNames:
@@ -55,10 +58,11 @@ def names_of(text: str) -> CellNames:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return CellNames()
     reader = _Reader()
-    reader.block(tree.body, set())
+    certain: set[str] = set()
+    reader.block(tree.body, certain)
     # The reader does not tell the arguments of a function from the names around it.
     used = (reader.used & looked_up) | reader.named_for_ipython
-    return CellNames(frozenset(used), frozenset(reader.assigned))
+    return CellNames(frozenset(used), frozenset(reader.assigned), frozenset(certain))
 
 
 def _looked_up(table: symtable.SymbolTable) -> Iterator[str]:

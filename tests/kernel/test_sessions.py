@@ -201,6 +201,24 @@ def test_what_the_cell_uses_is_pushed_until_the_session_assigns_it(book: Noteboo
     assert book.run("factor, rows") == ""
 
 
+def test_what_the_ranks_made_of_a_name_is_not_pushed_over(book: Notebook) -> None:
+    book.run("""
+        from notebook_accel import notebook_launcher
+        trained = [0]
+        def train():
+            trained.append(7)
+        run = notebook_launcher(train, session=True)
+    """)
+    assert book.run("%%accelerate\ntrained") == "ranks 0-1: [0, 7]\n"
+    book.run("%%accelerate\ntrained.append(rank)")
+    book.run("trained = None\n%accelerate pull trained")
+    assert book.run("%%accelerate\ntrained") == "rank 0: [0, 7, 0]\nrank 1: [0, 7, 1]\n"
+    # A line that did not run assigned nothing.
+    book.run("trained = 'here'")
+    book.run("%%accelerate\nif rank > 5:\n    trained = 'there'")
+    assert book.run("%%accelerate\ntrained") == "ranks 0-1: 'here'\n"
+
+
 def test_an_optimizer_and_its_model_stay_together(book: Notebook) -> None:
     book.run("""
         model = torch.nn.Linear(2, 1)
@@ -344,6 +362,7 @@ def test_a_cell_in_the_background_leaves_the_notebook_free(book: Notebook, tmp_p
         """
         %%accelerate --bg --pull late
         import time
+        typed = "there"
         while not go.exists():
             time.sleep(0.01)
         late = rank + 5
@@ -352,7 +371,7 @@ def test_a_cell_in_the_background_leaves_the_notebook_free(book: Notebook, tmp_p
     )
     run = values(reply)[-1]
     assert re.match(r"<Run .* of In\[\d+\]: (starting|running), 2 ranks>", run)
-    assert book.run("print('free')") == "free\n"
+    assert book.run("typed = 'here'\nprint('free')") == "free\n"
     status = book.run("%accelerate status")
     assert re.search(r"2 ranks: busy\nrank 0  pid \d+  busy\nrank 1  pid \d+  busy\n", status)
     queued = book.start("%%accelerate --bg\nlate + 1")
@@ -362,6 +381,7 @@ def test_a_cell_in_the_background_leaves_the_notebook_free(book: Notebook, tmp_p
     assert re.match("<Run ", values(book.finish(queued))[-1])
     assert book.run("%%accelerate\nlate + 2") == "rank 0: 7\nrank 1: 8\n"
     assert book.run("print(late)") == "5\n"
+    assert book.run("%%accelerate\ntyped") == "ranks 0-1: 'here'\n"
     refusal = book.fails("next(one for one in Out.values() if hasattr(one, 'export')).export('x')")
     assert "--write script.py" in refusal
     assert any(
