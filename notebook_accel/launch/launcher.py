@@ -107,6 +107,10 @@ class Session:
 
     Its ranks end with :meth:`close`, or with this process. After a call that did not return on
     every rank the ranks destroy their process group; the next one makes it anew.
+
+    Attributes:
+        newest_call: the run of the call that was sent last, :meth:`ask` included, whoever waits
+            for it; without results. None before the first.
     """
 
     def __init__(
@@ -141,6 +145,7 @@ class Session:
         engine = engine_named(config.engine)
         plan = _plan(engine, self._request)
         self._sent = Registry()
+        self.newest_call: Run | None = None
         with contextlib.ExitStack() as undo:
             # An interrupt that came inside of held() is raised at its end: the ranks are there
             # then, and nobody would have the session.
@@ -199,7 +204,11 @@ class Session:
                 _new_run(request, self.world_size, notices, self._folder, asked) as new,
                 sendable(packed) as payload,
             ):
-                begin_call(self._pool, request, new, packed, payload, last=False)
+                try:
+                    begin_call(self._pool, request, new, packed, payload, last=False)
+                finally:
+                    if new.run._has_begun:
+                        self.newest_call = new.run._without_results()
                 self._sent = packed.registry
             return new.run
 
@@ -263,10 +272,16 @@ class Session:
         return stacks_text(self._pool.stacks(rank), {})
 
     def close(self, grace: float = LaunchConfig.grace) -> None:
-        """End the ranks, after the call that they are in; at once after ``grace`` seconds."""
-        self._pool.shut_down()
-        if not self._pool.ended.wait(grace):
-            self.kill()
+        """End the ranks, after the call that they are in; at once after ``grace`` seconds.
+
+        An interrupt ends them at once, too.
+        """
+        try:
+            self._pool.shut_down()
+            self._pool.ended.wait(grace)
+        finally:
+            if not self._pool.ended.is_set():
+                self.kill()
 
     def kill(self) -> None:
         """End the ranks and all that they started, now."""

@@ -48,6 +48,7 @@ class Conductor:
         ended: set once the run has ended and the view has drawn its end.
         timed_out: whether the run's own time-out ended it.
         curves: its metrics while it goes on; None where nobody collects them.
+        number: of the call among those of its ranks; 0 before it was sent.
         rescued_as: what a person types for what was being trained when it was stopped; "" where
             nothing of it is kept.
     """
@@ -57,6 +58,7 @@ class Conductor:
     results: Results | None = None
     ended: Latch
     timed_out = False
+    number = 0
     rescued_as = ""
 
     def check_waiting(self) -> None:

@@ -11,6 +11,7 @@ and shows the values of last expressions. Ranks, calls and their ends are ``laun
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, 
 from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.view import wording
+from notebook_accel.notebook.call_ends import CallEnds
 from notebook_accel.notebook.cell_function import PROVIDED
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.ownership import Ownership, Push
@@ -86,7 +88,6 @@ class NotebookSession:
         session: the ranks themselves.
         names: what they have of their own.
         cells: the text of each cell that all ranks have run, by its number.
-        rank_at_fault: in the newest call that failed; None where no rank was.
     """
 
     def __init__(
@@ -108,11 +109,6 @@ class NotebookSession:
         self._notices = tuple(notices)
         # Waits for a cell in the background, and then shows its values.
         self._background: threading.Thread | None = None
-        # Whether the ranks have names that they could not tell: a call raised.
-        self._has_unreported_names = False
-        self.rank_at_fault: int | None = None
-        # Whether all ranks had a process group in a call that did not end well.
-        self._has_lost_group = False
         line = StartingLine()
         try:
             self.session = Session(config=config, view=line, name="the session")
@@ -120,12 +116,18 @@ class NotebookSession:
             line.launch_failed()
             raise
         line.conclude(self.world_size)
+        self._ends = CallEnds(self.session)
         self._hints = SessionHints(shell, lambda: self.names, self._owners.note_assigned)
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.session.world_size
+
+    @property
+    def rank_at_fault(self) -> int | None:
+        """In the newest cell or function call that failed; None where no rank was."""
+        return self._ends.rank_at_fault
 
     @property
     def is_usable(self) -> bool:
@@ -162,7 +164,7 @@ class NotebookSession:
             label=f"In[{number}]",
             mentions=found.used,
             ranks=options.ranks,
-            renews_group=self._has_lost_group,
+            renews_group=self._ends.has_lost_group,
             pull=options.pull,
             pull_from=min(options.ranks) if options.ranks else 0,
         )
@@ -189,7 +191,6 @@ class NotebookSession:
         """Wait for a cell in the background, and conclude it."""
         while not run._conductor.ended.wait(1.0):
             continue
-        self._note_end(run)
         self._conclude_cell(run, request, assigned, slot)
         failure = run.state.failure
         shows_values = any(one is not None and one.value is not None for one in run._peek())
@@ -222,7 +223,7 @@ class NotebookSession:
             args=tuple(args),
             kwargs=dict(kwargs),
             mentions=mentions,
-            renews_group=self._has_lost_group,
+            renews_group=self._ends.has_lost_group,
         )
         push = self._plan_push(mentions)
         return self._begin(request, push, block=block, view=view, timeout=timeout)
@@ -239,36 +240,32 @@ class NotebookSession:
         timeout: float | None = None,
     ) -> Run:
         """Send a request with the names that go along; waits for it with ``block``."""
-        notices = (*self._notices, *push.lines)
-        self._notices = ()
         sources = cell_sources(self._shell)
-        self._has_lost_group = False
         self._owners.note_call()
+        self._ends.about_to_send(
+            renews_group=request.renews_group, keeps_error=True, pushed=push.values
+        )
         try:
-            run = self.session.call(
+            return self.session.call(
                 request,
                 kwargs=push.values,
                 view=choose_view(view, waits=block, is_cell=block and source is not None),
                 sources=sources if source is None else [source, *sources],
                 block=block,
                 timeout=timeout,
-                notices=notices,
+                notices=(*self._notices, *push.lines),
                 asked=asked,
             )
         except (Exception, KeyboardInterrupt) as error:
-            failed: Run | None = getattr(error, "run", None)
             if isinstance(error, NotebookAccelError) and not self.is_usable:
                 error.hint = f"The session is over: {_RESTART}"
             elif isinstance(error, WorkerError) and error.traceback:
                 error.hint = _DEBUG
-            if failed is not None:
-                self._owners.note_pushed(push)
-                self._note_end(failed)
             raise
-        self._owners.note_pushed(push)
-        if block:
-            self._note_end(run)
-        return run
+        finally:
+            if self._ends.was_sent:
+                self._notices = ()
+                self._owners.note_pushed(push)
 
     def _conclude_cell(
         self,
@@ -293,15 +290,6 @@ class NotebookSession:
         if outcomes[request.pull_from or 0] is not None:
             self._assign(request.pull, outcomes, request.pull_from)
 
-    def _note_end(self, run: Run) -> None:
-        """Remember what the next call must know of how this one ended."""
-        ranks = run.state.ranks
-        if run.state.failure is not None:
-            self.rank_at_fault = run.state.failure.rank
-        if not all(rank.returned for rank in ranks):
-            self._has_lost_group = all(rank.made_group for rank in ranks)
-            self._has_unreported_names = True
-
     def _take(self, outcomes: Iterable[NamesOutcome | None]) -> None:
         """Note what the ranks have, and what of it they have assigned."""
         answers = [one for one in outcomes if one is not None]
@@ -310,7 +298,7 @@ class NotebookSession:
         self._owners.note_session_assigned({name for one in answers for name in one.assigned})
         self.names = frozenset(PROVIDED).union(*(one.names for one in answers))
         self._owners.keep_only(self.names)
-        self._has_unreported_names = False
+        self._owners.push_again(self._ends.take(answers))
 
     def _plan_push(self, used: Iterable[str], forced: Sequence[str] = ()) -> Push:
         missing = [name for name in forced if not self._owners.is_ours(name)]
@@ -328,24 +316,39 @@ class NotebookSession:
             )
 
     def _await_turn(self) -> None:
-        """Wait until the ranks are free, as a cell of a notebook waits for those before it.
+        """Wait for the call that goes on, as a cell of a notebook waits for those before it.
+
+        An interrupt leaves the wait, and that call goes on.
 
         Raises:
             LaunchError: a rank has ended.
         """
-        if self._background is not None and self._background.is_alive():
+        call = self.session.newest_call
+        if call is not None and self._is_going_on(call):
             slot = DisplaySlot()
-            slot.show({_PLAIN: f"waits for {self._background.name}, which runs in the background"})
+            slot.show({_PLAIN: f"waits for {call.name}, which runs in the background"})
             try:
-                # In short slices: an interrupt leaves the wait, and that cell goes on.
-                while self._background.is_alive():
-                    self._background.join(_SLICE_SECONDS)
+                while self._is_going_on(call):
+                    time.sleep(_SLICE_SECONDS)
             finally:
                 slot.show({_PLAIN: ""})
+        self._ends.note()
         if not self.is_usable:
             raise LaunchError(f"{self._how_it_ended()}. {_RESTART}")
-        if self._has_unreported_names:
-            self._take(self.session.ask(NamesCall()))
+        if self._ends.has_unreported_names:
+            self._take(self._ask(NamesCall()))
+
+    def _is_going_on(self, call: Run) -> bool:
+        """Whether a call has not ended, or its values are still to be shown."""
+        is_followed = self._background is not None and self._background.is_alive()
+        return is_followed or not call._conductor.ended.is_set()
+
+    def _ask(
+        self, request: NamesCall | DebugCall, names: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """What each rank answers to a request that is no run for the person."""
+        self._ends.about_to_send()
+        return self.session.ask(request, names)
 
     def _how_it_ended(self) -> str:
         for process in self.session.processes:
@@ -370,9 +373,7 @@ class NotebookSession:
         """
         self._check_ranks(None if rank is None else frozenset([rank]))
         self._await_turn()
-        outcomes: list[NamesOutcome] = self.session.ask(
-            NamesCall(pull=tuple(names), pull_from=rank)
-        )
+        outcomes: list[NamesOutcome] = self._ask(NamesCall(pull=tuple(names), pull_from=rank))
         self._take(outcomes)
         self._assign(names, outcomes, rank)
 
@@ -385,7 +386,7 @@ class NotebookSession:
         """
         self._await_turn()
         push = self._plan_push((), names)
-        self._take(self.session.ask(NamesCall(), push.values))
+        self._take(self._ask(NamesCall(), push.values))
         self._owners.note_pushed(push)
 
     def _assign(
@@ -443,13 +444,13 @@ class NotebookSession:
     def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
         """The answer of each rank's debugger; None of one that is not asked, or has no error."""
         self._await_turn()
-        answers: list[DebugAnswer | None] = self.session.ask(request)
+        answers: list[DebugAnswer | None] = self._ask(request)
         return answers
 
     def end(self) -> None:
         """End the ranks; a cell that runs in the background has some seconds to end by itself."""
         self._hints.remove()
-        self.session.close()
+        self.session.close(self.config.grace)
 
 
 def num_ranks(world_size: int) -> str:

@@ -334,6 +334,37 @@ def test_a_prepared_model_trains_on_after_a_call_that_failed(book: Notebook) -> 
         assert "the process group was made anew" in html
 
 
+def test_the_process_group_is_made_anew_however_the_call_before_ended(book: Notebook) -> None:
+    book.run("""
+        from notebook_accel import notebook_launcher
+        def fail():
+            if rank == 1:
+                1 // 0
+            accelerator.wait_for_everyone()
+        def refuse():
+            raise MemoryError("no room")
+        class Heavy:
+            def __reduce__(self):
+                return refuse, ()
+        heavy, beside = Heavy(), 1
+    """)
+    works = "%%accelerate\nint(accelerator.reduce(torch.ones(1))), beside"
+    assert book.run(works) == "ranks 0-1: (2, 1)\n"
+    # One that only asks for names.
+    book.run("%%accelerate\nlines = (number for number in range(3))")
+    assert "generator" in book.fails("%accelerate pull lines")
+    assert book.run(works) == "ranks 0-1: (2, 1)\n"
+    # One for which no cell waits; the next one does. Its error is the newest.
+    book.fails("%%accelerate\nif rank == 0: 1 // 0\naccelerator.wait_for_everyone()")
+    book.run("run = notebook_launcher(fail, session=True, block=False)")
+    assert "ZeroDivisionError" in typed(book, "%accelerate debug", "rank 1 (pdb) ", ["q"])
+    # Nothing is sent; and what is sent is refused before it makes the group anew.
+    assert "view=" in book.fails("notebook_launcher(fail, session=True, view='nothing')")
+    book.run("beside = 2")
+    assert "no room" in book.fails("%%accelerate\nheavy, beside")
+    assert book.run(works) == "ranks 0-1: (2, 2)\n"
+
+
 def test_an_interrupt_ends_the_cell_and_keeps_the_session(book: Notebook, tmp_path: Path) -> None:
     before = book.run("%%accelerate\npids")
     book.run(f"from pathlib import Path\nfolder = Path({str(tmp_path)!r})")

@@ -146,3 +146,18 @@ def test_an_interrupt_while_a_call_is_sent_ends_the_call_and_keeps_the_ranks(
         assert runs() == listed, "what is only asked is no run"
         monkeypatch.undo()
         assert list(session.call(_pid_after, (0,), view=View())) == [before]
+
+
+@pytest.mark.usefixtures("folder")
+def test_an_interrupt_while_a_session_is_closed_ends_it_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = Session(config=ON_CPU)
+    session.call(_pid_after, (600,), view=View(), block=False)
+    told = session._pool.shut_down
+    monkeypatch.setattr(
+        session._pool, "shut_down", lambda: (told(), signal.raise_signal(signal.SIGINT))
+    )
+    with pytest.raises(KeyboardInterrupt):
+        session.close(grace=600)
+    assert session.status == "ended"

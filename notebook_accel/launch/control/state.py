@@ -118,6 +118,9 @@ class RankState:
         skipped_lines: lines that only the file has.
         log_start, log_end: bytes of its file between which its output of this call lies.
         displays: the newest of what it displayed, by MIME type; ``num_displays`` counts all.
+        returned, returned_none: whether its function has returned; whether that was None.
+        made_group: whether it was in a process group in this call; None where it did not tell.
+        lost_group: whether it returned, but had been cut off from the other ranks meanwhile.
         failure: how its function ended, where it raised.
         exitcode, signal: how its process ended, where it did.
         ended_by_agent: whether its agent had ended the process, or had interrupted this call in it
@@ -158,6 +161,7 @@ class RankState:
     returned: bool = False
     returned_none: bool = False
     made_group: bool | None = None
+    lost_group: bool = False
     failure: wire.Raised | None = None
     exitcode: int | None = None
     signal: int | None = None
@@ -227,6 +231,11 @@ class RunState:
     @property
     def has_ended(self) -> bool:
         return self.status in ENDED
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether the function returned on every rank, and their process group is whole."""
+        return all(rank.returned and not rank.lost_group for rank in self.ranks)
 
     @property
     def error(self) -> str:
@@ -405,6 +414,7 @@ def _(message: wire.Returned, state: RunState) -> RunState:
             returned=True,
             returned_none=message.is_none,
             made_group=message.made_group,
+            lost_group=message.lost_group,
             ended=message.wall,
         ),
     )

@@ -55,11 +55,7 @@ _DRAW_SECONDS = 0.2
 
 
 class Supervisor(Conductor):
-    """Conducts one call on the ranks of a pool.
-
-    Attributes:
-        number: of the call, once it was sent; 0 before.
-    """
+    """Conducts one call on the ranks of a pool."""
 
     def __init__(
         self,
@@ -102,7 +98,6 @@ class Supervisor(Conductor):
         self._hangs = HangWatch(labels)
         self.curves: LiveCurves | None = LiveCurves(state.world_size)
         self._is_stopped = False
-        self._lost_group = False
         self._stops = 0
         self._next_draw = 0.0
         self._drawn: RunState | None = None
@@ -163,13 +158,12 @@ class Supervisor(Conductor):
     @property
     def ended_well(self) -> bool:
         """Whether the function returned on every rank, and their process group is whole."""
-        return all(rank.returned for rank in self.state.ranks) and not self._lost_group
+        return self.state.ended_well
 
     def take(self, message: wire.Message, fds: Sequence[int]) -> None:
         """Keep what a message brings. Its descriptors are the supervisor's."""
         if isinstance(message, wire.Returned) and message.rank is not None:
             assert self.results is not None, "nothing comes after the end"
-            self._lost_group = self._lost_group or message.lost_group
             self.results.keep(message.rank, message.value, list(fds))
             fds = ()
         elif isinstance(message, wire.Raised) and message.rescued and message.rank is not None:

@@ -60,11 +60,13 @@ class NamesOutcome:
         assigned: names that refer to other objects now; the rank assigned them.
         names: all that there are.
         pulled: values that were asked for.
+        last_push: number of the call that brought names of the notebook last; 0 for none.
     """
 
     assigned: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
     pulled: Mapping[str, Any] = field(default_factory=dict)
+    last_push: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,7 @@ class Namespace:
     def __init__(self, shell: RankShell) -> None:
         self.shell = shell
         self.post_mortem: PostMortem | None = None
+        self._last_push = 0
         self._names: dict[str, Any] = shell.user_ns
         training = import_module(_TRAINING)
         self._names.update({name: getattr(training, name) for name in _AT_ONCE})
@@ -56,6 +57,8 @@ class Namespace:
 
     def push(self, names: Mapping[str, Any]) -> None:
         """Take names of the notebook."""
+        if names:
+            self._last_push = rank.current().call
         self._names.update(names)
         self._reported.update({name: id(value) for name, value in names.items()})
 
@@ -97,6 +100,7 @@ class Namespace:
             "assigned": assigned,
             "names": frozenset(now),
             "pulled": {name: self._names[name] for name in pull if name in self._names},
+            "last_push": self._last_push,
         }
 
     def _objects(self) -> dict[str, int]:
