@@ -25,7 +25,7 @@ from notebook_accel.notebook.used_names import is_history, names_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-__all__ = ["script_of_cell"]
+__all__ = ["LeftOut", "script_of_cell"]
 
 _HEAD = '''"""{label} of a notebook, with the cells that it needs.
 
@@ -52,12 +52,21 @@ class _Part:
     is_of_session: bool
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """A cell of the session that no script can have: its text, and why, as "ran with --ranks"."""
+
+    text: str
+    why: str
+
+
 def script_of_cell(
     text: str,
     *,
     number: int,
     inputs: Sequence[str],
     session_cells: Mapping[int, str],
+    left_out: Mapping[int, LeftOut],
     namespace: Collection[str],
     transform: Callable[[str], str],
     world_size: int,
@@ -71,6 +80,7 @@ def script_of_cell(
         number: of the cell.
         inputs: the text of each of the notebook's cells, by number.
         session_cells: text of the cells that the session has run, by number.
+        left_out: its other cells.
         namespace: the notebook's names.
         transform: turns IPython's syntax into Python.
         world_size: the number of processes that the script's first lines propose.
@@ -78,10 +88,13 @@ def script_of_cell(
         file: the name that they call the script.
 
     Raises:
-        ConfigError: a name is used that no cell assigns, or a cell has what no script can.
+        ConfigError: a name that the notebook has, or that a cell of the session has assigned which
+            is left out, is used and assigned by no cell of the script; or a cell has what no script
+            can.
     """
     parts = [_Part(f"In[{number}]", _shown_at_the_end(_plain(text)), is_of_session=True)]
     needed = set(names_of(transform(text)).used)
+    assigned: set[str] = set()
     first_of_session = min(session_cells, default=number)
     # The session has these from its start, whatever the notebook called so before.
     at_hand: set[str] = set()
@@ -94,13 +107,20 @@ def script_of_cell(
         names = names_of(transform(raw))
         if is_of_session or (names.assigned & needed and not raw.lstrip().startswith("%%")):
             parts.append(_Part(f"In[{earlier}]", _plain(raw), is_of_session))
-            needed = (needed - names.assigned) | names.used
+            # An assignment that depends on something leaves the one before it needed.
+            needed = (needed - names.certain) | names.used
+            assigned |= names.assigned
     parts.reverse()
-    missing = sorted(
-        name
-        for name in needed - {"display", *PROVIDED, *vars(builtins)}
-        if name in namespace and not is_history(name)
-    )
+    unknown = needed - assigned - {"display", *PROVIDED, *vars(builtins)}
+    for name in sorted(unknown):
+        for other, cell in left_out.items():
+            if name in names_of(transform(cell.text)).assigned:
+                raise ConfigError(
+                    f"--write {file}: `{name}` is assigned by In[{other}], which {cell.why} and is "
+                    "left out: run that cell once more, on all ranks and to its end, or assign "
+                    f"`{name}` in this one"
+                )
+    missing = sorted(name for name in unknown if name in namespace and not is_history(name))
     if missing:
         raise ConfigError(
             f"--write {file}: no cell of this notebook assigns `{'`, `'.join(missing)}`, which the "
@@ -151,7 +171,8 @@ def _plain(text: str) -> str:
         except SyntaxError:
             # The whole script is compiled, and says what is wrong.
             return text
-    lines = text.splitlines()
+    # Not splitlines(): a form feed ends no line.
+    lines = text.split("\n")
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":
             lines[node.lineno - 1 : node.end_lineno] = [""] * (
@@ -173,7 +194,10 @@ def _shown_at_the_end(text: str) -> str:
     source = ast.get_source_segment(text, last)
     if is_print or source is None:
         return text
-    lines = text.splitlines()[: body[-1].lineno - 1]
+    lines = text.split("\n")[: body[-1].lineno]
+    # What stands before it in its own line: ``x = 2; x * 3``.
+    before = lines.pop().encode()[: body[-1].col_offset].decode().rstrip("; \t")
+    lines += [before] if before else []
     # Its brackets may stand outside of the expression: ``(a, b)`` over lines.
     if isinstance(last, ast.Tuple):
         source = ast.get_source_segment(text, body[-1]) or source

@@ -185,11 +185,15 @@ class AccelerateMagics(Magics):
         """Write the cell as a script, after those that the session has run."""
         shell: Any = self.shell
         target = Path(path).expanduser()
+        if running is not None:
+            running.await_calls()
+        left_out = {} if running is None else running.left_out
         script = script_of_cell(
             cell,
             number=number,
             inputs=shell.history_manager.input_hist_raw,
             session_cells={} if running is None else running.cells,
+            left_out=left_out,
             namespace=shell.user_ns,
             transform=shell.transform_cell,
             world_size=running.world_size if running else config.num_processes or 1,
@@ -197,7 +201,8 @@ class AccelerateMagics(Magics):
             file=target.name,
         )
         target.write_text(script, encoding="utf-8")
-        print(f"wrote {target}")  # noqa: T201
+        others = "; ".join(f"In[{one}], which {cell.why}" for one, cell in left_out.items())
+        print(f"wrote {target}{others and f', without {others}'}")  # noqa: T201
 
     def _source(self, line: str, cell: str) -> tuple[CellSource, int]:
         """The cell as the page has it, and its number."""

@@ -14,11 +14,12 @@ __all__ = ["RankDisplays", "show_displays"]
 
 
 class RankDisplays:
-    """Shows what rank 0 displays, each thing once, below what the cell has shown so far.
+    """Shows what one rank displays, each thing once, below what the cell has shown so far.
 
     As an output of its own each keeps its MIME types: the page draws figures, HTML, Markdown and
     LaTeX as it draws those of an ordinary cell, and saves them with the notebook. Ranks mostly
-    display the same: the others' are shown on demand (``run.show(rank)``).
+    display the same: those of the first one are shown for which the call is meant, the others' on
+    demand (``run.show(rank)``).
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class RankDisplays:
 
     def show_new(self, state: RunState) -> None:
         """Show what is new. Only the thread of the cell may call this."""
-        rank = state.ranks[0]
+        rank = next((rank for rank in state.ranks if rank.is_asked), state.ranks[0])
         num_new = min(rank.num_displays - self._num_shown, len(rank.displays))
         self._num_shown = rank.num_displays
         if num_new:

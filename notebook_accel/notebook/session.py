@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, WorkerError
+from notebook_accel.launch import run_list
 from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.view import wording
 from notebook_accel.notebook.call_ends import CallEnds
 from notebook_accel.notebook.cell_function import PROVIDED
+from notebook_accel.notebook.cell_script import LeftOut
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.ownership import Ownership, Push
 from notebook_accel.notebook.session_hints import SessionHints
@@ -80,6 +82,25 @@ class CellOptions:
     in_background: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class _SentCell:
+    """A cell on the ranks.
+
+    Attributes:
+        run: of the cell.
+        request: what the ranks were asked.
+        number: of the cell in the notebook.
+        assigned: names that it assigns for certain, maybe the very same objects again.
+        slot: where its values go; None for the output of the cell that runs now.
+    """
+
+    run: Run
+    request: CellCall
+    number: int
+    assigned: frozenset[str]
+    slot: DisplaySlot | None = None
+
+
 class NotebookSession:
     """Ranks that stay between the cells of a notebook.
 
@@ -87,7 +108,8 @@ class NotebookSession:
         config: with which they were started.
         session: the ranks themselves.
         names: what they have of their own.
-        cells: the text of each cell that all ranks have run, by its number.
+        cells: the text of each cell that all ranks have run to its end, by its number.
+        left_out: the others, which a script of the session cannot have.
     """
 
     def __init__(
@@ -103,6 +125,7 @@ class NotebookSession:
         self.config = config
         self.names: frozenset[str] = frozenset(PROVIDED)
         self.cells: dict[int, str] = {}
+        self.left_out: dict[int, LeftOut] = {}
         self._shell: Any = shell
         self._owners = Ownership(shell.user_ns, shell.user_ns_hidden)
         self._owners.note_session_assigned(PROVIDED)
@@ -168,35 +191,45 @@ class NotebookSession:
             pull=options.pull,
             pull_from=min(options.ranks) if options.ranks else 0,
         )
+        self.left_out[number] = LeftOut(text, "did not end well")
         block = not options.in_background
         run = self._begin(request, push, block=block, source=source, asked=options.ranks)
+        cell = _SentCell(run=run, request=request, number=number, assigned=found.certain)
         if options.in_background:
-            slot = DisplaySlot()
-            slot.show({_PLAIN: ""})
-            # Its displays go into slots: what a thread prints appears anywhere.
-            self._background = threading.Thread(
-                target=self._follow, args=(run, request, found.certain, slot), name=request.label
-            )
-            self._background.daemon = True
-            self._background.start()
+            self._follow_in_background(cell)
         else:
-            self._conclude_cell(run, request, found.certain)
-        if options.ranks is None:
-            self.cells[number] = text
+            self._conclude(cell)
         return run
 
-    def _follow(
-        self, run: Run, request: CellCall, assigned: frozenset[str], slot: DisplaySlot
-    ) -> None:
-        """Wait for a cell in the background, and conclude it."""
+    def _follow_in_background(self, cell: _SentCell) -> None:
+        """Have a thread conclude a cell once it has ended."""
+        # What a thread displays appears anywhere, but what fills a slot.
+        slot, below = DisplaySlot(), DisplaySlot()
+        for one in (slot, below):
+            one.show({_PLAIN: ""})
+        self._background = threading.Thread(
+            target=self._follow, args=(replace(cell, slot=slot), below), daemon=True
+        )
+        self._background.start()
+
+    def _follow(self, cell: _SentCell, below: DisplaySlot) -> None:
+        """Wait for a cell in the background, conclude it, and say ``below`` what is to be said."""
+        run, label = cell.run, cell.request.label
         while not run._conductor.ended.wait(1.0):
             continue
-        self._conclude_cell(run, request, assigned, slot)
-        failure = run.state.failure
-        shows_values = any(one is not None and one.value is not None for one in run._peek())
-        if failure is not None and not shows_values:
+        lines = []
+        if run.state.failure is not None:
             hint = _DEBUG if self.is_usable else f"The session is over: {_RESTART}"
-            slot.show({_PLAIN: f"{request.label} failed. {hint}"})
+            lines.append(f"{label} failed. {hint}")
+        displaying = [rank.rank for rank in run.state.ranks if rank.displays]
+        if displaying:
+            show = f"`{run_list.expression(run.id)}.show({displaying[0]})`"
+            lines.append(f"{label} has displayed more: {show} shows it")
+        try:
+            self._conclude(cell)
+        except Exception as error:  # nobody else would be told
+            lines.append(f"{label}: {type(error).__name__}: {error}")
+        below.show({_PLAIN: "\n".join(lines)})
 
     def call(
         self,
@@ -267,27 +300,24 @@ class NotebookSession:
                 self._notices = ()
                 self._owners.note_pushed(push)
 
-    def _conclude_cell(
-        self,
-        run: Run,
-        request: CellCall,
-        assigned: frozenset[str],
-        slot: DisplaySlot | None = None,
-    ) -> None:
-        """The cell has ended: show its values, and take what was to be pulled.
+    def _conclude(self, cell: _SentCell) -> None:
+        """A cell has ended: note what it has assigned, show its values, take what it is to pull.
 
-        Args:
-            run: of the cell.
-            request: what the ranks were asked.
-            assigned: names that it has assigned for certain, maybe the very same objects again.
-            slot: where the values go; None for the output of the cell that runs now.
+        Raises:
+            NotebookAccelError: there is no such name to pull.
         """
+        run, request = cell.run, cell.request
         outcomes: list[CellOutcome | None] = run._peek()
         if all(rank.returned for rank in run.state.ranks):
-            self._owners.note_session_assigned(assigned)
+            self._owners.note_session_assigned(cell.assigned)
+            if request.ranks is None:
+                self.cells[cell.number] = request.text
+                del self.left_out[cell.number]
+            else:
+                self.left_out[cell.number] = LeftOut(request.text, "ran with --ranks")
         self._take(outcomes)
-        show_values([None if one is None else one.value for one in outcomes], slot)
-        if outcomes[request.pull_from or 0] is not None:
+        show_values([None if one is None else one.value for one in outcomes], cell.slot)
+        if run.state.failure is None and outcomes[request.pull_from or 0] is not None:
             self._assign(request.pull, outcomes, request.pull_from)
 
     def _take(self, outcomes: Iterable[NamesOutcome | None]) -> None:
@@ -315,13 +345,10 @@ class NotebookSession:
                 f"{self.world_size - 1}"
             )
 
-    def _await_turn(self) -> None:
+    def await_calls(self) -> None:
         """Wait for the call that goes on, as a cell of a notebook waits for those before it.
 
         An interrupt leaves the wait, and that call goes on.
-
-        Raises:
-            LaunchError: a rank has ended.
         """
         call = self.session.newest_call
         if call is not None and self._is_going_on(call):
@@ -332,6 +359,14 @@ class NotebookSession:
                     time.sleep(_SLICE_SECONDS)
             finally:
                 slot.show({_PLAIN: ""})
+
+    def _await_turn(self) -> None:
+        """Wait until the ranks are free, and know how they stand.
+
+        Raises:
+            LaunchError: a rank has ended.
+        """
+        self.await_calls()
         self._ends.note()
         if not self.is_usable:
             raise LaunchError(f"{self._how_it_ended()}. {_RESTART}")

@@ -111,6 +111,16 @@ def test_tables_figures_and_html_are_shown_richly(book: Notebook) -> None:
     assert sum('class="dataframe"' in text for text in html) == 2
     assert values(reply)[-4:-3] == ["rank 0"]
     assert values(reply)[-2:-1] == ["rank 1"]
+    reply = cell(
+        book,
+        """
+        %%accelerate --ranks 1
+        from IPython.display import HTML, display
+        display(HTML("<b>of one</b>"))
+        """,
+    )
+    html = [output["data"].get("text/html", "") for output in reply.outputs]
+    assert "<b>of one</b>" in html
 
 
 def test_an_error_has_the_lines_of_its_cell_and_the_names_before_it_stay(book: Notebook) -> None:
@@ -150,10 +160,12 @@ def test_a_failed_rank_is_looked_into_by_commands(book: Notebook) -> None:
     assert "-> breakpoint()\n[1]\n" in text
     assert book.run("%%accelerate\nhere") == "rank 0: [0]\nrank 1: [1]\n"
     assert "no rank has an error to look into" in book.fails("%accelerate debug")
-    book.run("%%accelerate --bg\nif rank:\n    late = 1 // 0")
+    book.run("found = 'here'")
+    book.run("%%accelerate --bg --pull found\nfound = 'there'\nif rank:\n    late = 1 // 0")
     assert "ZeroDivisionError" in typed(book, "%accelerate debug", "rank 1 (pdb) ", ["q"])
     shown = [data["data"].get("text/plain", "") for data in book.kernel.displays.values()]
     assert any(re.match(r"In\[\d+\] failed. `%accelerate debug` looks", text) for text in shown)
+    assert book.run("print(found)") == "here\n", "as where the cell waits, nothing is pulled"
 
 
 def typed(book: Notebook, cell: str, prompt: str, answers: list[str]) -> str:
@@ -413,6 +425,15 @@ def test_a_cell_in_the_background_leaves_the_notebook_free(book: Notebook, tmp_p
     assert book.run("%%accelerate\nlate + 2") == "rank 0: 7\nrank 1: 8\n"
     assert book.run("print(late)") == "5\n"
     assert book.run("%%accelerate\ntyped") == "ranks 0-1: 'here'\n"
+    book.run(
+        "%%accelerate --bg --pull nowhere\nfrom IPython.display import HTML\ndisplay(HTML('<i>'))"
+    )
+    assert book.run("%%accelerate\n1") == "ranks 0-1: 1\n"
+    shown = [data["data"].get("text/plain", "") for data in book.kernel.displays.values()]
+    assert any(
+        re.search(r"has displayed more: `.*show\(0\)` shows it\n.* no `nowhere`", text)
+        for text in shown
+    )
     refusal = book.fails("next(one for one in Out.values() if hasattr(one, 'export')).export('x')")
     assert "--write script.py" in refusal
     assert any(
@@ -428,13 +449,17 @@ def test_a_cell_is_written_as_a_script_that_torchrun_runs(book: Notebook, tmp_pa
     book.run("unused = open('/dev/null')")
     book.run("scale = 10\ndef scaled(value):\n    return value * scale")
     book.run("%matplotlib inline\nwide = math.floor(3.5)")
+    book.fails("%%accelerate\npartial = 1\npartial // 0")
+    book.run("%%accelerate --ranks 1\nsolo = 1")
     book.run("%%accelerate\nimport torch\nown = torch.tensor(scaled(rank + wide), device=device)")
     shown = book.run(f"""
         %%accelerate --write {target}
         total = accelerator.reduce(own)
         total.item(), world_size
     """)
-    assert shown == f"wrote {target}\nranks 0-1: (70, 2)\n"
+    others = r"In\[\d+\], which did not end well; In\[\d+\], which ran with --ranks"
+    assert re.fullmatch(rf"wrote {target}, without {others}\nranks 0-1: \(70, 2\)\n", shown), shown
+    assert "`solo` is assigned by In[" in book.fails(f"%%accelerate --write {target}\nsolo")
     text = target.read_text()
     assert "def scaled(value):\n    return value * scale\n" in text
     assert "unused" not in text

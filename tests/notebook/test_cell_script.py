@@ -6,7 +6,7 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.notebook.cell_script import script_of_cell
+from notebook_accel.notebook.cell_script import LeftOut, script_of_cell
 
 
 def script(text: str, *inputs: str, **changes: Any) -> str:
@@ -14,6 +14,7 @@ def script(text: str, *inputs: str, **changes: Any) -> str:
         "number": len(inputs) + 1,
         "inputs": ["", *inputs],
         "session_cells": {},
+        "left_out": {},
         "namespace": (),
         "transform": TransformerManager().transform_cell,
         "world_size": 2,
@@ -36,6 +37,18 @@ def test_the_newest_cell_that_assigns_a_name_counts() -> None:
     text = script("print(a)", "a = 1", "a = 2", "a += 1")
     assert "a = 1" not in text
     assert text.index("a = 2") < text.index("a += 1")
+    # It may not run: the one before it stays.
+    text = script("print(a)", "fast = 1", "a = 1", "a = 2", "if fast: a = 3")
+    assert "a = 1" not in text
+    assert text.index("fast = 1") < text.index("a = 2") < text.index("if fast: a = 3")
+    text = script("x", "try:\n    import x\nexcept ImportError:\n    x = 0", namespace=["x"])
+    assert "import x" in text
+
+
+def test_a_last_line_of_several_statements_is_kept() -> None:
+    assert script("'é'; x = 2; x * 3").endswith("\n'é'; x = 2\nprint(x * 3)\n")
+    assert script("x = '''a\nb'''; (x,\n 1)").endswith("x = '''a\nb'''\nprint((x,\n 1))\n")
+    assert script("x = '\f'\nx").endswith("x = '\f'\nprint(x)\n")
 
 
 def test_names_that_are_at_hand_in_a_session_are_made() -> None:
@@ -76,5 +89,9 @@ def test_cells_of_the_session_are_all_there() -> None:
 def test_what_no_cell_makes_is_named() -> None:
     with pytest.raises(ConfigError, match="no cell of this notebook assigns `found`"):
         script("found", namespace=["found"])
+    left_out = {1: LeftOut("data = 1; 1 / 0", "did not end well")}
+    with pytest.raises(ConfigError, match=r"`data` is assigned by In\[1\], which did not end well"):
+        script("data", "%%accelerate\n", left_out=left_out)
+    assert "data = 2" in script("data", "%%accelerate\n", "data = 2", left_out=left_out)
     with pytest.raises(ConfigError, match=r"at `await it\(\);`: a cell can have what a script"):
         script("await it();")
