@@ -39,6 +39,7 @@ __all__ = [
     "choices_of",
     "default_config_path",
     "descriptions",
+    "given_settings",
     "resolve",
     "value_of_text",
     "write_basic_config",
@@ -277,8 +278,7 @@ def resolve(
         ConfigError: a setting that makes no sense, or a name that is none.
     """
     notices: list[str] = []
-    given = _given_by(config)
-    given.update({name: value for name, value in arguments.items() if value is not None})
+    given = given_settings(arguments, config)
     saved: dict[str, Any] = {}
     path: Path | None = None
     with contextlib.suppress(ConfigError):
@@ -287,8 +287,22 @@ def resolve(
         notices.append(f"settings of {path} are used where the call gives none")
         saved = _settings_in_file(path)
     found = {**saved, **_from_environment(os.environ, given=given), **given}
-    _check_names(found)
     return LaunchConfig(**found), notices
+
+
+def given_settings(
+    arguments: Mapping[str, Any],
+    config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> dict[str, Any]:
+    """The settings that the caller itself gives; the arguments are those of :func:`resolve`.
+
+    Raises:
+        ConfigError: a name that is none, or a file that cannot be used.
+    """
+    given = _given_by(config)
+    given.update({name: value for name, value in arguments.items() if value is not None})
+    _check_names(given)
+    return given
 
 
 def check_enough_devices(wanted: int, available: int) -> None:

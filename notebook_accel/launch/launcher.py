@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.engines.base import Engine, RankPlan
     from notebook_accel.launch.payload import CellSource, PackedCall
 
-__all__ = ["Session", "launch"]
+__all__ = ["Session", "check_ranks", "launch"]
 
 # SIGKILL takes milliseconds; a rank in the middle of a large write to a disk or device, longer.
 _KILL_SECONDS = 10.0
@@ -287,6 +287,22 @@ class Session:
         """End the ranks and all that they started, now."""
         self._pool.kill()
         self._pool.ended.wait(_KILL_SECONDS)
+
+
+def check_ranks(config: LaunchConfig) -> None:
+    """Refuse settings with which no ranks can be started, before anything is done for them.
+
+    Raises:
+        ConfigError: more ranks are asked for than there can be.
+        LaunchError: this system starts none.
+    """
+    preflight.check_platform()
+    request = StartRequest(
+        name="", config=config, environment=rank_environment(config), view=GuardedView(View())
+    )
+    engine = engine_named(config.engine)
+    engine.warm_up(request)
+    engine.plan_ranks(request)
 
 
 def _checked_request(

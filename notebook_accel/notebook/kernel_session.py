@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from notebook_accel.config import LaunchConfig, given_settings, resolve
 from notebook_accel.errors import ConfigError
+from notebook_accel.launch.launcher import check_ranks
 from notebook_accel.notebook.session import NotebookSession, num_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import os
+    from collections.abc import Mapping, Sequence
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from notebook_accel.config import LaunchConfig
-
-__all__ = ["current_session", "end_session", "session_for", "start_session"]
+__all__ = ["current_session", "end_session", "restart_session", "session_for", "start_session"]
 
 _OPTIONS = {"num_processes": "-n", "mixed_precision": "--mixed-precision"}
 
@@ -56,10 +57,31 @@ def start_session(
     return _session
 
 
-def session_for(
+def restart_session(
     shell: InteractiveShell, config: LaunchConfig, notices: Sequence[str] = ()
 ) -> NotebookSession:
-    """The session, started if there is none; the arguments are those of :func:`start_session`.
+    """Start a session in the place of the one there is; the arguments are as of a start.
+
+    Raises:
+        ConfigError: it cannot be started so; where that can be known before, the old one goes on.
+        LaunchError: the ranks could not be started.
+    """
+    check_ranks(config)
+    end_session()
+    return start_session(shell, config, notices)
+
+
+def session_for(
+    shell: InteractiveShell,
+    arguments: Mapping[str, Any],
+    config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> NotebookSession:
+    """The session, started if there is none.
+
+    Args:
+        shell: of the notebook.
+        arguments, config: as those of ``config.resolve``. A session that there is must have what
+            they give; what files and the environment say is for one that starts.
 
     Raises:
         ConfigError: it was started otherwise, or cannot be started so.
@@ -67,26 +89,27 @@ def session_for(
     """
     running = current_session()
     if running is None:
-        return start_session(shell, config, notices)
-    _check_same(running, config)
+        return start_session(shell, *resolve(arguments, config))
+    _check_same(running, given_settings(arguments, config))
     return running
 
 
-def _check_same(running: NotebookSession, config: LaunchConfig) -> None:
+def _check_same(running: NotebookSession, given: Mapping[str, Any]) -> None:
     """Refuse what the session cannot become without new ranks.
 
     Raises:
-        ConfigError: a setting that is not its default differs.
+        ConfigError: a setting that is given differs.
     """
     has = replace(running.config, num_processes=running.world_size)
+    wanted = LaunchConfig(**given)
     other = [
-        setting.name
-        for setting in fields(config)
-        if getattr(config, setting.name) not in (setting.default, getattr(has, setting.name))
+        name
+        for name, value in given.items()
+        if value is not None and getattr(wanted, name) != getattr(has, name)
     ]
     if not other:
         return
-    options = [f"{_OPTIONS[name]} {getattr(config, name)}" for name in other if name in _OPTIONS]
+    options = [f"{_OPTIONS[name]} {getattr(wanted, name)}" for name in other if name in _OPTIONS]
     command = " ".join(["%accelerate restart", *options])
     if len(options) < len(other):
         command = "%accelerate stop"

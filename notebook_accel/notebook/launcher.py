@@ -158,12 +158,20 @@ def notebook_launcher(
         raise ConfigError(
             f"name={shown(name)}: expected {expected if session else 'a text, as lr=0.1'}"
         )
+    if session:
+        with show_in_short():
+            ranks = session_for(_notebook_shell(), settings, config)
+            return ranks.call(
+                function,
+                args,
+                kwargs or {},
+                view=view,
+                block=block,
+                timeout=timeout,
+                notices=_unused(changed, ranks.config.engine),
+            )
     chosen, notices = resolve(settings, config)
     with show_in_short():
-        if session:
-            shell = _notebook_shell()
-            ranks = session_for(shell, chosen, [*notices, *_unused(changed, chosen.engine)])
-            return ranks.call(function, args, kwargs or {}, view=view, block=block, timeout=timeout)
         return launch(
             function,
             args,

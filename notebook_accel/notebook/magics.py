@@ -148,8 +148,7 @@ class AccelerateMagics(Magics):
             _check_syntax(shell.transform_cell(cell), source.filename)
             if options.write and chosen.ranks is not None:
                 raise UsageError("--write and --ranks: every process runs the whole of a script")
-            config, notices = _settings(options)
-            running = kernel_session.session_for(shell, config, notices)
+            running = kernel_session.session_for(shell, _given(options), options.config)
             if options.write:
                 self._write(cell, number, options.write, running.config, running)
             run = running.run_cell(cell, source, first_line=2, number=number, options=chosen)
@@ -236,11 +235,9 @@ class AccelerateMagics(Magics):
         options = parse_argstring(_start_options, shlex.join(arguments))
         config, notices = _settings(options)
         if running is not None and options.config is None:
-            given = {name: getattr(options, name) for name in ("num_processes", "mixed_precision")}
-            changed = {name: value for name, value in given.items() if value is not None}
+            changed = {name: value for name, value in _given(options).items() if value is not None}
             config, notices = replace(running.config, **changed), []
-        kernel_session.end_session()
-        kernel_session.start_session(self._notebook, config, notices)
+        kernel_session.restart_session(self._notebook, config, notices)
 
     def _stop(self, arguments: Sequence[str]) -> None:
         was_there = kernel_session.end_session()
@@ -335,13 +332,14 @@ def _session_names() -> frozenset[str]:
     return frozenset() if running is None else running.names
 
 
+def _given(options: Any) -> dict[str, Any]:
+    """The settings that the options give; None for one that they leave open."""
+    return {"num_processes": options.num_processes, "mixed_precision": options.mixed_precision}
+
+
 def _settings(options: Any) -> tuple[LaunchConfig, list[str]]:
     """The settings that the options give, with those from elsewhere; and lines for the person."""
-    given = {
-        "num_processes": options.num_processes,
-        "mixed_precision": options.mixed_precision,
-    }
-    return resolve(given, options.config)
+    return resolve(_given(options), options.config)
 
 
 def _check_syntax(text: str, filename: str) -> None:

@@ -240,6 +240,7 @@ class NotebookSession:
         view: str,
         block: bool,
         timeout: float | None,
+        notices: Sequence[str] = (),
     ) -> Run:
         """Call a function on the ranks; it uses their names where it uses globals.
 
@@ -259,7 +260,7 @@ class NotebookSession:
             renews_group=self._ends.has_lost_group,
         )
         push = self._plan_push(mentions)
-        return self._begin(request, push, block=block, view=view, timeout=timeout)
+        return self._begin(request, push, block=block, view=view, timeout=timeout, notices=notices)
 
     def _begin(
         self,
@@ -271,6 +272,7 @@ class NotebookSession:
         asked: frozenset[int] | None = None,
         view: str = "auto",
         timeout: float | None = None,
+        notices: Sequence[str] = (),
     ) -> Run:
         """Send a request with the names that go along; waits for it with ``block``."""
         sources = cell_sources(self._shell)
@@ -286,7 +288,7 @@ class NotebookSession:
                 sources=sources if source is None else [source, *sources],
                 block=block,
                 timeout=timeout,
-                notices=(*self._notices, *push.lines),
+                notices=(*self._notices, *notices, *push.lines),
                 asked=asked,
             )
         except (Exception, KeyboardInterrupt) as error:

@@ -180,11 +180,22 @@ def typed(book: Notebook, cell: str, prompt: str, answers: list[str]) -> str:
     return reply.text
 
 
-def test_a_syntax_error_and_bad_options_reach_no_rank(book: Notebook) -> None:
+def test_a_syntax_error_and_bad_options_reach_no_rank(book: Notebook, tmp_path: Path) -> None:
     assert "line 3" in book.fails("%%accelerate\na = 1\nb = = 2")
     assert "`%accelerate restart -n 3`" in book.fails("%%accelerate -n 3\n1")
     assert "the session has the ranks 0 to 1" in book.fails("%%accelerate --ranks 0,2\n1")
     assert "expected ranks such as 0,2-3" in book.run("%%accelerate --ranks all\n1")
+    before = book.run("%%accelerate\npids")
+    (tmp_path / "launch.yaml").write_text("devices: [99]\n")
+    text = book.fails(f"%accelerate restart --config {tmp_path / 'launch.yaml'}")
+    assert "devices" in text
+    assert book.run("%%accelerate\npids") == before, "the session goes on"
+    text = book.run("""
+        from notebook_accel import notebook_launcher
+        run = notebook_launcher(len, ((),), session=True, rdzv_id="mine")
+    """)
+    shown = [str(data["data"]) for data in book.kernel.displays.values()]
+    assert any("rdzv_id is not used" in part for part in (text, *shown))
 
 
 # ---- names of the notebook -----------------------------------------------------------------

@@ -9,6 +9,8 @@ from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError
 from notebook_accel.notebook import kernel_session, magics
 
 if TYPE_CHECKING:
@@ -79,6 +81,25 @@ def test_what_the_line_magic_says_without_a_session(
         capsys.readouterr()
         assert not shell.run_cell(f"%accelerate {command}").success
         assert words in "".join(capsys.readouterr())
+
+
+def test_only_what_a_call_itself_gives_must_fit_the_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has = LaunchConfig(debug=True, grace=3, devices=[0, 1])
+    running = SimpleNamespace(config=has, world_size=2)
+    monkeypatch.setattr(kernel_session, "_session", running)
+    monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "5")
+    shell: Any = None
+    for fits in ({"num_processes": None}, {"num_processes": 2, "grace": 3}, {"devices": [0, 1]}):
+        assert kernel_session.session_for(shell, fits) is running
+    for given, held in (
+        ({"debug": False}, "debug=True: `%accelerate stop`"),
+        ({"grace": 10.0}, "grace=3.0: `%accelerate stop`"),
+        ({"num_processes": 3}, "num_processes=2: `%accelerate restart -n 3`"),
+    ):
+        with pytest.raises(ConfigError, match=f"was started with {held}"):
+            kernel_session.session_for(shell, {}, given)
 
 
 def test_tab_completes_commands_options_and_names_of_the_session(
