@@ -22,6 +22,7 @@ from notebook_accel.training.checkpoint import Checkpoints
 from notebook_accel.training.checkpoint.view import CheckpointView
 from notebook_accel.training.data import skip_first_batches
 from notebook_accel.training.data.gathering import gather_for_metrics
+from notebook_accel.training.optimizer import inner_optimizer
 from notebook_accel.training.pickled import Pickled
 from notebook_accel.training.plan import make_plan, refuse_unbuilt, resolve_loaders, resolve_project
 from notebook_accel.training.prepare import Preparation, extract_model_from_parallel
@@ -370,7 +371,7 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
             return
         given = self._prepared.optimizers if optimizer is None else optimizer
         several = given if isinstance(given, (list, tuple)) else [given]
-        self._scaling.unscale(getattr(one, "optimizer", one) for one in several)
+        self._scaling.unscale(map(inner_optimizer, several))
 
     def clip_grad_norm_(
         self,

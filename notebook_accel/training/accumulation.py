@@ -51,6 +51,7 @@ class Accumulation:
         inside: whether a block of ``accumulate`` is running.
         optimizers: those prepared for these windows, which hear when a last batch begins and
             ends.
+        is_stepping: whether a step of one of them runs.
         trained_on: the loader whose batches the last real step used; None before the first.
     """
 
@@ -61,6 +62,7 @@ class Accumulation:
         self.step = 0
         self.inside = False
         self.optimizers: weakref.WeakSet[_HearsLastBatch] = weakref.WeakSet()
+        self.is_stepping = False
         self.loaders = active_loaders()
         self.trained_on: Any = None
 

@@ -15,6 +15,7 @@ cleared
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.accumulation import Accumulation
 
-__all__ = ["AcceleratedOptimizer", "UnpreparedWatch", "shares_parameters"]
+__all__ = ["AcceleratedOptimizer", "UnpreparedWatch", "inner_optimizer", "shares_parameters"]
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -78,10 +79,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._was_held_back = False
         self.join(accumulation or current_accumulation(), scaling, device_memory)
         # Also where other code steps the wrapped one: a checkpoint must not keep those gradients.
-        hook = getattr(optimizer, "register_step_post_hook", None)
-        if hook is not None:
+        with suppress(AttributeError):  # without Optimizer's __init__ there are no hooks
             own = weakref.ref(self)
-            weakref.finalize(self, hook(lambda *_: _note_used(own())).remove)
+            handle = optimizer.register_step_post_hook(lambda *_: _note_used(own()))
+            weakref.finalize(self, handle.remove)
 
     def join(
         self,
@@ -136,18 +137,24 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Step at the end of a window; nothing before it."""
         if not self._accumulation.sync_gradients:
             return None
-        if self._scaling is not None:
-            result, self._skipped = self._scaling.step(self.optimizer, closure)
-        elif closure is not None:
-            result = self.optimizer.step(closure)
-        else:
-            result = self.optimizer.step()
+        # One that wraps another steps it inside, which is no step of an unprepared one.
+        self._accumulation.is_stepping = True
+        try:
+            result = self._step(closure)
+        finally:
+            self._accumulation.is_stepping = False
         self._used = True
         self._accumulation.note_step()
         if not self._skipped:
             self.num_steps += 1
             current().count_step(self._device_memory)
         return result
+
+    def _step(self, closure: Callable[[], float] | None) -> Any:
+        if self._scaling is not None:
+            result, self._skipped = self._scaling.step(self.optimizer, closure)
+            return result
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, those that a later step is to use aside (see the module)."""
@@ -238,6 +245,11 @@ def _note_used(stepped: AcceleratedOptimizer | None) -> None:
         stepped._used = True
 
 
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer in a prepared one; any other as it is, also one that wraps another."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
 def shares_parameters(optimizer: Optimizer, wanted: Collection[int]) -> bool:
     """Whether the optimizer steps a parameter whose ``id`` is in ``wanted``."""
     return any(
@@ -289,7 +301,7 @@ class UnpreparedWatch:
 
     def _look(self, optimizer: Optimizer) -> None:
         reason = self._reason()
-        if not reason or optimizer in self._known:
+        if self._accumulation.is_stepping or not reason or optimizer in self._known:
             return
         self._known.add(optimizer)
         if shares_parameters(optimizer, self._parameters()):

@@ -15,7 +15,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training.data import prepare_data_loader
 from notebook_accel.training.models import strip_forward, uncompiled
 from notebook_accel.training.notices import notice_once
-from notebook_accel.training.optimizer import AcceleratedOptimizer, UnpreparedWatch
+from notebook_accel.training.optimizer import AcceleratedOptimizer, UnpreparedWatch, inner_optimizer
 from notebook_accel.training.rescue import parts_of
 from notebook_accel.training.scheduler import AcceleratedScheduler
 from notebook_accel.training.strategies import ModelToPrepare, PrepareCall, unwrap
@@ -114,7 +114,7 @@ class Preparation:
         optimizers: dict[int, Optimizer] = {}
         for index, item in enumerate(objects):
             if isinstance(item, torch.optim.Optimizer):
-                optimizers[index] = getattr(item, "optimizer", item)
+                optimizers[index] = inner_optimizer(item)
             elif isinstance(item, torch.nn.Module):
                 known = self._known_model(item, training=not evaluation)
                 if known is not None:

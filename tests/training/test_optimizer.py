@@ -32,6 +32,23 @@ class Recorder(torch.optim.Optimizer):
         self.used.append(0.0 if weight.grad is None else weight.grad.item())
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another one as torch_optimizer's does: without the base class's ``__init__``."""
+
+    def __init__(self, optimizer: Recorder) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.state, self.defaults = {}, {}  # type: ignore[assignment]
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+        self.steps += 1
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        self.optimizer.zero_grad()
+
+
 class Scalar(nn.Module):
     """One weight, whose gradient is the input."""
 
@@ -199,6 +216,26 @@ def test_a_dropped_batch_of_fp16_is_unscaled_once_and_lowers_the_scale() -> None
         optimizer.zero_grad()
     assert recorder.used == [2.0, 3.0]
     assert accelerator.scaler.get_scale() == before / 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_optimizer_that_wraps_another_is_prepared_whole() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
+    model: Any = Scalar()
+    recorder = Recorder(model.parameters())
+    outer = Lookahead(recorder)
+    model, optimizer = accelerator.prepare(model, outer)
+    for gradient in GRADIENTS:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(gradient))
+            if accelerator.sync_gradients:
+                accelerator.unscale_gradients(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.optimizer is outer
+    assert accelerator.prepare(optimizer) is optimizer
+    assert outer.steps == 2
+    assert recorder.used == [5.5, 550.0]
 
 
 def test_other_code_sees_an_optimizer() -> None:
