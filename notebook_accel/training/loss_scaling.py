@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-__all__ = ["LossScaling"]
+__all__ = ["LossScaling", "gradient_marks"]
 
 
 class LossScaling:
@@ -29,7 +30,10 @@ class LossScaling:
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
         self._is_used = False  # whether the gradients of the last backward were stepped or cleared
-        self._done: set[int] = set()  # ids of the optimizers whose gradients are unscaled
+        # The optimizers whose gradients are unscaled, by their ids.
+        self._done: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+        # Their gradients, as the newest backward found them.
+        self._found: dict[int, list[tuple[int, int]]] = {}
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
@@ -37,10 +41,21 @@ class LossScaling:
         self._settle()
         return self._scaler
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss, times the scale."""
+    def begin_backward(self) -> torch.amp.GradScaler:
+        """The scaler for the losses of a backward that begins; every rank calls it."""
+        if not self._is_used:
+            # Gradients may be cleared without their optimizer: by the model's zero_grad, say.
+            self._is_used = any(
+                not self.is_so_anywhere(_has_gradients(optimizer))
+                for optimizer in list(self._done.values())
+            )
         self._settle()
-        return self._scaler.scale(loss)
+        self._found = {key: gradient_marks(optimizer) for key, optimizer in self._done.items()}
+        return self._scaler
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of a backward that begins, times the scale."""
+        return self.begin_backward().scale(loss)
 
     def unscale(
         self,
@@ -52,15 +67,32 @@ class LossScaling:
         Args:
             optimizers: the same on every rank, in one order.
             parameters: only optimizers that step at least one of these; all unless given.
+
+        Raises:
+            RuntimeError: a backward has added to gradients that are unscaled already.
         """
         wanted = None if parameters is None else {id(parameter) for parameter in parameters}
         for optimizer in optimizers:
             is_wanted = _has_gradients(optimizer) and (
                 wanted is None or any(id(weight) in wanted for weight in _weights_of(optimizer))
             )
-            if id(optimizer) not in self._done and self.is_so_anywhere(is_wanted):
-                self._done.add(id(optimizer))
+            if id(optimizer) in self._done:
+                if is_wanted:
+                    self._refuse_mixed(optimizer)
+            elif self.is_so_anywhere(is_wanted):
+                self._done[id(optimizer)] = optimizer
                 self._scaler.unscale_(optimizer)
+
+    def _refuse_mixed(self, optimizer: Optimizer) -> None:
+        # Taken out: from here on until the next backward whoever changes them does so rightly.
+        found = self._found.pop(id(optimizer), None)
+        if found is not None and found != gradient_marks(optimizer):
+            raise RuntimeError(
+                f"gradients of {type(optimizer).__name__} were divided by the loss scale, and a "
+                "backward has then added others that are not: clip and unscale once a window "
+                "(if accelerator.sync_gradients: ...), and clear gradients that no step is to use "
+                "with optimizer.zero_grad()"
+            )
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
         """Step unless a gradient overflowed.
@@ -73,7 +105,7 @@ class LossScaling:
             return optimizer.step(*given), False
         result = self._scaler.step(optimizer, *given)
         self._is_used = True
-        self._done.add(id(optimizer))
+        self._done[id(optimizer)] = optimizer
         found = self._scaler._found_inf_per_device(optimizer)
         return result, any(bool(value.item()) for value in found.values())
 
@@ -95,6 +127,14 @@ class LossScaling:
             self._is_used = False
             self._done.clear()
             self._scaler.update()
+
+
+def gradient_marks(optimizer: Optimizer) -> list[tuple[int, int]]:
+    """What changes with every backward: which tensors, and how often each was written to."""
+    return [
+        (id(weight.grad), 0 if weight.grad is None else weight.grad._version)
+        for weight in _weights_of(optimizer)
+    ]
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from notebook_accel.launch.rank import current
 from notebook_accel.training.accumulation import current_accumulation
-from notebook_accel.training.loss_scaling import LossScaling
+from notebook_accel.training.loss_scaling import LossScaling, gradient_marks
 from notebook_accel.training.notices import notice
 
 if TYPE_CHECKING:
@@ -173,13 +173,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         else:
             self.optimizer.zero_grad(set_to_none=False)
         if self._at_start is not None:
-            self._at_start = self._gradients()
+            self._at_start = gradient_marks(self.optimizer)
         if self._scaling is not None:
             self._scaling.forget(self.optimizer)
 
     def begin_last_batch(self) -> None:
         """Note that the last batch of a window begins; its gradients are told by this."""
-        self._at_start = self._gradients()
+        self._at_start = gradient_marks(self.optimizer)
         self._was_held_back = False
 
     def end_last_batch(self) -> None:
@@ -191,15 +191,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def _has_new_gradients(self) -> bool:
         """Whether the last batch of a window is running and has had a backward."""
-        return self._at_start is not None and self._gradients() != self._at_start
-
-    def _gradients(self) -> list[tuple[int, int]]:
-        """What changes with every backward: which tensors, and how often each was written to."""
-        return [
-            (id(parameter.grad), 0 if parameter.grad is None else parameter.grad._version)
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-        ]
+        return self._at_start is not None and gradient_marks(self.optimizer) != self._at_start
 
     def train(self) -> None:
         """Let an optimizer that has two modes (schedule-free ones) train; others have none."""

@@ -203,19 +203,50 @@ def test_a_window_is_dropped_for_the_optimizer_alone_that_says_so() -> None:
     assert judging.used == making.used == [5.5, 550.0]
 
 
-def test_a_dropped_batch_of_fp16_is_unscaled_once_and_lowers_the_scale() -> None:
+@pytest.mark.parametrize("of_model", [False, True], ids=["optimizer", "model"])
+def test_a_dropped_batch_of_fp16_is_unscaled_once_and_lowers_the_scale(of_model: bool) -> None:
     accelerator, model, optimizer, recorder = setup(1, mixed_precision="fp16")
     before = accelerator.scaler.get_scale()
     for gradient in [BAD, 2.0, 3.0]:
         accelerator.backward(model(gradient))
         norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
         if not torch.isfinite(norm):
-            optimizer.zero_grad()
+            (model if of_model else optimizer).zero_grad()
             continue
         optimizer.step()
         optimizer.zero_grad()
     assert recorder.used == [2.0, 3.0]
     assert accelerator.scaler.get_scale() == before / 2
+
+
+def test_gradients_of_fp16_are_unscaled_once_a_window() -> None:
+    accelerator, model, _, _ = setup(2, mixed_precision="fp16")
+    with accelerator.accumulate(model):
+        accelerator.backward(model(1.0))
+        accelerator.unscale_gradients()
+    with accelerator.accumulate(model):
+        accelerator.backward(model(10.0))
+        with pytest.raises(RuntimeError, match="of Recorder were divided by the loss scale, and"):
+            accelerator.unscale_gradients()
+
+
+def test_losses_of_fp16_are_clipped_each_after_its_backward_and_together() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    models = Scalar(), Scalar()
+    recorders = [Recorder(model.parameters()) for model in models]
+    first, second, *optimizers = accelerator.prepare(*models, *recorders)
+    accelerator.backward(first(30.0))
+    accelerator.clip_grad_norm_(first.parameters(), 3.0)
+    accelerator.backward(second(4.0))
+    for _ in range(2):
+        both = [*first.parameters(), *second.parameters()]
+        accelerator.clip_grad_norm_(both, 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [recorder.used for recorder in recorders] == [
+        [pytest.approx(0.6, rel=1e-4)],
+        [pytest.approx(0.8, rel=1e-4)],
+    ]
 
 
 @pytest.mark.filterwarnings("error")

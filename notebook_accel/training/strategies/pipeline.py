@@ -132,13 +132,15 @@ class PipelineParallel(MeshParallel):
                 "training: expected what accelerator.prepare(model) gave"
             )
 
+        scaler = None if self.scaling is None else self.scaling.begin_backward()
+
         def for_backward(loss: torch.Tensor) -> torch.Tensor:
             loss = loss / num_steps
-            return loss if self.scaling is None else self.scaling.scale(loss)
+            return loss if scaler is None else scaler.scale(loss)
 
-        if self.scaling is not None:
+        if scaler is not None:
             # A scaler makes its scale when it is first used, which the last stage alone would do.
-            self.scaling.scale(torch.zeros((), device=self.topology.device))
+            scaler.scale(torch.zeros((), device=self.topology.device))
         if pipeline.has_added_up and self._stage_index:
             # Gradients that the loop kept were added up already, and count once.
             for weight in pipeline.shared_weights:
