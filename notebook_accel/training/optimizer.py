@@ -63,6 +63,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         accumulation: Accumulation | None = None,
         scaling: LossScaling | None = None,
         device_memory: Callable[[], int | None] | None = None,
+        drop_unreduced: Callable[[Optimizer], None] | None = None,
     ) -> None:
         if device_placement and optimizer.state:
             # Loading moves a state that was made elsewhere to the device of its parameters.
@@ -77,7 +78,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # whether zero_grad was called before any of its own came.
         self._at_start: list[tuple[int, int]] | None = None
         self._was_held_back = False
-        self.join(accumulation or current_accumulation(), scaling, device_memory)
+        self.join(accumulation or current_accumulation(), scaling, device_memory, drop_unreduced)
         # Also where other code steps the wrapped one: a checkpoint must not keep those gradients.
         with suppress(AttributeError):  # without Optimizer's __init__ there are no hooks
             own = weakref.ref(self)
@@ -89,11 +90,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         accumulation: Accumulation,
         scaling: LossScaling | None,
         device_memory: Callable[[], int | None] | None,
+        drop_unreduced: Callable[[Optimizer], None] | None = None,
     ) -> None:
-        """Step in these windows, by this loss scale, and report this device's memory."""
+        """Step in these windows, by this loss scale, and report this device's memory.
+
+        ``drop_unreduced`` drops what a window has added up and no gradient shows.
+        """
         self._accumulation = accumulation
         self._scaling = scaling
         self._device_memory = device_memory
+        self._drop_unreduced = drop_unreduced
         accumulation.optimizers.add(self)
 
     @property
@@ -172,6 +178,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.optimizer.zero_grad()
         else:
             self.optimizer.zero_grad(set_to_none=False)
+        if self._drop_unreduced is not None:
+            self._drop_unreduced(self.optimizer)
         if self._at_start is not None:
             self._at_start = gradient_marks(self.optimizer)
         if self._scaling is not None:

@@ -105,6 +105,7 @@ class Pickled:
                 plan.accumulation,
                 plan.strategy.scaling,
                 devices.memory_reader(plan.topology.device),
+                plan.strategy.drop_unreduced,
             )
             prepared.watch.knows(optimizer.optimizer)
             prepared.optimizers.append(optimizer)

@@ -162,9 +162,14 @@ def train(mesh: str | None, case: dict[str, Any]) -> dict[str, Any]:
     loader = DataLoader(data(case.get("samples", 16)), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     seen: dict[str, Any] = {"losses": [], "norms": [], "samples": []}
-    for _ in range(2):
-        for inputs, targets in loader:
+    for epoch in range(2):
+        for number, (inputs, targets) in enumerate(loader, start=1):
+            seen["samples"] += accelerator.gather_for_metrics(inputs).tolist()
             with accelerator.accumulate(model):
+                if (epoch, number) == case.get("drops"):
+                    model(inputs)  # gives a loss that is not finite, say
+                    optimizer.zero_grad()
+                    continue
                 if case.get("whole"):
                     loss = accelerator.forward_backward(model, inputs, targets, loss_of)
                 else:
@@ -178,7 +183,6 @@ def train(mesh: str | None, case: dict[str, Any]) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
             seen["losses"].append(float(accelerator.reduce(loss.detach(), "mean")))
-            seen["samples"] += accelerator.gather_for_metrics(inputs).tolist()
     return {**seen, "weights": weights_of(accelerator, model)}
 
 
@@ -196,8 +200,11 @@ def twin(shares: int, case: dict[str, Any]) -> dict[str, Any]:
     filled = [index % len(inputs) for index in range(end)]
     batches = torch.tensor(filled).split(size)
     seen: dict[str, Any] = {"losses": [], "norms": []}
-    for _ in range(2):
+    for epoch in range(2):
         for number, batch in enumerate(batches, start=1):
+            if (epoch, number) == case.get("drops"):
+                optimizer.zero_grad()
+                continue
             loss = loss_of(model(inputs[batch]), targets[batch])
             (loss / window).backward()
             seen["losses"].append(float(loss.detach()))

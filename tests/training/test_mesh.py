@@ -41,7 +41,12 @@ CASES: dict[str, dict[str, Any]] = {
         "clip_value": 0.01,
         "read_by_rank_0": True,
     },
-    "accumulation, clipping a window": {"accumulate": 2, "clip": 0.05, "whole": True},
+    "accumulation, clipping a window, a window dropped": {
+        "accumulate": 2,
+        "clip": 0.05,
+        "whole": True,
+        "drops": (0, 2),
+    },
 }
 
 

@@ -100,6 +100,7 @@ class Strategy:
             accumulation=accumulation,
             scaling=self.scaling,
             device_memory=devices.memory_reader(self.topology.device),
+            drop_unreduced=self.drop_unreduced,
         )
 
     def wrap_scheduler(
@@ -204,6 +205,10 @@ class Strategy:
         for name, weight in model.named_parameters():
             if name in given:
                 weight.grad = given[name].to(weight.device)
+
+    def drop_unreduced(self, optimizer: Optimizer) -> None:
+        """Drop what an open window has added up for an optimizer where no gradient of its weights
+        shows it."""
 
     def own_piece(self) -> Piece | None:
         """Models and optimizers as the strategy's library writes them; None where it has no own

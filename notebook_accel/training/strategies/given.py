@@ -12,6 +12,7 @@ second.
 from __future__ import annotations
 
 import sys
+import weakref
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ class TakesSpreadModels(Strategy):
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self._was_given_parts = False
+        self._in_parts: weakref.WeakSet[Module] = weakref.WeakSet()
         # Gradients of a checkpoint, until a forward has made what they belong to.
         self._unreduced: list[tuple[Module, dict[str, torch.Tensor]]] = []
 
@@ -56,6 +58,7 @@ class TakesSpreadModels(Strategy):
             from notebook_accel.training.strategies import dtensors
 
             self._was_given_parts = True
+            self._in_parts.add(given.model)
             dtensors.accept_whole_weights(given.model)
             return given.model
         return super().prepare_model(given)
@@ -102,6 +105,17 @@ class TakesSpreadModels(Strategy):
         weights = dict(model.named_parameters())
         own = {name: pending.with_part(part, weights[name]) for name, part in parts.items()}
         return super().restore_gradients(model, {}, own)
+
+    def drop_unreduced(self, optimizer: Optimizer) -> None:
+        if not has_parts(_weights_of(optimizer)):
+            return
+        from notebook_accel.training.strategies import pending
+
+        weights = {id(weight) for weight in _weights_of(optimizer)}
+        for model in self._in_parts:
+            pending.drop_unreduced(model, weights)
+        for model, waiting in self._unreduced:
+            pending.drop_unreduced(model, weights, waiting)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float

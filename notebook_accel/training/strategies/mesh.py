@@ -82,6 +82,7 @@ class MeshParallel(TakesSpreadModels):
             return super().prepare_model(given)
         assert self.mesh is not None
         model = given.model
+        self._in_parts.add(model)
         # By module, not by name: wrappers of modules inside change the names.
         before = [
             (part, name, weight)

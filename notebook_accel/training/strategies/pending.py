@@ -13,12 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
     import torch
     from torch.nn import Module
 
-__all__ = ["local_part", "put_unreduced", "unreduced", "with_part"]
+__all__ = ["drop_unreduced", "local_part", "put_unreduced", "unreduced", "with_part"]
 
 
 def unreduced(model: Module) -> dict[str, torch.Tensor]:
@@ -43,6 +43,26 @@ def put_unreduced(model: Module, gradients: dict[str, torch.Tensor]) -> None:
                 whole.grad = gradient
             else:
                 held.unsharded_accumulated_grad = gradient
+
+
+def drop_unreduced(
+    model: Module, weights: Container[int], waiting: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Drop what :func:`unreduced` gives.
+
+    Args:
+        model: it keeps these gradients.
+        weights: the ids of those weights, as an optimizer has them, whose gradients are dropped.
+        waiting: gradients that :func:`put_unreduced` is to put back later; dropped too.
+    """
+    for name, held in _fsdp_params(model):
+        if id(held.sharded_param) not in weights:
+            continue
+        held.unsharded_accumulated_grad = None
+        if hasattr(held, "_unsharded_param"):
+            held._unsharded_param.grad = None
+        if waiting is not None:
+            waiting.pop(name, None)
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
