@@ -264,12 +264,26 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
 
     # A step.
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients of the loss, which is divided by the batches of a window."""
-        self._strategy.backward(loss, self._accumulation.num_steps, **kwargs)
+    def backward(
+        self, loss: torch.Tensor, *, learning_rate: float | None = None, **kwargs: Any
+    ) -> None:
+        """Compute gradients of the loss, which is divided by the batches of a window.
+
+        Args:
+            loss: a tensor of one number.
+            learning_rate: for optimizers that step as they go back (see ``lomo_backward``).
+            **kwargs: for ``loss.backward``.
+        """
+        num_steps = self._accumulation.num_steps
+        if learning_rate is None:
+            self._strategy.backward(loss, num_steps, **kwargs)
+        else:
+            self.lomo_backward(loss / num_steps, learning_rate)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Backward and step in one, for prepared optimizers that do both (LOMO, AdaLomo).
+
+        ``backward(loss, learning_rate=...)`` does it with the loss divided by a window's batches.
 
         Raises:
             ConfigError: there is no learning rate, or no such optimizer was prepared.

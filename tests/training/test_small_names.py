@@ -231,10 +231,11 @@ class Fused(torch.optim.SGD):
         loss.backward()  # type: ignore[no-untyped-call]
         self.param_groups[0]["lr"] = learning_rate
         self.step()
+        self.zero_grad()
 
 
 def test_methods_for_lomo_and_device_maps() -> None:
-    accelerator = notebook_accel.Accelerator(cpu=True)
+    accelerator = notebook_accel.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = nn.Linear(1, 1, bias=False)
     assert not accelerator.verify_device_map(model)
     model.hf_device_map = {"a": 0, "b": "cpu"}  # type: ignore[assignment]
@@ -245,3 +246,5 @@ def test_methods_for_lomo_and_device_maps() -> None:
     accelerator.prepare(Fused(model.parameters(), lr=1.0))
     accelerator.lomo_backward(model(torch.ones(1)).sum(), 0.5)
     assert model.weight.item() == pytest.approx(before - 0.5)
+    accelerator.backward(model(torch.ones(1)).sum(), learning_rate=0.5)
+    assert model.weight.item() == pytest.approx(before - 0.75)
