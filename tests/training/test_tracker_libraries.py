@@ -379,3 +379,15 @@ def test_every_library_says_how_it_is_installed() -> None:
     for name, kind in LOGGER_TYPE_TO_CLASS.items():
         assert kind.name == name
         assert kind.package.startswith(kind.module)  # type: ignore[attr-defined]
+
+
+def test_the_object_of_a_library_has_the_name_that_accelerate_has_for_it(tmp_path: Path) -> None:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS as PEERS
+
+    for name, kind in LOGGER_TYPE_TO_CLASS.items():
+        folder = [tmp_path] if kind.requires_logging_directory else []
+        made: Any = kind("project", *folder)  # type: ignore[call-arg, arg-type]
+        made._run = object()
+        # All that it does is to give the attribute.
+        (attribute,) = PEERS[name].tracker.fget.__code__.co_names
+        assert getattr(made, attribute) is made.tracker is made._run

@@ -21,6 +21,7 @@ class AimTracker(LibraryTracker):
     module = "aim"
     package = "aim"
     requires_logging_directory = True
+    writer = LibraryTracker.tracker
 
     def __init__(
         self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any

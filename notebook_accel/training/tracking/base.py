@@ -102,6 +102,8 @@ class BlankTracker(GeneralTracker):
 class LibraryTracker(GeneralTracker):
     """Base of the trackers that hand over to a library, which is imported as a run begins.
 
+    Each gives its ``tracker`` under the name that Accelerate has for it, too: ``writer``, say.
+
     Attributes:
         module: what is imported.
         package: what ``pip install`` calls it.
@@ -147,10 +149,12 @@ class LibraryTracker(GeneralTracker):
 class RunTracker(LibraryTracker):
     """Base of the trackers whose library gives a run that takes numbers and images, as wandb does.
 
-    Every rank may have a run of its own.
+    A rank may have a run of its own by making the tracker itself; ``Accelerator`` makes one on the
+    main process alone.
     """
 
     main_process_only = False
+    run = LibraryTracker.tracker
 
     def start(self) -> None:
         """Begin the run."""

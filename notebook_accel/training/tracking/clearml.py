@@ -24,6 +24,7 @@ class ClearMLTracker(LibraryTracker):
     name = "clearml"
     module = "clearml"
     package = "clearml"
+    task = LibraryTracker.tracker
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(run_name or "", **kwargs)

@@ -19,6 +19,7 @@ class CometMLTracker(LibraryTracker):
     name = "comet_ml"
     module = "comet_ml"
     package = "comet_ml>=3.41"
+    writer = LibraryTracker.tracker
 
     def start(self) -> None:
         """Begin the experiment."""

@@ -20,6 +20,7 @@ class DVCLiveTracker(LibraryTracker):
     name = "dvclive"
     module = "dvclive"
     package = "dvclive"
+    live = LibraryTracker.tracker
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         super().__init__(run_name or "", **kwargs)

@@ -33,6 +33,7 @@ class MLflowTracker(LibraryTracker):
     name = "mlflow"
     module = "mlflow"
     package = "mlflow"
+    active_run = LibraryTracker.tracker
 
     def __init__(
         self,

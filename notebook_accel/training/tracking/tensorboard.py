@@ -28,6 +28,7 @@ class TensorBoardTracker(LibraryTracker):
     module = "tensorboard"
     package = "tensorboard"
     requires_logging_directory = True
+    writer = LibraryTracker.tracker
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
