@@ -223,17 +223,27 @@ def _named(model: Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
 
 
 def _refuse_moves(model: Module) -> None:
-    """Let ``model.to(device)`` and its like fail: weights on the meta device cannot move."""
+    """Let ``model.to(device)`` and its like fail while weights are on the meta device."""
     for name in ("to", "cuda", "cpu", "xpu", "npu", "mlu", "sdaa", "musa"):
         if hasattr(model, name):
-            model.__dict__[name] = _refuse_move
+            model.__dict__[name] = _Move(model, name)
 
 
-def _refuse_move(*_: Any, **__: Any) -> Module:
-    raise RuntimeError(
-        "this model has weights on the host or on disk, and cannot be moved: load it with another "
-        "device_map, or without one"
-    )
+class _Move:
+    """A method that moves a model, unless weights of it are on the meta device."""
+
+    def __init__(self, model: Module, name: str) -> None:
+        self.model = model
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Module:
+        if any(weight.is_meta for weight in self.model.parameters()):
+            raise RuntimeError(
+                "this model has weights on the host or on disk, and cannot be moved: load it with "
+                "another device_map, or without one"
+            )
+        moved: Module = getattr(type(self.model), self.name)(self.model, *args, **kwargs)
+        return moved
 
 
 def is_offloaded(model: Module) -> bool:

@@ -107,11 +107,18 @@ def test_a_dispatched_model_computes_as_before_with_the_hooks_of_accelerate(
     assert devices_of(model) == between
 
 
-def test_a_model_that_is_partly_elsewhere_cannot_be_moved(model: Language, tmp_path: Path) -> None:
+def test_a_model_cannot_be_moved_while_parts_of_it_are_elsewhere(
+    model: Language, tmp_path: Path
+) -> None:
     dispatch_model(model, {"embed": "cpu", "": "disk"}, offload_dir=tmp_path)
-    for move in (lambda: model.to("cpu"), model.cuda):
+    for move in (lambda: model.to("cpu"), model.cuda, copy.deepcopy(model).cpu):
         with pytest.raises(RuntimeError, match="cannot be moved"):
             move()
+    copied = copy.deepcopy(model)
+    remove_hook_from_submodules(copied)
+    assert copied.to(torch.float64).lmhead.weight.dtype == torch.float64
+    assert dispatch_model(copied, {"": "cpu"}) is copied
+    assert model.lmhead.weight.is_meta
 
 
 def test_a_map_with_disk_needs_a_folder(model: Language) -> None:
