@@ -70,7 +70,7 @@ def find_executable_batch_size(
     Args:
         function: takes the batch size first; None (only the arguments below) gives a decorator.
         starting_batch_size: samples a batch in the first try.
-        reduce_batch_size_fn: gives the next size, from the last one if it takes an argument;
+        reduce_batch_size_fn: gives the next size, from the last one if it needs an argument;
             None takes nine tenths.
 
     Raises:
@@ -125,14 +125,14 @@ def find_executable_batch_size(
 
 
 def _with_argument(reduce: Callable[..., int] | None) -> Callable[[int], int]:
-    """What gives the next size from the last one, whether or not ``reduce`` takes that."""
+    """What gives the next size from the last one, which ``reduce`` gets if it has to have it."""
     if reduce is None:
         return lambda size: size * 9 // 10
     try:
-        inspect.signature(reduce).bind(0)
+        inspect.signature(reduce).bind()
     except TypeError:
-        return lambda _: reduce()
-    return reduce
+        return reduce
+    return lambda _: reduce()
 
 
 def _check_takes_batch_size(function: Callable[..., Any]) -> None:

@@ -39,8 +39,12 @@ def test_bare_it_begins_with_128_and_takes_nine_tenths() -> None:
 
 
 def test_with_arguments_both_kinds_of_reduction_hold() -> None:
-    sizes = iter([20, 10])
-    for reduce in (lambda size: size // 2, lambda: next(sizes)):
+    sizes = iter([20, 10] * 2)
+
+    def optional(factor: int = 1) -> int:
+        return next(sizes) * factor
+
+    for reduce in (lambda size: size // 2, lambda: next(sizes), optional):
         job = Job(10)
         decorate = find_executable_batch_size(starting_batch_size=40, reduce_batch_size_fn=reduce)
         assert decorate(job.run)() == (10, "")
