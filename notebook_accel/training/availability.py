@@ -19,8 +19,8 @@ def _is_installed(*modules: str) -> bool:
     return all(importlib.util.find_spec(name.partition(".")[0]) is not None for name in modules)
 
 
-def _has_device(kind: str) -> bool:
-    """Whether torch sees an accelerator of this kind."""
+def _has_device(kind: str, check_device: bool = False) -> bool:  # noqa: ARG001
+    """Whether torch sees an accelerator of this kind: it looks for one, asked to or not."""
     if not torch.accelerator.is_available():
         return False
     accelerator = torch.accelerator.current_accelerator()
@@ -57,8 +57,15 @@ is_npu_available = partial(_has_device, "npu")
 is_mlu_available = partial(_has_device, "mlu")
 is_musa_available = partial(_has_device, "musa")
 is_sdaa_available = partial(_has_device, "sdaa")
-is_hpu_available = partial(_has_device, "hpu")
 is_neuron_available = partial(_has_device, "neuron")
+
+
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Whether torch sees a Gaudi; with ``init_hccl`` its backend for process groups is loaded."""
+    found = _has_device("hpu")
+    if found and init_hccl:
+        import_module("habana_frameworks.torch.distributed.hccl")
+    return found
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
@@ -79,6 +86,14 @@ def is_bitsandbytes_multi_backend_available() -> bool:
         return True
     features = getattr(sys.modules.get("bitsandbytes"), "features", ())
     return "multi_backend" in features
+
+
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Whether torch_xla is there, and computes on a TPU or a GPU where that is asked."""
+    if not _is_installed("torch_xla"):
+        return False
+    wanted = {"TPU"} if check_is_tpu else {"GPU", "CUDA"} if check_is_gpu else None
+    return wanted is None or import_module("torch_xla.runtime").device_type() in wanted
 
 
 def is_torchdata_stateful_dataloader_available() -> bool:
@@ -143,7 +158,6 @@ is_schedulefree_available = partial(_is_installed, "schedulefree")
 is_swanlab_available = partial(_is_installed, "swanlab")
 is_tensorboard_available = partial(_is_installed, "tensorboard")
 is_timm_available = partial(_is_installed, "timm")
-is_torch_xla_available = partial(_is_installed, "torch_xla")
 is_torchao_available = partial(_is_installed, "torchao")
 is_torchdata_available = partial(_is_installed, "torchdata")
 is_torchvision_available = partial(_is_installed, "torchvision")

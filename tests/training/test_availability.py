@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 
 import pytest
@@ -18,7 +19,11 @@ PROBES = sorted(
 
 @pytest.mark.parametrize("name", PROBES)
 def test_a_probe_agrees_with_accelerate(name: str) -> None:
-    assert getattr(availability, name)() == bool(getattr(peer, name)())
+    ours, theirs = getattr(availability, name), getattr(peer, name)
+    assert ours() == bool(theirs())
+    for argument, parameter in inspect.signature(theirs).parameters.items():
+        if parameter.default is False:
+            assert ours(**{argument: True}) == bool(theirs(**{argument: True}))
 
 
 @pytest.mark.parametrize("operation", ["==", "!=", ">", ">=", "<", "<="])
