@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from notebook_accel.training.precision import make_precision
-from notebook_accel.training.settings import AutocastKwargs, GradScalerKwargs
+from notebook_accel.training.precision import autocast_to
+from notebook_accel.training.settings import AutocastKwargs
 from notebook_accel.training.state import AcceleratorState
 from notebook_accel.training.topology import topology
 
@@ -30,13 +30,8 @@ def get_mixed_precision_context_manager(
     if not native_amp:
         return nullcontext()
     state = AcceleratorState()
-    precision = make_precision(
-        state.mixed_precision,
-        state.device,
-        autocast=autocast_kwargs or AutocastKwargs(),
-        scaler=GradScalerKwargs(),
-    )
-    return precision.autocast()
+    options = autocast_kwargs or AutocastKwargs()
+    return autocast_to(state.mixed_precision, state.device.type, options)
 
 
 def get_grad_scaler(

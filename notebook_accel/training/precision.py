@@ -21,6 +21,7 @@ __all__ = [
     "Float16",
     "Float8",
     "Precision",
+    "autocast_to",
     "make_precision",
     "refuse_divided_layers",
     "resolve_precision",
@@ -56,15 +57,7 @@ class Precision:
         self, options: AutocastKwargs | None = None
     ) -> AbstractContextManager[Any, bool | None]:
         """A context in which operations compute in this precision."""
-        if self.dtype is None:
-            return nullcontext()
-        options = options or self.options
-        return torch.autocast(
-            self.device_type,
-            dtype=self.dtype,
-            enabled=options.enabled,
-            cache_enabled=options.cache_enabled,
-        )
+        return autocast_to(self.name, self.device_type, options or self.options)
 
     def wrap(self, model: torch.nn.Module) -> None:
         """Let the model's forward compute in this precision, in place; outputs are float32."""
@@ -113,6 +106,18 @@ class Float8(BFloat16):
 _PRECISIONS: dict[str, type[Precision]] = {
     kind.name: kind for kind in (Precision, BFloat16, Float16, Float8)
 }
+
+
+def autocast_to(
+    name: str, device_type: str, options: AutocastKwargs
+) -> AbstractContextManager[Any, bool | None]:
+    """A context in which operations compute in the precision of this name."""
+    dtype = _PRECISIONS[name].dtype
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(
+        device_type, dtype=dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
+    )
 
 
 def resolve_precision(asked: str | None) -> str:
