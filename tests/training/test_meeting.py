@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from notebook_accel import Accelerator, NotebookAccelError
+from notebook_accel import Accelerator, NotebookAccelError, ProjectConfiguration
 from notebook_accel.training.checkpoint import meeting
 from notebook_accel.training.collectives import wait
 from notebook_accel.training.strategies.ddp import DataParallel
@@ -20,8 +20,8 @@ from tests.training.harness import run_ranks
 QUICK = meeting.Patience(first=0.3, known=5, rest=5, notice=0.1, missing=0.5, rank_0=5)
 
 
-def setup(patience: meeting.Patience = QUICK) -> Any:
-    accelerator = Accelerator(cpu=True)
+def setup(patience: meeting.Patience = QUICK, **settings: Any) -> Any:
+    accelerator = Accelerator(cpu=True, **settings)
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -58,21 +58,51 @@ def saves_on_the_main_process(folder: Path) -> dict[str, Any]:
     return {"files": found, "later": seconds[1:]}
 
 
-def saves_late(folder: Path) -> dict[str, Any]:
-    """Rank 1 comes to the save when rank 0 has gone on without it."""
-    accelerator, *_ = setup()
+def saves_slowly_on_the_main_process(folder: Path) -> dict[str, Any]:
+    """Rank 1 waits at the next save long enough to take another folder, or other lines."""
+    project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    patience = meeting.Patience(first=0.1, known=5, other_folder=0.05)
+    accelerator, model, _ = setup(patience, project_config=project)
+    # Rank 0 takes its time where it is alone.
+    seconds = iter([0.3, 0, 0.3] if accelerator.is_main_process else [])
+    slow = model.module.register_state_dict_post_hook(lambda *_: time.sleep(next(seconds, 0)))
     if accelerator.is_main_process:
-        path = accelerator.save_state(folder / "state")
-        alone = files(folder / "state")
-        wait()
-    else:
-        # It has no collective in between: the position stays that of rank 0.
-        while not (folder / "state").exists():
-            time.sleep(0.01)
-        path, alone = accelerator.save_state(folder / "state"), []
-        wait()
+        accelerator.save_model(model, folder / "export")
+    accelerator.save_state(folder / "after_export")
+    if accelerator.is_main_process:
+        accelerator.save_state(folder / "best")
+    path = accelerator.save_state()
+    slow.remove()
+    # The same folder, and another call: rank 1 is no member of rank 0's.
+    if accelerator.is_main_process:
+        accelerator.save_state(folder / "both")
+    accelerator.save_model(model, folder / "both")
     wait()
-    return {"path": path, "alone": alone, "both": files(folder / "state")}
+    numbered = sorted(files(folder / "checkpoints"))
+    found = {name: files(folder / name) for name in files(folder) if name != "checkpoints"}
+    return {
+        "path": Path(path).name,
+        "numbered": numbered,
+        "files": found,
+        "in it": files(Path(path)),
+    }
+
+
+def saves_late(folder: Path) -> dict[str, Any]:
+    """Rank 1 comes to the first save when rank 0 has gone on without it; to the next in time."""
+    accelerator, *_ = setup()
+    paths, listed = [], []
+    for number in range(2):
+        # It has no collective in between: the position stays that of rank 0.
+        if not accelerator.is_main_process:
+            while not (folder / "listed").exists():
+                time.sleep(0.01)
+            time.sleep(0.1)
+        paths.append(accelerator.save_state(folder / f"state_{number}"))
+        listed.append(files(Path(paths[-1])))
+        (folder / "listed").touch()
+        wait()
+    return {"paths": paths, "listed": listed, "both": files(Path(paths[0]))}
 
 
 def saves_to_two_folders(folder: Path) -> dict[str, Any]:
@@ -146,6 +176,7 @@ def all_cases(folder: str) -> dict[str, Any]:
     root = Path(folder)
     cases: dict[str, Any] = {
         "main": saves_on_the_main_process,
+        "slowly": saves_slowly_on_the_main_process,
         "late": saves_late,
         "two": saves_to_two_folders,
         "row": saves_models_in_a_row,
@@ -182,10 +213,25 @@ def test_the_main_process_saves_alone(both: list[dict[str, Any]]) -> None:
     assert max(both[0]["main"]["later"]) < QUICK.first, "it waits for the others once a line"
 
 
+def test_a_rank_takes_no_save_of_the_main_process_for_its_own(both: list[dict[str, Any]]) -> None:
+    for got in both:
+        assert got["slowly"] == {
+            "path": "checkpoint_0",
+            "numbered": ["checkpoint_0"],
+            "in it": ALL,
+            "files": {
+                "after_export": ALL,
+                "best": OWN,
+                "both": OWN,
+                "export": ["model.safetensors"],
+            },
+        }
+
+
 def test_a_rank_that_comes_late_adds_what_is_its_own(both: list[dict[str, Any]]) -> None:
-    assert both[0]["late"]["alone"] == OWN
+    assert both[0]["late"]["listed"] == [OWN, ALL], "rank 0 waits for it the next time"
     assert [got["late"]["both"] for got in both] == [ALL, ALL]
-    assert both[0]["late"]["path"] == both[1]["late"]["path"]
+    assert both[0]["late"]["paths"] == both[1]["late"]["paths"]
 
 
 def test_the_folder_is_rank_0s(both: list[dict[str, Any]]) -> None:

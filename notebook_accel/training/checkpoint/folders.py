@@ -123,8 +123,8 @@ class Numbering:
     def follow(self, written: Path) -> None:
         """Let the next number be the one after this checkpoint's."""
         match = NUMBERED.fullmatch(written.name)
-        assert match, "without a folder from the user the name is a numbered one"
-        self.project.iteration = int(match[1]) + 1
+        if match:  # else rank 0 named a folder, and this rank none
+            self.project.iteration = int(match[1]) + 1
 
     def remove_oldest(self) -> None:
         """Remove those beyond the limit that the user set."""

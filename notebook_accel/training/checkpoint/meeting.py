@@ -8,9 +8,13 @@ for ever. So the ranks leave notes in the store of the process group::
     rank 0:  waits a little for here/* ---> plan ---> writes, waits for wrote/n/* ---> done/n
 
 Where the plan does not name a rank, because it came later than rank 0 had patience for, that rank
-adds its own file to the checkpoint once that is finished. How long rank 0 waits for the first
-other rank depends on what happened before at the same line of the script: a line under
-``is_main_process`` costs that wait once.
+adds its own files to the checkpoint once that is finished. Plans stay in the store, and rank 0 may
+save alone, so a rank that is not named has to tell the plan of the call it stands at from others:
+by the folder, by how many collectives there were, and by the lines of the script that lead to it.
+
+How long rank 0 waits for the first other rank depends on what happened before at the same lines: a
+line under ``is_main_process`` costs that wait once, and one to which the others came, if late, is
+waited for the next time.
 
 Weights that are spread over the ranks cannot be saved by some of them. There everybody waits for
 everybody, and after a while an error names the ranks that are missing.
@@ -19,10 +23,11 @@ everybody, and after a while an error names the ranks that are missing.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -59,7 +64,8 @@ class Patience:
     written: float = 3600.0
     """For the files of another rank, however slow its disk may be."""
     other_folder: float = 5.0
-    """Of a rank that was not named until it takes a plan for another folder for its own."""
+    """Of a rank that was not named until it takes a plan that differs in one thing for its own:
+    another folder (each rank made up a name), another line, other collectives (sends count)."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,14 @@ class SavePlan:
 
     number: int
     """Which save of rank 0 it is, from 1 on."""
+    call: str
+    """What the script called."""
     asked: str
     """The folder as the script gave it to rank 0, or nothing."""
     position: int
     """Collectives that rank 0 had been part of: equal on all ranks at one point of a script."""
+    lines: str
+    """The lines of the script that led rank 0 there."""
     final: str
     """Where the checkpoint will be."""
     staged: str
@@ -96,7 +106,8 @@ class Meetings:
     _num_calls: int = 0
     _num_handled: int = 0
     _met: dict[int, str] = field(default_factory=dict)
-    _came_before: dict[tuple[str, int], bool] = field(default_factory=dict)
+    # By the lines of the script: the last save there, and whether others came to it in time.
+    _saved_before: dict[str, tuple[int, bool]] = field(default_factory=dict)
 
     @property
     def is_lead(self) -> bool:
@@ -130,22 +141,31 @@ class Meetings:
             NotebookAccelError: all ranks are needed, and some did not come.
         """
         members: list[int] = []
+        lines = _calling_lines()
         if needs_all:
             members = self._wait_for_all(call)
         elif waits:
-            members = self._wait_for_some(asked)
+            members = self._wait_for_some(call, asked, lines)
         for rank in members:
             self._met[rank] = self._read(f"here/{rank}") or ""
         self._num_handled += 1
-        number, position = self._num_handled, _position()
+        plan = SavePlan(
+            number=self._num_handled,
+            call=call,
+            asked=asked,
+            position=_position(),
+            lines=lines,
+            final=asked,
+            staged="",
+            members=tuple(members),
+        )
         try:
             final, staged = choose()
         except BaseException as error:
-            plan = SavePlan(number, asked, position, asked, "", tuple(members))
             self._announce(plan)
             self.finish(plan, describe(error))
             raise
-        plan = SavePlan(number, asked, position, final, staged, tuple(members))
+        plan = replace(plan, final=final, staged=staged)
         self._announce(plan)
         return plan
 
@@ -161,20 +181,24 @@ class Meetings:
         """
         own = self.topology.process_index
         self._num_calls += 1
-        self._store.set(f"here/{own}", f"{self._num_calls} {asked}")
+        self._store.set(f"here/{own}", f"{self._num_calls} {call} {asked}")
         try:
             return self._wait_for_plan(asked, call)
         finally:
             self._store.set(f"here/{own}", "")
 
     def _wait_for_plan(self, asked: str, call: str) -> SavePlan:
-        own, position = self.topology.process_index, _position()
+        own, position, lines = self.topology.process_index, _position(), _calling_lines()
         for waited in self._until(self.patience.rank_0):
             for plan in self._new_plans():
-                num_alike = (plan.asked == asked) + (plan.position == position)
-                is_missed = num_alike == 2 or (num_alike and waited > self.patience.other_folder)
-                if own in plan.members or is_missed:
+                if own in plan.members:
                     self._num_handled = plan.number
+                    return plan
+                alike = [plan.asked == asked, plan.position == position, plan.lines == lines]
+                needed = 2 if waited > self.patience.other_folder else 3
+                if plan.call == call and sum(alike) >= needed:
+                    self._num_handled = plan.number
+                    self._store.set(f"late/{plan.number}", "")
                     return plan
         raise NotebookAccelError(
             f"{call} on rank {own}: rank 0 did not come to it within {self.patience.rank_0:.0f} s. "
@@ -232,26 +256,27 @@ class Meetings:
         if error:
             raise NotebookAccelError(f"rank 0 could not write {plan.final}: {error}")
 
-    def _wait_for_some(self, asked: str) -> list[int]:
+    def _wait_for_some(self, call: str, asked: str, lines: str) -> list[int]:
         """The ranks that take part, where rank 0 could also save alone."""
         if not self.others:
             return []
-        line = _calling_line()
-        came_before = self._came_before.get(line)
-        first = self.patience.known if came_before else self.patience.first
-        limit = 0.0 if came_before is False else first
+        first = self.patience.first
+        if lines in self._saved_before:
+            number, came_in_time = self._saved_before[lines]
+            came = came_in_time or self._read(f"late/{number}") is not None
+            first = self.patience.known if came else 0.0
         here: list[int] = []
         for waited in self._until(self.patience.rest):
-            here = [rank for rank in self.others if self._is_here(rank, asked)]
-            if len(here) == len(self.others) or (not here and waited >= limit):
+            here = [rank for rank in self.others if self._is_here(rank, call, asked)]
+            if len(here) == len(self.others) or (not here and waited >= first):
                 break
-        self._came_before[line] = bool(here)
+        self._saved_before[lines] = self._num_handled + 1, bool(here)
         return here
 
     def _wait_for_all(self, call: str) -> list[int]:
         missing = list(self.others)
         for waited in self._until(self.patience.missing):
-            missing = [rank for rank in self.others if not self._is_here(rank, None)]
+            missing = [rank for rank in self.others if not self._is_here(rank, call, None)]
             if not missing:
                 return list(self.others)
             if waited > self.patience.notice:
@@ -262,12 +287,13 @@ class Meetings:
             "`if accelerator.is_main_process:`"
         )
 
-    def _is_here(self, rank: int, asked: str | None) -> bool:
-        """Whether a rank has come anew, to save into the same folder where one is given."""
+    def _is_here(self, rank: int, call: str, asked: str | None) -> bool:
+        """Whether a rank has come anew to such a call, and to this folder where one is given."""
         said = self._read(f"here/{rank}")
         if not said or said == self._met.get(rank):
             return False
-        return asked is None or said.partition(" ")[2] == asked
+        _, its_call, its_folder = said.split(" ", 2)
+        return its_call == call and asked in (None, its_folder)
 
     def _wait_for(self, key: str, who: str) -> str:
         for _ in self._until(self.patience.written):
@@ -323,12 +349,18 @@ def _position() -> int:
         return 0
 
 
-def _calling_line() -> tuple[str, int]:
-    """The line of the script that saves: the innermost one outside of this package."""
+def _calling_lines() -> str:
+    """The lines of the script that lead to a save, the innermost first.
+
+    They are alike on ranks that run the same script, wherever their machines keep it.
+    """
+    lines = []
     frame: Any = sys._getframe(1)
-    while frame.f_back and str(frame.f_globals.get("__name__")).startswith("notebook_accel."):
+    while frame is not None:
+        if not str(frame.f_globals.get("__name__")).startswith("notebook_accel."):
+            lines.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return " ".join(lines)
 
 
 def describe(error: BaseException) -> str:
