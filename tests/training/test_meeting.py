@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from notebook_accel.training.checkpoint import meeting
 from notebook_accel.training.collectives import wait
 from notebook_accel.training.strategies.ddp import DataParallel
 from tests.training.harness import run_ranks
+from tests.training.single import fresh_rank  # noqa: F401
 
 QUICK = meeting.Patience(first=0.3, known=5, rest=5, notice=0.1, missing=0.5, rank_0=5)
 
@@ -105,6 +107,34 @@ def saves_late(folder: Path) -> dict[str, Any]:
     return {"paths": paths, "listed": listed, "both": files(Path(paths[0]))}
 
 
+def saves_in_a_window(folder: Path) -> dict[str, Any]:
+    """With gradients of each rank that no step has used: by rank 0 alone, and by rank 1 late."""
+    accelerator, model, optimizer = setup(gradient_accumulation_steps=4)
+    with accelerator.accumulate(model):
+        inputs = torch.full((1, 2), 1.0 + accelerator.process_index)
+        accelerator.backward(model(inputs).sum())
+        optimizer.step()
+    if accelerator.is_main_process:
+        accelerator.save_state(folder / "alone")
+    else:
+        while not (folder / "late").exists():
+            time.sleep(0.01)
+    accelerator.save_state(folder / "late")
+    wait()
+    found: dict[str, Any] = {"folder": str(folder)}
+    for name in ("alone", "late"):
+        accelerator, model, optimizer = setup(gradient_accumulation_steps=4)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator.load_state(folder / name)
+        found[name] = {
+            "step": accelerator._plan.accumulation.step,
+            "gradient": model.module.weight.grad[0, 0].item(),
+            "told": any("without the gradients of rank 1" in str(one.message) for one in caught),
+        }
+    return found
+
+
 def saves_to_two_folders(folder: Path) -> dict[str, Any]:
     """Each rank made up a name of its own, from the time say: rank 0's counts."""
     accelerator, *_ = setup(meeting.Patience(first=0.2, other_folder=0.5))
@@ -178,6 +208,7 @@ def all_cases(folder: str) -> dict[str, Any]:
         "main": saves_on_the_main_process,
         "slowly": saves_slowly_on_the_main_process,
         "late": saves_late,
+        "window": saves_in_a_window,
         "two": saves_to_two_folders,
         "row": saves_models_in_a_row,
         "rank 0 fails": lambda folder: fails_on(0, folder),
@@ -232,6 +263,19 @@ def test_a_rank_that_comes_late_adds_what_is_its_own(both: list[dict[str, Any]])
     assert both[0]["late"]["listed"] == [OWN, ALL], "rank 0 waits for it the next time"
     assert [got["late"]["both"] for got in both] == [ALL, ALL]
     assert both[0]["late"]["paths"] == both[1]["late"]["paths"]
+
+
+def test_a_window_goes_on_alike_on_ranks_that_were_not_saved(both: list[dict[str, Any]]) -> None:
+    alone = {"step": 1, "gradient": 0.25, "told": True}
+    assert both[0]["window"]["alone"] == alone
+    assert both[1]["window"]["alone"] == {**alone, "told": False}, "one rank of a machine says it"
+    assert both[0]["window"]["late"] == {"step": 1, "gradient": 0.25, "told": False}
+    assert both[1]["window"]["late"] == {"step": 1, "gradient": 0.5, "told": False}
+    accelerator, model, _ = setup(gradient_accumulation_steps=4)
+    with pytest.warns(UserWarning, match="without the gradients of rank 1: the mean of the others"):
+        accelerator.load_state(f"{both[0]['window']['folder']}/alone")
+    assert accelerator._plan.accumulation.step == 1
+    assert model.weight.grad[0, 0] == 0.25
 
 
 def test_the_folder_is_rank_0s(both: list[dict[str, Any]]) -> None:

@@ -154,7 +154,7 @@ def test_what_is_found_broken_as_it_is_loaded_is_passed_over_too(tmp_path: Path)
     assert Path(part["folder"]).name == "checkpoint_1"
     assert part["losses"].items() <= whole["losses"].items()
     assert len(lines) == 1
-    assert "random_states_0.pkl is broken" in lines[0]
+    assert "random_states_0.pkl could not be read" in lines[0]
     shutil.rmtree(tmp_path / "run" / "checkpoint_1")
     for number in (0, 3):
         spoil(number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from notebook_accel.utils import merge_fsdp_weights
@@ -57,7 +58,8 @@ def train(mesh: str, folder: str, saves: bool) -> list[float]:
     accelerator = make_accelerator(mesh)
     torch.manual_seed(3 if saves else 4)  # a loaded model starts from other weights
     model: Any = Tiny()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2 if saves else 1.0)
+    # numpy, as a LambdaLR that computes with it leaves it.
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=np.float64(1e-2) if saves else 1.0)
     loader: Any = DataLoader(data(8), batch_size=8)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 

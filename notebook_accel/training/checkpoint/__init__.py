@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch.rank import current
-from notebook_accel.training.checkpoint.atomic import (
-    complete_version,
-    replacing_file,
-)
+from notebook_accel.training.checkpoint.atomic import complete_version, staging_folder
 from notebook_accel.training.checkpoint.background import Pending, make_writer
 from notebook_accel.training.checkpoint.folders import (
     NUMBERED,
@@ -31,10 +28,10 @@ from notebook_accel.training.checkpoint.gradients import (
     restore_gradients,
 )
 from notebook_accel.training.checkpoint.meeting import Meetings, describe, meetings
-from notebook_accel.training.checkpoint.parts import PreparedParts, state_file
+from notebook_accel.training.checkpoint.parts import PreparedParts
 from notebook_accel.training.checkpoint.pieces import (
     Piece,
-    torch_file,
+    state_file,
     write_one_by_one,
     write_prepared,
 )
@@ -44,9 +41,12 @@ from notebook_accel.training.checkpoint.start import (
     as_plain,
     candidates,
     find_damage,
+    num_steps_of,
+    random_states_file,
+    read_random_states,
     read_start,
 )
-from notebook_accel.training.checkpoint.state_files import explain, read_state
+from notebook_accel.training.checkpoint.state_files import explain, on_host, read_state
 from notebook_accel.training.checkpoint.weights import numbered, save_model
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
 from notebook_accel.training.data.loaders import PreparedLoader
@@ -135,12 +135,23 @@ class Checkpoints:
             role.open()
             self._run_save_hooks(self._parts.collect_weights(), role.final)
             if role.final.is_dir():
-                self._random_states().write(role.final)
+                self._add_own_files(role.final)
         else:
             self._save_as(role, safe=safe, in_background=in_background)
         if output_dir is None:
             self.numbering.follow(role.final)
         return str(role.final)
+
+    def _add_own_files(self, folder: Path) -> None:
+        """Put what is this rank's own into a finished checkpoint, each file whole or not at all."""
+        staged = staging_folder(folder)
+        staged.mkdir()
+        try:
+            write_one_by_one(self._own_pieces(), staged)
+            for path in staged.iterdir():
+                path.replace(folder / path.name)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
 
     def _role(self, asked: str) -> Role:
         meetings = self._meetings
@@ -250,13 +261,10 @@ class Checkpoints:
         for name, item in self._stateful():
             item.load_state_dict(_read(folder / name, options))
         self._load_scaler(folder, options)
-        self._load_random_states(folder)
-        if restore_gradients(self._plan.strategy, self._parts.models, folder):
+        self._load_random_states(folder, on_host(options))
+        if restore_gradients(self._plan.strategy, self._parts.models, folder, on_host(options)):
             # Their window is open. With windows of one batch the next step uses them at once.
             self._plan.accumulation.sync_gradients = self._plan.accumulation.num_steps == 1
-        start, _ = read_start(folder, self._plan.topology.process_index)
-        for known in self._prepared.optimizers:
-            known.num_steps = start.step
         if input_dir is None:
             self.numbering.follow(asked)
 
@@ -317,6 +325,8 @@ class Checkpoints:
         """Load a checkpoint; gives what was wrong with its files."""
         try:
             self.load(folder)
+        except (ConfigError, PermissionError):
+            raise  # nothing is wrong with the files
         except (NotebookAccelError, OSError) as error:
             return describe(error)
         return None
@@ -333,15 +343,16 @@ class Checkpoints:
     def _stands(self) -> dict[str, Any]:
         """Where training stands, by the loader from whose batches steps were made."""
         loaders = self._prepared_loaders()
-        step = max((known.num_steps for known in self._prepared.optimizers), default=0)
+        steps = [known.num_steps for known in self._prepared.optimizers]
+        step = max(steps, default=0)
         if not loaders:
-            return as_plain(Start(step=step), None)
+            return as_plain(Start(step=step), None, steps)
         trained = self._plan.accumulation.trained_on
         # Not "if trained": that asks a loader for its length, and a stream has none.
         known = [trained is not None and one.is_part_of(trained) for one in loaders]
         index = known.index(True) if any(known) else 0
         epoch, batch, samples = loaders[index].progress()
-        return as_plain(Start(epoch=epoch, batch=batch, step=step, samples=samples), index)
+        return as_plain(Start(epoch=epoch, batch=batch, step=step, samples=samples), index, steps)
 
     @property
     def _parts(self) -> PreparedParts:
@@ -369,18 +380,20 @@ class Checkpoints:
             for name, item in self._stateful():
                 yield state_file(item.state_dict(), name, type(item).__name__)
             for name, loader in self._stateful_loaders():
-                yield torch_file(
-                    {k: v for k, v in loader.state_dict().items() if k not in _NOT_OF_ALL}, name
-                )
+                of_all = {k: v for k, v in loader.state_dict().items() if k not in _NOT_OF_ALL}
+                yield state_file(of_all, name, "the data loader")
             if strategy.scaling is not None:
-                yield torch_file(strategy.scaling.scaler.state_dict(), "scaler.pt")
-        gradients = collect_gradients(strategy, parts.models, self._prepared.optimizers)
-        if gradients is not None:
-            yield torch_file(gradients, gradients_file(here.process_index))
-        yield self._random_states()
+                scale = strategy.scaling.scaler.state_dict()
+                yield state_file(scale, "scaler.pt", "the loss scale")
+        yield from self._own_pieces()
 
-    def _random_states(self) -> Piece:
-        here = self._plan.topology
+    def _own_pieces(self) -> Iterator[Piece]:
+        """What each rank has of its own, wherever the models are."""
+        here, strategy = self._plan.topology, self._plan.strategy
+        optimizers = self._prepared.optimizers
+        gradients = collect_gradients(strategy, self._parts.models, optimizers)
+        if gradients is not None:
+            yield state_file(gradients, gradients_file(here.process_index), "the gradients")
         states = get_random_states(here.device)
         states["step"] = self._plan.accumulation.step
         states |= self._stands()
@@ -389,11 +402,8 @@ class Checkpoints:
             for _, loader in self._stateful_loaders()
         ]
 
-        def write(states: Any, folder: Path) -> None:
-            with replacing_file(folder / f"random_states_{here.process_index}.pkl") as path:
-                torch.save(states, path)
-
-        return Piece(states, write)
+        name = random_states_file(here.process_index)
+        yield state_file(states, name, "random numbers and datasets")
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
         """The files of everything that has a ``state_dict``, models and optimizers aside."""
@@ -419,26 +429,35 @@ class Checkpoints:
         else:
             notice_once("no scaler", f"{folder} has no loss scale: it begins anew")
 
-    def _load_random_states(self, folder: Path) -> None:
+    def _load_random_states(self, folder: Path, options: dict[str, Any]) -> None:
         here = self._plan.topology
-        path = folder / f"random_states_{here.process_index}.pkl"
-        if not path.exists():
+        own = read_random_states(folder, here.process_index, options)
+        if own is None:
             notice_once(
                 "no random states",
                 f"{folder} has no random states for rank {here.process_index}: fewer ranks took "
                 "part when it was written; they stay as they are",
             )
-            self._load_loaders(folder, [])
-            return
-        states = read_state(path)
-        try:
-            set_random_states(states, here.device)
-            self._plan.accumulation.step = states.get("step", 0)
-        except Exception as error:
-            raise NotebookAccelError(explain(path, error)) from error
-        self._load_loaders(folder, states.get("loaders", []))
+        else:
+            try:
+                set_random_states(own, here.device)
+            except Exception as error:
+                path = folder / random_states_file(here.process_index)
+                raise NotebookAccelError(explain(path, error)) from error
+        # Where training stands is rank 0's word for all that see it, as a loader's position is:
+        # ranks that disagree about their window would wait for each other.
+        stands = read_random_states(folder, 0, options) or own
+        if stands is not None:
+            self._plan.accumulation.step = stands.get("step", 0)
+            optimizers = self._prepared.optimizers
+            steps = num_steps_of(stands, len(optimizers))
+            for known, num_steps in zip(optimizers, steps, strict=True):
+                known.num_steps = num_steps
+        self._load_loaders(folder, (own or {}).get("loaders", []), options)
 
-    def _load_loaders(self, folder: Path, own: Sequence[Mapping[str, Any]]) -> None:
+    def _load_loaders(
+        self, folder: Path, own: Sequence[Mapping[str, Any]], options: dict[str, Any]
+    ) -> None:
         """Let each loader go on where it was.
 
         The position is rank 0's for all: ranks that disagree about it would wait for each other.
@@ -449,7 +468,8 @@ class Checkpoints:
             # A checkpoint of Accelerate has none, and one may have been made before this loader.
             if not (folder / name).exists() or loader.is_iterated:
                 continue
-            loader.load_state_dict({**read_state(folder / name), **dict(*own[index : index + 1])})
+            of_all = read_state(folder / name, options)
+            loader.load_state_dict({**of_all, **dict(*own[index : index + 1])})
 
 
 def _add_hook(

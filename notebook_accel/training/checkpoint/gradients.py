@@ -1,8 +1,9 @@
 """Gradients that no step has used yet: of a window that is open as a checkpoint is saved.
 
 Each rank has gradients of its own batches, in a file of its own, ``gradients_{rank}.bin``. Where
-as many ranks load them, each takes its own. Other ranks take the mean of all, as the exchange at
-the end of the window would have made it, where the gradients were whole.
+as many ranks load them, each takes its own. A rank that has none there, or ranks in another number,
+take the mean of those that were saved, as the exchange at the end of the window would have made
+it, where the gradients were whole.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.optimizer import AcceleratedOptimizer
     from notebook_accel.training.strategies import Strategy
+    from notebook_accel.training.topology import Topology
 
 __all__ = ["collect_gradients", "gradients_file", "restore_gradients"]
 
@@ -51,35 +53,53 @@ def collect_gradients(
     return {"whole": whole, "parts": parts, "num_ranks": strategy.topology.num_processes}
 
 
-def restore_gradients(strategy: Strategy, models: Sequence[Module], folder: Path) -> bool:
+def restore_gradients(
+    strategy: Strategy, models: Sequence[Module], folder: Path, options: dict[str, Any]
+) -> bool:
     """Give the models the gradients of a checkpoint; whether it has some."""
     here = strategy.topology
-    first = folder / gradients_file(0)
-    own = folder / gradients_file(here.process_index)
-    if not (own if own.exists() else first).exists():
+    files = sorted(folder.glob("gradients_*.bin"))
+    if not files:
         return False
-    state = read_state(own if own.exists() else first)
-    if state["num_ranks"] != here.num_processes:
+    own = folder / gradients_file(here.process_index)
+    state = read_state(own if own in files else files[0], options)
+    num_ranks = state["num_ranks"]
+    if own not in files or num_ranks != here.num_processes:
         if any(state["parts"]) or not any(state["whole"]):
             notice(
-                f"{folder} was saved by {state['num_ranks']} ranks in the middle of an "
-                "accumulation window, with gradients in parts: the rest of this window is a "
-                "smaller one"
+                f"{folder} was saved by {num_ranks} ranks in the middle of an accumulation "
+                "window, with gradients in parts: the rest of this window is a smaller one"
             )
             return False
-        state["whole"] = _mean(folder, state["num_ranks"])
+        state["whole"] = _mean(files, options)
+    missing = [
+        rank for rank in _ranks_seen(here, num_ranks) if folder / gradients_file(rank) not in files
+    ]
+    if missing:
+        notice(
+            f"{folder} was saved in the middle of an accumulation window without the gradients of "
+            f"rank {', '.join(map(str, missing))}: the mean of the others' stands for them"
+        )
     for model, whole, parts in zip(models, state["whole"], state["parts"], strict=True):
         strategy.restore_gradients(model, whole, parts)
     return True
 
 
-def _mean(folder: Path, num_ranks: int) -> list[_Gradients]:
+def _ranks_seen(here: Topology, num_ranks: int) -> range:
+    """The ranks whose files this machine should see: on a disk of its own, as many as it has."""
+    if num_ranks != here.num_processes:
+        return range(num_ranks)
+    first = here.process_index - here.local_process_index
+    return range(first, first + here.local_num_processes)
+
+
+def _mean(files: Sequence[Path], options: dict[str, Any]) -> list[_Gradients]:
     mean: list[_Gradients] = []
-    for rank in range(num_ranks):
-        each: list[_Gradients] = read_state(folder / gradients_file(rank))["whole"]
+    for path in files:
+        each: list[_Gradients] = read_state(path, options)["whole"]
         mean = mean or [{} for _ in each]
         for sums, gradients in zip(mean, each, strict=True):
             for name, gradient in gradients.items():
-                share = gradient / num_ranks
+                share = gradient / len(files)
                 sums[name] = sums[name] + share if name in sums else share
     return mean

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.training.checkpoint import zero
-from notebook_accel.training.checkpoint.pieces import Piece
-from notebook_accel.training.checkpoint.state_files import read_state, write_state
+from notebook_accel.training.checkpoint.pieces import Piece, state_file
+from notebook_accel.training.checkpoint.state_files import on_host, read_state
 from notebook_accel.training.checkpoint.weights import (
     load_weights,
     numbered,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.strategies import Strategy
 
-__all__ = ["PreparedParts", "state_file"]
+__all__ = ["PreparedParts"]
 
 
 class PreparedParts:
@@ -114,7 +114,7 @@ class PreparedParts:
         Args:
             models: those whose weights are read; hooks may have taken some out.
             folder: of the checkpoint.
-            options: arguments of ``torch.load`` for optimizers' files.
+            options: arguments of ``torch.load``; where tensors are put is said for optimizers.
             strict: whether names of weights must match.
 
         Raises:
@@ -123,19 +123,21 @@ class PreparedParts:
         if self.strategy.read_own(folder):
             return
         for index, model in enumerate(map(uncompiled, models)):
-            self._read_model(model, folder, index, strict=strict)
+            self._read_model(model, folder, index, on_host(options), strict=strict)
         for index, optimizer in enumerate(self.optimizers):
             self._read_optimizer(optimizer, folder, index, options)
 
-    def _read_model(self, model: Module, folder: Path, index: int, *, strict: bool) -> None:
+    def _read_model(
+        self, model: Module, folder: Path, index: int, options: dict[str, Any], *, strict: bool
+    ) -> None:
         if (folder / f"pytorch_model_fsdp_{index}").is_dir():
             from notebook_accel.training.checkpoint import sharded
 
-            sharded.read_model(model, folder, index, strict=strict)
+            sharded.read_model(model, folder, index, options, strict=strict)
             return
-        state = load_weights(folder, index)
+        state = load_weights(folder, index, options)
         if state is None and zero.is_in(folder):
-            state = zero.read_weights(folder)
+            state = zero.read_weights(folder, options)
         if state is None:
             raise FileNotFoundError(numbered("model", index, ".safetensors"))
         self.strategy.load_state_dict(model, with_ties(state, model), strict=strict)
@@ -146,7 +148,8 @@ class PreparedParts:
         if (folder / f"optimizer_{index}").is_dir():
             from notebook_accel.training.checkpoint import sharded
 
-            sharded.read_optimizer(optimizer, sharded.names_of(self.models), folder, index)
+            names = sharded.names_of(self.models)
+            sharded.read_optimizer(optimizer, names, folder, index, on_host(options))
             return
         path = folder / numbered("optimizer", index, ".bin")
         if not path.exists() and zero.is_in(folder):
@@ -155,11 +158,6 @@ class PreparedParts:
         if not path.exists():
             raise FileNotFoundError(path.name)
         self.strategy.load_optimizer_state(optimizer, read_state(path, options))
-
-
-def state_file(state: Any, name: str, owner: str) -> Piece:
-    """A piece with the state of one of the user's objects."""
-    return Piece(state, lambda state, folder: write_state(state, folder / name, owner))
 
 
 def _write_weights(state: Any, folder: Path, *, index: int, safe: bool) -> None:

@@ -18,13 +18,13 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
+from notebook_accel.training.checkpoint.state_files import write_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-__all__ = ["Piece", "complete", "torch_file", "write_one_by_one", "write_prepared"]
+__all__ = ["Piece", "complete", "state_file", "write_one_by_one", "write_prepared"]
 
 
 @dataclass
@@ -57,9 +57,9 @@ class Piece:
         """
 
 
-def torch_file(state: Any, name: str) -> Piece:
-    """A piece that ``torch.save`` writes."""
-    return Piece(state, lambda state, folder: torch.save(state, folder / name))
+def state_file(state: Any, name: str, owner: str) -> Piece:
+    """A piece with a state that may hold what is the user's; ``owner`` is for messages."""
+    return Piece(state, lambda state, folder: write_state(state, folder / name, owner))
 
 
 def write_one_by_one(pieces: Iterable[Piece], folder: Path) -> tuple[list[Piece], list[Any]]:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from notebook_accel.launch.rank import has_process_group
 from notebook_accel.training.checkpoint.pieces import Piece
+from notebook_accel.training.checkpoint.state_files import read_state, write_state
 from notebook_accel.training.collectives import gather_object, this_rank
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class ShardedPiece(Piece):
 
     def write(self, folder: Path) -> Any:
         if self._beside is not None:
-            torch.save(self._beside, self._beside_path)
+            write_state(self._beside, self._beside_path, "the optimizer")
         return self._writer.write_data(self._plan, self._planner).wait()
 
     def complete(self, results: Sequence[Any]) -> None:
@@ -140,11 +141,15 @@ def optimizer_piece(optimizer: Optimizer, names: Mapping[torch.Tensor, str], ind
 
 
 def read_optimizer(
-    optimizer: Optimizer, names: Mapping[torch.Tensor, str], folder: Path, index: int
+    optimizer: Optimizer,
+    names: Mapping[torch.Tensor, str],
+    folder: Path,
+    index: int,
+    options: dict[str, Any],
 ) -> None:
     """Read an optimizer's state into the parts, or the whole, that this rank has."""
     path = folder / f"optimizer_{index}"
-    beside = torch.load(path / "groups.bin", map_location="cpu", weights_only=True)
+    beside = read_state(path / "groups.bin", options)
     known = _tensors_in(path)
     entries: dict[str, list[str]] = {}
     for key in (*known, *beside["plain"]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import zipfile
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
@@ -21,14 +21,24 @@ from notebook_accel.training.checkpoint.folders import NUMBERED, entries, holds_
 from notebook_accel.training.checkpoint.state_files import explain, read_state
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["Start", "as_plain", "candidates", "find_damage", "read_start"]
+__all__ = [
+    "Start",
+    "as_plain",
+    "candidates",
+    "find_damage",
+    "num_steps_of",
+    "random_states_file",
+    "read_random_states",
+    "read_start",
+]
 
 # In the file of a rank's random states, which every checkpoint has, so that a checkpoint has no
 # other files than those that Accelerate writes: the fields of Start, and beside them the seconds
-# since 1970, and which prepared loader they speak of.
-_KEY, _WRITTEN, _LOADER = "training", "written", "loader"
+# since 1970, which prepared loader they speak of, and the steps of each optimizer.
+_KEY, _WRITTEN, _LOADER, _STEPS = "training", "written", "loader", "steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,31 +58,48 @@ class Start:
     """The checkpoint that was loaded; None where training begins anew."""
 
 
-def as_plain(start: Start, loader: int | None) -> dict[str, Any]:
+def as_plain(start: Start, loader: int | None, steps: list[int]) -> dict[str, Any]:
     """What a rank's random states say of where training stands.
 
     Args:
         start: epoch, batch, step and samples.
         loader: the index of the prepared loader that they speak of.
+        steps: of each optimizer.
     """
     stands = {name: value for name, value in asdict(start).items() if name != "folder"}
-    return {_KEY: {**stands, _LOADER: loader, _WRITTEN: time.time()}}
+    return {_KEY: {**stands, _LOADER: loader, _STEPS: steps, _WRITTEN: time.time()}}
 
 
 def read_start(folder: Path, rank: int = 0) -> tuple[Start, int | None]:
-    """Give what :func:`as_plain` was given; the beginning where another library wrote.
+    """Give what :func:`as_plain` was given, steps of each optimizer aside.
 
-    Rank 0's word counts on every rank that sees its file.
+    It is the beginning where another library wrote. Rank 0's word counts on every rank that sees
+    its file.
     """
-    stands = _read(folder) or _read(folder, rank)
-    loader = stands.pop(_LOADER, None)
-    stands.pop(_WRITTEN, None)
-    return Start(**{**stands, "folder": str(folder)}), loader
+    states = read_random_states(folder, 0) or read_random_states(folder, rank) or {}
+    stands = states.get(_KEY, {})
+    known = {field.name: stands[field.name] for field in fields(Start) if field.name in stands}
+    return Start(**{**known, "folder": str(folder)}), stands.get(_LOADER)
 
 
-def _read(folder: Path, rank: int = 0) -> dict[str, Any]:
-    path = complete_version(folder) / f"random_states_{rank}.pkl"
-    found: dict[str, Any] = read_state(path).get(_KEY, {}) if path.exists() else {}
+def num_steps_of(states: Mapping[str, Any], num_optimizers: int) -> list[int]:
+    """The steps of each optimizer, by what a rank's random states say."""
+    stands = states.get(_KEY, {})
+    steps: list[int] = stands.get(_STEPS, [])
+    return steps if len(steps) == num_optimizers else [stands.get("step", 0)] * num_optimizers
+
+
+def random_states_file(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"random_states_{rank}.pkl"
+
+
+def read_random_states(
+    folder: Path, rank: int, options: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """A rank's random states, and what else is beside them; None where it saved none."""
+    path = complete_version(folder) / random_states_file(rank)
+    found: dict[str, Any] | None = read_state(path, options) if path.exists() else None
     return found
 
 
@@ -105,8 +132,8 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _time_of(path: Path) -> float:
-    with suppress(NotebookAccelError):  # broken: that is told once it comes to loading it
-        found = _read(path).get(_WRITTEN)
+    with suppress(NotebookAccelError, OSError):  # that is told once it comes to loading it
+        found = (read_random_states(path, 0) or {}).get(_KEY, {}).get(_WRITTEN)
         if found is not None:
             return float(found)
     return path.stat().st_mtime
@@ -117,6 +144,9 @@ def find_damage(folder: Path) -> str | None:
 
     Files that are cut off or empty are found, and missing parts of sharded weights; a few wrong
     bytes in the middle of a weight are not.
+
+    Raises:
+        PermissionError: this user may not read it.
     """
     path = whole = complete_version(folder)
     try:
@@ -127,6 +157,8 @@ def find_damage(folder: Path) -> str | None:
             missing = _find_missing_parts(path.parent)
             if missing:
                 return missing
+    except (PermissionError, MemoryError):
+        raise  # that says nothing of the files
     except OSError as error:
         return f"{path}: {error.strerror}"
     except Exception as error:  # whatever the readers of three formats raise

@@ -1,4 +1,4 @@
-"""Files of states (of optimizers, schedulers, custom objects): read without trusting them.
+"""All files of a checkpoint that are no safetensors: read without trusting them.
 
 A pickle may name any function and have it called. What is read here may name only what is known
 to do no harm: what torch itself allows, the common types of Python and numpy, and enums and plain
@@ -33,7 +33,7 @@ from notebook_accel.errors import ConfigError, NotebookAccelError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["explain", "is_safe_name", "read_state", "write_state"]
+__all__ = ["explain", "is_safe_name", "on_host", "read_state", "write_state"]
 
 _COMMON_TYPES = (
     *(bool, int, float, complex, str, bytes, bytearray),
@@ -88,19 +88,37 @@ def read_state(path: Path, options: dict[str, Any] | None = None) -> Any:
 
     Raises:
         NotebookAccelError: the file is empty or broken, or names what is not known to be safe.
+        ConfigError: the file is whole, and cannot be read with these options.
+        FileNotFoundError, PermissionError, MemoryError: that says nothing of the file.
     """
-    options = {"map_location": "cpu", **(options or {})}
-    if options.pop("weights_only", True):
-        options["pickle_module"] = _SafePickle
+    given = dict(options or {})
     try:
-        return torch.load(path, weights_only=False, **options)
+        return _read(path, given)
     except _UnknownNameError as error:
         raise NotebookAccelError(
             f"{path} names {error}, which is not read, since a file that names it could run any "
             'code. If you trust the file: load_state(..., load_kwargs={"weights_only": False})'
         ) from error
+    except (FileNotFoundError, PermissionError, MemoryError):
+        raise
     except Exception as error:
-        raise NotebookAccelError(explain(path, error)) from error
+        plain = {name: value for name, value in given.items() if name == "weights_only"}
+        if plain == given:
+            raise NotebookAccelError(explain(path, error)) from error
+        read_state(path, plain)  # raises where the options are not what is wrong
+        raise ConfigError(f"{path} is whole, and cannot be read with {given}: {error}") from error
+
+
+def _read(path: Path, options: dict[str, Any]) -> Any:
+    options = {"map_location": "cpu", **options}
+    if options.pop("weights_only", True):
+        options["pickle_module"] = _SafePickle
+    return torch.load(path, weights_only=False, **options)
+
+
+def on_host(options: dict[str, Any] | None) -> dict[str, Any]:
+    """The options for what is needed on the host, wherever other states are wanted."""
+    return {name: value for name, value in (options or {}).items() if name != "map_location"}
 
 
 def is_safe_name(name: str) -> bool:
@@ -112,10 +130,10 @@ def is_safe_name(name: str) -> bool:
 def explain(path: Path, error: Exception) -> str:
     """Say of a file that could not be read what is wrong with it."""
     size = path.stat().st_size if path.exists() else 0
-    state = f"broken ({size:,} bytes)" if size else "empty"
+    state = f"could not be read ({size:,} bytes)" if size else "is empty"
     return (
-        f"{path} is {state}: {type(error).__name__}: {error}. Load an earlier checkpoint; this one "
-        "was damaged after it was written, or copied in part"
+        f"{path} {state}: {type(error).__name__}: {error}. If it was damaged after it was written, "
+        "or copied in part, load an earlier checkpoint"
     )
 
 

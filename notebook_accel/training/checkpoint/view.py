@@ -141,8 +141,9 @@ class CheckpointView(ConfiguredView):
 
         Args:
             input_dir: the folder; None takes the newest number in ``project_dir/checkpoints``.
-            load_kwargs: arguments of ``torch.load`` for all but weights;
-                ``{"weights_only": False}`` trusts the files.
+            load_kwargs: arguments of ``torch.load`` for what is no safetensors;
+                ``{"weights_only": False}`` trusts the files. ``map_location`` is for the states
+                of optimizers, schedulers and registered objects.
             strict: whether names of weights must match.
             **load_model_func_kwargs: accepted, for engines that load models themselves.
 
@@ -186,6 +187,7 @@ class CheckpointView(ConfiguredView):
 
         Raises:
             RuntimeError, ValueError: the checkpoint is whole and holds another model or optimizer.
+            PermissionError: this user may not read it.
             NotebookAccelError: checkpoints looked whole, and none could be loaded.
         """
         return self._checkpoints.resume(dir)

@@ -20,7 +20,7 @@ from notebook_accel.training.checkpoint.atomic import (
     staging_folder,
     sweep,
 )
-from notebook_accel.training.checkpoint.state_files import explain, read_state
+from notebook_accel.training.checkpoint.state_files import explain, read_state, write_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -58,11 +58,18 @@ def save_weights(state: Mapping[str, Any], folder: Path, index: int, *, safe: bo
     if safe and all(isinstance(value, torch.Tensor) for value in state.values()):
         write_safely(state, folder / numbered("model", index, ".safetensors"))
     else:
-        torch.save(dict(state), folder / numbered("pytorch_model", index, ".bin"))
+        write_state(dict(state), folder / numbered("pytorch_model", index, ".bin"), "the model")
 
 
-def load_weights(folder: Path, index: int) -> dict[str, Any] | None:
-    """Give what :func:`save_weights` wrote, on the CPU; None where there is no such file.
+def load_weights(
+    folder: Path, index: int, options: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Give what :func:`save_weights` wrote; None where there is no such file.
+
+    Args:
+        folder: of the checkpoint.
+        index: of the model.
+        options: of :func:`read_state`, for a torch file.
 
     Raises:
         NotebookAccelError: the file is empty or broken.
@@ -76,7 +83,7 @@ def load_weights(folder: Path, index: int) -> dict[str, Any] | None:
     plain = folder / numbered("pytorch_model", index, ".bin")
     if not plain.exists():
         return None
-    state: dict[str, Any] = read_state(plain)
+    state: dict[str, Any] = read_state(plain, options)
     return state
 
 

@@ -72,8 +72,12 @@ def check(folder: Path) -> None:
             )
 
 
-def read_weights(folder: Path) -> dict[str, Any]:
+def read_weights(folder: Path, options: dict[str, Any] | None = None) -> dict[str, Any]:
     """The whole weights of the model, in float32 where DeepSpeed stepped them so.
+
+    Args:
+        folder: of the checkpoint.
+        options: of :func:`read_state`.
 
     Raises:
         ConfigError: DeepSpeed is not installed, and the weights are in parts.
@@ -81,7 +85,8 @@ def read_weights(folder: Path) -> dict[str, Any]:
     check(folder)
     if not any((folder / FOLDER).glob("*_optim_states.pt")):
         # Stage 0: rank 0 has written all.
-        state: dict[str, Any] = read_state(next((folder / FOLDER).glob("*_model_states.pt")))
+        path = next((folder / FOLDER).glob("*_model_states.pt"))
+        state: dict[str, Any] = read_state(path, options)
         return dict(state["module"])
     if not is_deepspeed_available():
         raise ConfigError(

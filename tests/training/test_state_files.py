@@ -1,0 +1,100 @@
+"""The files of a checkpoint: all read alike, and what is wrong is not put down to the wrong one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from notebook_accel import Accelerator, ConfigError, NotebookAccelError
+from notebook_accel.training.checkpoint import state_files
+from tests.training.single import fresh_rank  # noqa: F401
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Keeps(nn.Linear):
+    """A module that keeps something beside its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.kept: Any = 1
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+class Trusted:
+    """What a pickle may name for none but those who trust it."""
+
+
+def setup() -> tuple[Any, Any]:
+    """A training in the middle of its second window."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model: Any = Keeps()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(range(4))  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(3):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator, model
+
+
+def test_every_file_is_read_where_it_is_trusted(tmp_path: Path) -> None:
+    accelerator, model = setup()
+    accelerator.save_state(tmp_path)
+    model.kept = Trusted()
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin: the state of the model holds"):
+        accelerator.save_state(tmp_path)
+    for name in ("pytorch_model.bin", "loader.bin", "random_states_0.pkl", "gradients_0.bin"):
+        path = tmp_path / name
+        states = torch.load(path, weights_only=False)
+        torch.save({**states, "_extra_state": Trusted()}, path)
+        with pytest.raises(NotebookAccelError, match=rf'{name} names .*"weights_only": False'):
+            accelerator.load_state(tmp_path)
+        accelerator.load_state(tmp_path, load_kwargs={"weights_only": False})
+        torch.save(states, path)
+    accelerator.load_state(tmp_path, load_kwargs={"map_location": torch.device("cpu")})
+    assert model.kept == 1
+
+
+def test_wrong_options_are_no_damage(tmp_path: Path) -> None:
+    accelerator, _ = setup()
+    accelerator.save_state(tmp_path)
+    told = r"optimizer\.bin is whole, and cannot be read with .*"
+    with pytest.raises(ConfigError, match=told + "cuda:99"):
+        accelerator.load_state(tmp_path, load_kwargs={"map_location": "cuda:99"})
+    with pytest.raises(ConfigError, match=r"is whole, and cannot be read with .*misspelt"):
+        accelerator.load_state(tmp_path, load_kwargs={"misspelt": True})
+    (tmp_path / "optimizer.bin").write_bytes(b"noise")
+    with pytest.raises(NotebookAccelError, match=r"optimizer\.bin could not be read"):
+        accelerator.load_state(tmp_path, load_kwargs={"map_location": "cuda:99"})
+
+
+@pytest.mark.parametrize("kind", [PermissionError, MemoryError])
+def test_no_older_one_is_taken_where_nothing_is_wrong_with_the_newest(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator, _ = setup()
+    for number in range(2):
+        accelerator.save_state(tmp_path / f"checkpoint_{number}")
+    plain = state_files._read
+
+    def read(path: Path, options: Any) -> Any:
+        if "checkpoint_1" in path.parts and path.name == "optimizer.bin":
+            raise kind(f"not {path}")
+        return plain(path, options)
+
+    monkeypatch.setattr(state_files, "_read", read)
+    with pytest.raises(kind, match=r"checkpoint_1"):
+        accelerator.resume_or_start(tmp_path)
