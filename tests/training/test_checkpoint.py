@@ -431,7 +431,7 @@ def test_a_broken_file_is_named(name: str, damage: str, tmp_path: Path) -> None:
     whole = path.read_bytes()
     damaged = {"empty": b"", "cut": whole[: len(whole) // 2], "noise": bytes(range(256))}
     path.write_bytes(damaged[damage])
-    state = "is empty" if damage == "empty" else r"could not be read \(\d+ bytes\)"
+    state = "is empty" if damage == "empty" else r"could not be read \([\d,]+ bytes\)"
     with pytest.raises(NotebookAccelError, match=rf"{name} {state}.*earlier checkpoint"):
         parts[0].load_state(tmp_path / "state")
 

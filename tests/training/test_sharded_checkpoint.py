@@ -190,7 +190,21 @@ def test_whole_weights_are_saved_and_loaded_by_hand(tmp_path: Path) -> None:
     assert torch.equal(model.embed.weight, Tiny().embed.weight)
 
 
-def two_models() -> dict[str, Any]:
+class Keeps(nn.Linear):
+    """A module that keeps something beside its weights."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__(2, 2)
+        self.kept = kept
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+def two_models(folder: str) -> dict[str, Any]:
     """Two models and their optimizers in one ``prepare``, one optimizer later than its model."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=blocks())
     torch.manual_seed(5)
@@ -208,10 +222,21 @@ def two_models() -> dict[str, Any]:
     before = accelerator.get_state_dict(other)
     second.step()
     after = accelerator.get_state_dict(other)
-    return {"moved": not torch.equal(before["weight"], after["weight"]), "loss": float(loss)}
+    # A model with more than tensors in its state, which is rank 0's where ranks differ.
+    keeps: Any = nn.Sequential(Keeps({"rank": accelerator.process_index}), Keeps(torch.ones(2)))
+    keeps = accelerator.prepare(keeps)
+    accelerator.save_state(folder)
+    keeps[0].kept, keeps[1].kept = None, torch.zeros(2)
+    accelerator.load_state(folder)
+    return {
+        "moved": not torch.equal(before["weight"], after["weight"]),
+        "loss": float(loss),
+        "kept": [keeps[0].kept, keeps[1].kept.tolist()],
+    }
 
 
-def test_two_models_and_an_optimizer_that_is_prepared_later() -> None:
-    results = run_ranks(two_models, 2)
+def test_two_models_and_an_optimizer_that_is_prepared_later(tmp_path: Path) -> None:
+    results = run_ranks(two_models, 2, str(tmp_path))
     assert all(result["moved"] for result in results)
     assert results[0] == results[1]
+    assert results[0]["kept"] == [{"rank": 0}, [1.0, 1.0]]

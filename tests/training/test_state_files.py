@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -98,3 +99,17 @@ def test_no_older_one_is_taken_where_nothing_is_wrong_with_the_newest(
     monkeypatch.setattr(state_files, "_read", read)
     with pytest.raises(kind, match=r"checkpoint_1"):
         accelerator.resume_or_start(tmp_path)
+
+
+def test_a_model_that_keeps_more_than_tensors_is_saved_whole(tmp_path: Path) -> None:
+    accelerator, model = setup()
+    accelerator.save_model(model, tmp_path / "one")
+    accelerator.save_model(model, tmp_path / "two", max_shard_size=8)
+    one = torch.load(tmp_path / "one" / "pytorch_model.bin")
+    index = json.loads((tmp_path / "two" / "pytorch_model.bin.index.json").read_text())
+    assert index["metadata"] == {"total_size": 12}
+    files = {
+        name: torch.load(tmp_path / "two" / file) for name, file in index["weight_map"].items()
+    }
+    for name, value in model.state_dict().items():
+        assert repr(one[name]) == repr(files[name][name]) == repr(value)

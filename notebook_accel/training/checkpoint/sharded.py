@@ -3,6 +3,7 @@
 A folder a model and one an optimizer::
 
     pytorch_model_fsdp_0/   .metadata, __0_0.distcp, __1_0.distcp, ...   tensors by name
+                            extra.bin                                    what is no tensor
     optimizer_0/            .metadata, __0_0.distcp, ...                 "state.<weight>.<entry>"
                             groups.bin                                   what is no tensor
 
@@ -25,8 +26,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from notebook_accel.launch.rank import has_process_group
-from notebook_accel.training.checkpoint.pieces import Piece
-from notebook_accel.training.checkpoint.state_files import read_state, write_state
+from notebook_accel.training.checkpoint.pieces import Piece, state_file
+from notebook_accel.training.checkpoint.state_files import read_state
 from notebook_accel.training.collectives import gather_object, this_rank
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ __all__ = [
 
 
 _COPY_AHEAD_BYTES = 10_000_000  # DCP's own default
+_EXTRA_FILE = "extra.bin"
+_EXTRA_STATE = "_extra_state"  # how torch ends the names of what get_extra_state gave
 
 
 class ShardedPiece(Piece):
@@ -57,14 +60,13 @@ class ShardedPiece(Piece):
     other ranks comes first, and writing needs none of them, so that it can go on in the background.
     """
 
-    def __init__(self, state: dict[str, Any], name: str, beside: Any = None) -> None:
+    def __init__(self, state: dict[str, Any], name: str, beside: Piece | None = None) -> None:
         super().__init__(state, _write_nothing)
         self._name = name
         self._beside = beside
 
     def prepare(self, folder: Path) -> None:
-        path = folder / self._name
-        self._beside_path = path / "groups.bin"
+        self._path = path = folder / self._name
         # Copying ahead is for tensors on a GPU, and a forked process must not touch one.
         is_on_gpu = any(value.device.type != "cpu" for value in self.state.values())
         ahead = _COPY_AHEAD_BYTES if is_on_gpu else 0
@@ -80,7 +82,7 @@ class ShardedPiece(Piece):
 
     def write(self, folder: Path) -> Any:
         if self._beside is not None:
-            write_state(self._beside, self._beside_path, "the optimizer")
+            self._beside.write(self._path)
         return self._writer.write_data(self._plan, self._planner).wait()
 
     def complete(self, results: Sequence[Any]) -> None:
@@ -92,13 +94,30 @@ def _write_nothing(state: Any, folder: Path) -> None:
 
 
 def model_piece(state: Mapping[str, Any], index: int) -> Piece:
-    """This rank's parts of a model's weights."""
+    """This rank's parts of a model's weights; all ranks call it."""
     tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
-    return ShardedPiece(tensors, f"pytorch_model_fsdp_{index}")
+    others = {name: copy.deepcopy(value) for name, value in state.items() if name not in tensors}
+    # A stage of a pipeline has other modules than the next; what several have is rank 0's.
+    everywhere = {
+        name: value for each in reversed(gather_object([others])) for name, value in each.items()
+    }
+    beside = state_file(everywhere, _EXTRA_FILE, "the model") if everywhere else None
+    return ShardedPiece(
+        tensors, f"pytorch_model_fsdp_{index}", beside if this_rank() == 0 else None
+    )
 
 
-def read_model(model: Module, folder: Path, index: int, *, strict: bool) -> None:
+def read_model(
+    model: Module, folder: Path, index: int, options: dict[str, Any], *, strict: bool
+) -> None:
     """Read a model's weights into the parts, or the whole, that this rank has; all ranks call it.
+
+    Args:
+        model: without wrapper.
+        folder: of the checkpoint.
+        index: of the model.
+        options: of :func:`read_state`, for what is no tensor.
+        strict: whether all weights have to be there.
 
     Raises:
         RuntimeError: ``strict``, and the checkpoint lacks a weight of the model.
@@ -110,7 +129,14 @@ def read_model(model: Module, folder: Path, index: int, *, strict: bool) -> None
     if strict and missing:
         raise RuntimeError(f"{path} lacks weights of {type(model).__name__}: {', '.join(missing)}")
     # The tensors of a state dict are the model's own: DCP fills them where they are.
-    read_parts({name: value for name, value in state.items() if name in known}, path)
+    found = {name: value for name, value in state.items() if name in known}
+    read_parts(found, path)
+    extra = {name: value for name, value in found.items() if name.endswith(_EXTRA_STATE)}
+    if (path / _EXTRA_FILE).exists():
+        extra |= read_state(path / _EXTRA_FILE, options)
+    own = [name for name in model.state_dict() if name in extra]
+    if own:
+        model.load_state_dict({name: extra[name] for name in own}, strict=False)
 
 
 def names_of(models: Sequence[Module]) -> dict[torch.Tensor, str]:
@@ -136,7 +162,8 @@ def optimizer_piece(optimizer: Optimizer, names: Mapping[torch.Tensor, str], ind
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.state_dict()["param_groups"]
     ]
-    beside = {"groups": copy.deepcopy(settings), "plain": everywhere}
+    of_all = {"groups": copy.deepcopy(settings), "plain": everywhere}
+    beside = state_file(of_all, "groups.bin", "the optimizer")
     return ShardedPiece(tensors, f"optimizer_{index}", beside if this_rank() == 0 else None)
 
 

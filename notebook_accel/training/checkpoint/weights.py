@@ -161,10 +161,10 @@ def save_model(
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def _save_sharded(
-    state: Mapping[str, torch.Tensor], folder: Path, *, limit: int, safe: bool
-) -> None:
+def _save_sharded(state: Mapping[str, Any], folder: Path, *, limit: int, safe: bool) -> None:
     """Write weights as one file, or several of a limited size with an index beside them.
+
+    A state with other values than tensors goes into torch files, as in a checkpoint.
 
     Args:
         state: the weights.
@@ -172,9 +172,12 @@ def _save_sharded(
         limit: bytes a file.
         safe: safetensors rather than a torch file.
     """
+    others = {name: value for name, value in state.items() if not torch.is_tensor(value)}
+    safe = safe and not others
     stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
-    tensors, ties = _untie(state)
+    tensors, ties = _untie({name: state[name] for name in state if name not in others})
     shards = list(_shards(tensors, limit))
+    shards[0].update(others)
     names = [f"{stem}{suffix}"]
     if len(shards) > 1:
         width = len(shards)
@@ -188,17 +191,18 @@ def _save_sharded(
             torch.save(shard, folder / name)
 
 
-def _write_index(path: Path, shards: list[dict[str, torch.Tensor]], names: list[str]) -> None:
+def _write_index(path: Path, shards: list[dict[str, Any]], names: list[str]) -> None:
     where = {key: name for shard, name in zip(shards, names, strict=True) for key in shard}
-    size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    values = [value for shard in shards for value in shard.values()]
+    size = sum(value.nbytes for value in values if torch.is_tensor(value))
     index = {"metadata": {"total_size": size}, "weight_map": where}
     path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> Iterator[dict[str, torch.Tensor]]:
+def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> Iterator[dict[str, Any]]:
     # huggingface_hub has a splitter, too, and brings a client for its Hub along: too much to ask of
     # every installation for a rule of ten lines.
-    shard: dict[str, torch.Tensor] = {}
+    shard: dict[str, Any] = {}
     size = 0
     for name, tensor in tensors.items():
         if shard and size + tensor.nbytes > limit:
