@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from notebook_accel.launch.rank import current
@@ -44,8 +45,7 @@ class Accumulation:
     """Where one training stands within its window.
 
     Attributes:
-        plugin: the settings of the windows.
-        num_steps: batches a window; may be set at any time.
+        plugin: the settings of the windows, as they are now.
         sync_gradients: whether the next step of a prepared optimizer is a real one.
         step: batches since the last loader began anew.
         inside: whether a block of ``accumulate`` is running.
@@ -56,8 +56,8 @@ class Accumulation:
     """
 
     def __init__(self, plugin: GradientAccumulationPlugin) -> None:
-        self.plugin = plugin
-        self.num_steps = plugin.num_steps
+        # A copy: what is set on the way holds for these windows alone.
+        self.plugin = replace(plugin)
         self.sync_gradients = True
         self.step = 0
         self.inside = False
@@ -65,6 +65,15 @@ class Accumulation:
         self.is_stepping = False
         self.loaders = active_loaders()
         self.trained_on: Any = None
+
+    @property
+    def num_steps(self) -> int:
+        """Batches a window; may be set at any time."""
+        return self.plugin.num_steps
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self.plugin.num_steps = value
 
     def note_step(self) -> None:
         """Note that an optimizer made a real step, on batches of the loader that is read now."""

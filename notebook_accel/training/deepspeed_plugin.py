@@ -51,15 +51,18 @@ class _Field(NamedTuple):
     """A field of the plugin that is an entry of the configuration."""
 
     key: str
-    variable: str
-    """Without the prefix ACCELERATE_ or NOTEBOOK_ACCEL_."""
+    variable: str | None
+    """Without the prefix ACCELERATE_ or NOTEBOOK_ACCEL_; None for none."""
     default: Any
     read: Callable[[str], Any] = str
 
 
 _FIELDS = {
     "gradient_accumulation_steps": _Field(
-        "gradient_accumulation_steps", "GRADIENT_ACCUMULATION_STEPS", AUTO, _auto_or(int)
+        # Its variable is the Accelerator's, whose argument goes before it.
+        "gradient_accumulation_steps",
+        None,
+        AUTO,
     ),
     "gradient_clipping": _Field("gradient_clipping", "GRADIENT_CLIPPING", AUTO, _auto_or(float)),
     "zero_stage": _Field(_ZERO + "stage", "DEEPSPEED_ZERO_STAGE", 2, int),
@@ -103,8 +106,7 @@ class DeepSpeedPlugin:
     """A DeepSpeed configuration: dictionary, path of a JSON file, or ``HfDeepSpeedConfig``.
     Variable ACCELERATE_DEEPSPEED_CONFIG_FILE."""
     gradient_accumulation_steps: Any = None
-    """Batches a step; None or "auto" takes the Accelerator's. Variable
-    ACCELERATE_GRADIENT_ACCUMULATION_STEPS."""
+    """Batches a step; None or "auto" takes the Accelerator's."""
     gradient_clipping: Any = None
     """Largest norm of the gradients; None or "auto" clips where ``clip_grad_norm_`` is called.
     Variable ACCELERATE_GRADIENT_CLIPPING."""
@@ -321,7 +323,7 @@ def _configuration_of(given: Any) -> HfDeepSpeedConfig:
 
 
 def _from_environment(name: str, entry: _Field) -> Any:
-    text = environment.read(entry.variable)
+    text = None if entry.variable is None else environment.read(entry.variable)
     if text is None:
         return entry.default
     try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import profiler
 
 from notebook_accel.training.checkpoint.file_names import PROFILE_PATTERN_NAME
+from notebook_accel.training.notices import notice_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,6 +41,13 @@ def profile(options: ProfileKwargs, rank: int) -> Iterator[profiler.profile]:
         arguments["schedule"] = profiler.schedule(**options.schedule_option)
     with profiler.profile(on_trace_ready=options.on_trace_ready, **arguments) as running:
         yield running
+    if running.profiler is None:
+        notice_once(
+            "profile",
+            "profile(): its schedule had not begun to record when the block ended: nothing is "
+            "written; call step() on the profiler after each step of the training",
+        )
+        return
     path = None
     if options.output_trace_dir is not None:
         folder = Path(options.output_trace_dir)
@@ -48,7 +56,7 @@ def profile(options: ProfileKwargs, rank: int) -> Iterator[profiler.profile]:
         running.export_chrome_trace(str(path))
     display = getattr(builtins, "display", None)
     # A schedule may have ended between two of its stretches: there is nothing to tell then.
-    if display is not None and running.profiler is not None and running.profiler.function_events:
+    if display is not None and running.profiler.function_events:
         display(ProfileSummary(running, rank, path))
 
 

@@ -5,7 +5,7 @@ They hold nothing of their own: what they show lives in the rank's context.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -127,8 +127,10 @@ class AcceleratorState(PartialState):
         self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(cpu=cpu, **kwargs)
-        if mixed_precision is not None or _SETTINGS not in current().shared:
+        if _SETTINGS not in current().shared:
             AcceleratorSettings(resolve_precision(mixed_precision)).show()
+        elif mixed_precision is not None:
+            replace(self._settings, mixed_precision=resolve_precision(mixed_precision)).show()
 
     @property
     def mixed_precision(self) -> str:
@@ -286,8 +288,8 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The plugin's fields that differ from their defaults."""
-        return current_accumulation().plugin.to_kwargs()
+        """The plugin's fields: those of the windows, to read and to set."""
+        return vars(current_accumulation().plugin)
 
     @property
     def initialized(self) -> bool:

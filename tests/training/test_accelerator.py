@@ -239,6 +239,11 @@ def test_a_profile_leaves_a_trace(tmp_path: Path) -> None:
         torch.ones(3).sum()
     assert profiler.key_averages()
     assert json.loads((tmp_path / "traces" / "profile_0.json").read_text())["traceEvents"]
+    options.schedule_option = {"wait": 1, "warmup": 1, "active": 1}
+    options.output_trace_dir = str(tmp_path / "none")
+    with pytest.warns(UserWarning, match="had not begun to record"), accelerator.profile():
+        torch.ones(3).sum()
+    assert not (tmp_path / "none").exists()
 
 
 def profiled(folder: str) -> int:

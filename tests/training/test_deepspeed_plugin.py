@@ -13,6 +13,7 @@ from notebook_accel.utils import HfDeepSpeedConfig
 
 from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
 from notebook_accel.training import deepspeed_plugin
+from notebook_accel.training.accumulation import resolve_plugin
 from notebook_accel.training.strategies.deepspeed import DeepSpeedZero
 from tests.training.single import fresh_rank  # noqa: F401
 
@@ -58,6 +59,13 @@ def test_a_file_gives_the_fields_and_the_environment_fills_what_is_open(
 def test_what_makes_no_sense_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DeepSpeedPlugin(**fields)
+
+
+def test_the_steps_of_the_environment_are_the_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    plugin = DeepSpeedPlugin()
+    assert plugin.resolve_steps(2) == 2
+    assert resolve_plugin(plugin.resolve_steps(None), None).num_steps == 4
 
 
 def test_without_the_library_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

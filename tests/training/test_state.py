@@ -21,6 +21,7 @@ from notebook_accel import (
     ConfigError,
     DistributedType,
     FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
     GradientState,
     InitProcessGroupKwargs,
     PartialState,
@@ -198,6 +199,12 @@ def test_states_made_twice_show_the_same() -> None:
     assert first.sync_gradients is True, "each Accelerator has windows of its own"
     for state in (PartialState(), AcceleratorState(), GradientState()):
         assert "cpu" in repr(state) or "Sync Gradients: False" in repr(state)
+    plugin = GradientAccumulationPlugin(num_steps=2)
+    third = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    assert GradientState().plugin_kwargs["num_steps"] == 2
+    GradientState().plugin_kwargs.update(num_steps=8)
+    assert third.gradient_accumulation_steps == 8
+    assert plugin.num_steps == 2
 
 
 def test_the_state_shows_the_plugins_of_the_newest_accelerator(
@@ -207,6 +214,8 @@ def test_the_state_shows_the_plugins_of_the_newest_accelerator(
     compiled = Accelerator(cpu=True, fsdp_plugin=plugin, dynamo_backend="eager").state
     assert compiled.fsdp_plugin is plugin
     assert compiled.dynamo_plugin.backend == DynamoBackend.EAGER
+    assert AcceleratorState(mixed_precision="bf16").fsdp_plugin is plugin
+    assert compiled.mixed_precision == "bf16"
     assert not compiled.is_fsdp2, "one process has nothing to shard"
     state = Accelerator(cpu=True).state
     names = ["fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "torch_tp_plugin"]

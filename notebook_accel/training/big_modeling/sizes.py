@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG]I?)B", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?)B", re.IGNORECASE)
 
 
 def convert_file_size_to_int(size: int | str) -> int:

@@ -77,7 +77,9 @@ def test_packed_types_weigh_parts_of_a_byte() -> None:
     assert compute_module_sizes(nn.Linear(4, 4), dtype=CustomDtype.INT4)[""] == 10
 
 
-@pytest.mark.parametrize("text", ["10MB", "1KiB", "3GIB", "1Gib", "1.5GB", "10mb", "1Kb", 5])
+@pytest.mark.parametrize(
+    "text", ["10MB", "1KiB", "3GIB", "1Gib", "1.5GB", "10mb", "1Kb", "5 GB", 5]
+)
 def test_a_size_is_read_as_accelerate_reads_it(text: str | int) -> None:
     assert convert_file_size_to_int(text) == peer.convert_file_size_to_int(text)
 
