@@ -8,13 +8,13 @@ import time
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import run_list
-from notebook_accel.launch.view import View
+from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.live_panel import LivePanel
 from notebook_accel.notebook.panel import Details
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
-from notebook_accel.notebook.snapshot import Snapshot, render_line, render_slim, render_snapshot
+from notebook_accel.notebook.snapshot import render_line, render_slim, render_snapshot
 
 if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RunState
@@ -35,15 +35,15 @@ _SLIM_SECONDS = 1.0
 
 
 class Dashboard(View):
-    """Live panels of one run: one in the cell that launched it, one for each ``run.show()``.
+    """The live panel of one run: in the cell that launched it, and where ``run.show()`` ran.
 
-    All drawing is done under one lock, by the thread that the cell blocks while it waits, else
-    by a thread of its own. Clicks change nothing on the page by themselves.
+    It is drawn by a thread of its own, and by a cell's thread while that waits for the run, one at
+    a time (under a lock). Clicks change nothing on the page by themselves.
 
     Args:
         clicks: how clicks get through while a cell runs.
         is_cell: whether the run is a cell (``%%accelerate``): it gets a panel only when it lasts.
-        slot: where the first panel goes; None is the output of the cell that opens the view.
+        slot: where the panel goes; None is the output of the cell that opens the view.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Dashboard(View):
         self._clicks = clicks
         self._is_cell = is_cell
         self._slot = DisplaySlot() if slot is None else slot
-        self._panels: list[LivePanel] = []
+        self._panel: LivePanel | None = None
         self._lock = threading.RLock()
         self._has_changed = False
         self._has_ended = False
@@ -64,7 +64,6 @@ class Dashboard(View):
         self._stopping_since: float | None = None
         self._run: Run | None = None
         self._state: RunState | None = None
-        self._snapshot: Snapshot | None = None
         self._slow_launch = ""
         self._throughput = Throughput()
         self._displays = RankDisplays()
@@ -91,7 +90,7 @@ class Dashboard(View):
         if self._is_cell:
             self._slot.show(render_slim(run.state, now=run.state.now()).bundle)
         else:
-            self._add_panel(run.state, self._slot)
+            self._make_panel(run.state)
         threading.Thread(
             target=context.run, args=(self._keep_drawing,), name="notebook-accel-panel", daemon=True
         ).start()
@@ -103,8 +102,8 @@ class Dashboard(View):
             if state.status == "stopping" and self._stopping_since is None:
                 self._stopping_since = time.monotonic()
             self._throughput.note(state, now=time.monotonic())
-            for panel in self._panels:
-                panel.read(state)
+            if self._panel is not None:
+                self._panel.read(state)
 
     def poll(self) -> None:
         self._clicks.pump()
@@ -124,13 +123,10 @@ class Dashboard(View):
             self._state = state
             self._has_ended = True
             self._clicks.close()
-            if self._panels:
-                self._snapshot = render_snapshot(state, self._run._sample_metrics())
+            if self._panel is None:
+                self._slot.show(render_slim(state).bundle)
             else:
-                self._snapshot = render_slim(state)
-                self._slot.show(self._snapshot.bundle)
-            for panel in self._panels:
-                panel.finish(self._snapshot)
+                self._panel.finish(render_snapshot(state, self._run._sample_metrics()))
 
     def reopen(self, run: Run) -> None:
         with self._lock:
@@ -138,16 +134,17 @@ class Dashboard(View):
                 DisplaySlot().show(render_snapshot(run.state, run._sample_metrics()).bundle)
                 show_displays(run.state)
             else:
-                self._add_panel(run.state, DisplaySlot())
+                # Not one more panel: each would be drawn, and sent, five times a second.
+                self._slot.place()
 
     def show_displays(self, run: Run, rank: int) -> None:
         show_displays(run.state, rank)
 
     # ---- drawing ---------------------------------------------------------------------------
 
-    def _add_panel(self, state: RunState, slot: DisplaySlot) -> None:
+    def _make_panel(self, state: RunState) -> None:
         assert self._run is not None, "a panel shows a run"
-        panel = LivePanel(self._run, slot=slot, clicks=self._clicks, stop=self._ask_stop)
+        panel = LivePanel(self._run, slot=self._slot, clicks=self._clicks, stop=self._ask_stop)
         panel.read(state)
         panel.draw(state, self._details(state, panel))
         panel.show(
@@ -155,18 +152,21 @@ class Dashboard(View):
             f"{run_list.expression(self._run.id)}.show() draws it again; after a restart of the "
             "kernel it shows what was kept."
         )
-        self._panels.append(panel)
+        self._panel = panel
 
     def _keep_drawing(self) -> None:
+        guarded = GuardedView(self)
         # No event wakes it: an interrupt in the cell's thread could leave one locked for good.
         while not self._has_ended:
             time.sleep(_DRAW_SECONDS / 2)
-            self._draw()
+            guarded.guard(self._draw)
         time.sleep(_AGAIN_SECONDS)
+        guarded.guard(self._send_end_again)
+
+    def _send_end_again(self) -> None:
         with self._lock:
-            for panel in self._panels:
-                if self._snapshot is not None:
-                    panel.finish_again(self._snapshot)
+            if self._panel is not None:
+                self._panel.send_again()
 
     def _draw(self) -> None:
         """Draw what is known now, where it changed or the clock moves on."""
@@ -175,14 +175,14 @@ class Dashboard(View):
             wait = _DRAW_SECONDS if self._has_changed else _CLOCK_SECONDS
             if self._state is None or self._has_ended or now < self._drawn_at + wait:
                 return
-            if not self._panels:
-                if now < self._opened_at + _SLIM_SECONDS:
-                    return
-                self._add_panel(self._state, self._slot)
+            if self._panel is None:
+                if now >= self._opened_at + _SLIM_SECONDS:
+                    self._make_panel(self._state)
+                return
+            # What changes while it is drawn, by a click, is drawn next time.
             self._has_changed = False
-            for panel in self._panels:
-                if panel.draw(self._state, self._details(self._state, panel)):
-                    self._has_changed = True
+            if self._panel.draw(self._state, self._details(self._state, self._panel)):
+                self._has_changed = True
             # From the end: on a busy machine drawing itself takes long, and the next messages
             # would follow the last ones at once.
             self._drawn_at = time.monotonic()

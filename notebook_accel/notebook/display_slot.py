@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import threading
 import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DisplaySlot"]
 
+# A page shows no line for it, as it would for an empty text.
+_NOTHING = {"text/plain": "", "text/html": ""}
+
 
 class DisplaySlot:
     """A slot that the first :meth:`show` puts into the output of the cell that runs then.
@@ -23,22 +27,39 @@ class DisplaySlot:
 
     def __init__(self) -> None:
         self._id = f"notebook-accel-{uuid.uuid4().hex}"
-        self._is_shown = False
+        self._bundle: Mapping[str, Any] = _NOTHING
+        self._is_placed = False
+        self._lock = threading.RLock()
 
     def show(self, bundle: Mapping[str, Any]) -> None:
         """Show ``bundle`` in the slot, in place of what was there.
 
         The first call must come from the cell's own thread; the others may come from any.
         """
-        if not self._is_shown:
-            self._is_shown = True
-            display(dict(bundle), raw=True, display_id=self._id)  # type: ignore[no-untyped-call]
-            return
-        replace = partial(update_display, dict(bundle), raw=True, display_id=self._id)
-        # nbclient drops what belongs to a cell that has ended. In a context of its own the message
-        # belongs to the cell that runs now, whatever cell started the thread.
-        try:
-            contextvars.Context().run(replace)
-        except LookupError:
-            # ipykernel 7.0 knows no cell but that of the context.
-            replace()
+        with self._lock:
+            self._bundle = bundle
+            if self._is_placed:
+                self.send_again()
+            else:
+                self.place()
+
+    def place(self) -> None:
+        """Put the slot into the output of the cell that runs now, also where it is in others.
+
+        It shows the same in all of them. Only the cell's own thread may call this.
+        """
+        with self._lock:
+            self._is_placed = True
+            display(dict(self._bundle), raw=True, display_id=self._id)  # type: ignore[no-untyped-call]
+
+    def send_again(self) -> None:
+        """Send what the slot shows once more, to a page that may not have got it."""
+        with self._lock:
+            replace = partial(update_display, dict(self._bundle), raw=True, display_id=self._id)
+            # nbclient drops what belongs to a cell that has ended. In a context of its own the
+            # message belongs to the cell that runs now, whatever cell started the thread.
+            try:
+                contextvars.Context().run(replace)
+            except LookupError:
+                # ipykernel 7.0 knows no cell but that of the context.
+                replace()

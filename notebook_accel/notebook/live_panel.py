@@ -1,6 +1,6 @@
 """The widgets of one live panel, and what is left of them at the end of its run.
 
-    buttons | title | note (stacks, folder) | ranks | metrics | log
+    buttons | title | ranks | note (stacks, folder) | metrics | log
 
 One HTML widget holds all ranks, since a page keeps up with one message five times a second but not
 with one a bar. Widget values may be set from any thread; printing and displaying may not: the
@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
@@ -42,10 +43,14 @@ _TITLE_SECONDS = 1.0
 _SURE_SECONDS = 4.0
 # A page keeps what a link holds in its memory.
 _MAX_LINK_BYTES = 2_000_000
+# Summaries of up to 120 KB that stay widgets; of older runs, run.show() shows them.
+_MAX_ENDED = 10
+
+_ended: deque[LivePanel] = deque()
 
 
 class LivePanel:
-    """The widgets of one panel. Clicks only leave notes: all is drawn by :meth:`draw`.
+    """The widgets of one panel. What clicks change on the page is drawn by :meth:`draw`.
 
     Args:
         run: which is shown.
@@ -187,10 +192,21 @@ class LivePanel:
         ):
             close_widget(widget)
 
-    def finish_again(self, snapshot: Snapshot) -> None:
+        # Not closed with the others, for pages that were reloaded; but each page that connects
+        # asks for the state of every widget there is.
+        _ended.append(self)
+        if len(_ended) > _MAX_ENDED:
+            _ended.popleft()._close()
+
+    def send_again(self) -> None:
         """Send the end once more, to a page that may not have got it."""
         self._body.send_state()
-        self._slot.show(snapshot.bundle)
+        # Another run may have got the slot meanwhile: what it shows is sent, whosever that is.
+        self._slot.send_again()
+
+    def _close(self) -> None:
+        for widget in (self._body, self._box):
+            close_widget(widget)
 
     # ---- clicks ----------------------------------------------------------------------------
 

@@ -76,25 +76,25 @@ class GuardedView(View):
         self._logged: set[str] = set()
 
     def launch_is_slow(self, name: str) -> None:
-        self._guard(self._view.launch_is_slow, name)
+        self.guard(self._view.launch_is_slow, name)
 
     def launch_failed(self) -> None:
-        self._guard(self._view.launch_failed)
+        self.guard(self._view.launch_failed)
 
     def open(self, run: Run) -> None:
-        self._guard(self._view.open, run)
+        self.guard(self._view.open, run)
 
     def update(self, state: RunState) -> None:
-        self._guard(self._view.update, state)
+        self.guard(self._view.update, state)
 
     def poll(self) -> None:
-        self._guard(self._view.poll)
+        self.guard(self._view.poll)
 
     def close(self, state: RunState) -> None:
-        self._guard(self._view.close, state)
+        self.guard(self._view.close, state)
 
     def print_end(self) -> None:
-        self._guard(self._view.print_end)
+        self.guard(self._view.print_end)
 
     def reopen(self, run: Run) -> None:
         self._view.reopen(run)
@@ -102,7 +102,8 @@ class GuardedView(View):
     def show_displays(self, run: Run, rank: int) -> None:
         self._view.show_displays(run, rank)
 
-    def _guard(self, method: Callable[..., None], *args: Any) -> None:
+    def guard(self, method: Callable[..., None], *args: Any) -> None:
+        """Call a method of the view; its first error is logged."""
         try:
             method(*args)
         except Exception:  # whatever a view does, the run goes on

@@ -1,0 +1,122 @@
+"""The live view of a run without a kernel: where its panel goes, and what its end leaves."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ipywidgets.widgets import widget as widget_module
+
+from notebook_accel.notebook import dashboard, display_slot, live_panel
+from notebook_accel.notebook.clicks import ClicksAfterTheCell
+from notebook_accel.notebook.dashboard import Dashboard
+from notebook_accel.notebook.display_slot import DisplaySlot
+from tests.notebook.states import running, succeeded
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+class Page:
+    """What a page shows: the content of each slot, and where slots were placed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.placed: list[str] = []
+        self.shown: dict[str, dict[str, Any]] = {}
+        monkeypatch.setattr(display_slot, "display", self.display)
+        monkeypatch.setattr(display_slot, "update_display", self.update)
+
+    def display(self, bundle: dict[str, Any], *, raw: bool, display_id: str) -> None:
+        self.placed.append(display_id)
+        self.update(bundle, raw=raw, display_id=display_id)
+
+    def update(self, bundle: dict[str, Any], *, raw: bool, display_id: str) -> None:
+        assert raw
+        self.shown[display_id] = bundle
+
+    @property
+    def only(self) -> dict[str, Any]:
+        """The content of the only slot."""
+        (bundle,) = self.shown.values()
+        return bundle
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Page:
+    monkeypatch.setattr(dashboard, "_AGAIN_SECONDS", 0.0)
+    return Page(monkeypatch)
+
+
+class Shown:
+    """A run without processes, whose state the test sets, and its view."""
+
+    def __init__(self, slot: DisplaySlot | None = None, **more: Any) -> None:
+        self.run: Any = SimpleNamespace(
+            id="calm-otter",
+            state=running(2),
+            config=SimpleNamespace(grace=10.0),
+            world_size=2,
+            log_dir="/runs/1",
+            _conductor=SimpleNamespace(curves=None),
+            _sample_metrics=list,
+            **more,
+        )
+        self.view = Dashboard(ClicksAfterTheCell(None), slot=slot)
+        before = set(threading.enumerate())
+        self.view.open(self.run)
+        (self.thread,) = set(threading.enumerate()) - before
+
+    @property
+    def panel(self) -> Any:
+        return self.view._panel
+
+    def end(self) -> None:
+        """End the run, without what is sent a moment later."""
+        self.run.state = succeeded(self.run.state)
+        self.view.close(self.run.state)
+
+    def await_last_message(self) -> None:
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+def test_the_end_that_is_sent_again_leaves_a_newer_run_in_the_same_slot(page: Page) -> None:
+    slot = DisplaySlot()
+    first = Shown(slot)
+    assert page.only[WIDGET]["model_id"] == first.panel._box.model_id
+    first.end()
+    assert "succeeded" in page.only["text/html"]
+    first.await_last_message()
+    second = Shown(slot)
+    # The other's thread may come as late as this.
+    first.view._send_end_again()
+    assert page.only[WIDGET]["model_id"] == second.panel._box.model_id
+    second.end()
+    second.await_last_message()
+    assert "succeeded" in page.only["text/html"]
+
+
+def test_shown_in_another_cell_a_live_run_has_the_same_panel_there(page: Page) -> None:
+    shown = Shown()
+    before = len(widget_module._instances)
+    shown.view.reopen(shown.run)
+    assert len(widget_module._instances) == before
+    assert page.placed == [*page.shown, *page.shown]
+    assert page.only[WIDGET]["model_id"] == shown.panel._box.model_id
+    shown.end()
+    assert "succeeded" in page.only["text/html"]
+    shown.await_last_message()
+
+
+def test_widgets_of_older_runs_are_closed(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_panel, "_MAX_ENDED", 1)
+    monkeypatch.setattr(live_panel, "_ended", type(live_panel._ended)())
+    left: list[int] = []
+    for _ in range(3):
+        shown = Shown()
+        shown.end()
+        shown.await_last_message()
+        left.append(len(widget_module._instances))
+    assert left[1] == left[2] == left[0]
+    assert page.placed
