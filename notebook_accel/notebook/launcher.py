@@ -217,6 +217,7 @@ def launch_below(
     kwargs: Mapping[str, Any],
     *,
     config: LaunchConfig,
+    notices: Sequence[str],
     slot: DisplaySlot,
 ) -> Run:
     """Launch in the background, with the run's panel in a place that some cell has made already.
@@ -228,6 +229,7 @@ def launch_below(
         args: its positional arguments.
         kwargs: its keyword arguments.
         config: all settings.
+        notices: lines for the person.
         slot: the place of the panel.
 
     Raises:
@@ -241,6 +243,7 @@ def launch_below(
         view=Dashboard(clicks_for(find_kernel()), slot=slot),
         sources=cell_sources(get_ipython()),
         block=False,
+        notices=notices,
     )
 
 

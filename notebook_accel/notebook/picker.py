@@ -13,13 +13,14 @@ import itertools
 import threading
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
-from notebook_accel.config import LaunchConfig, default_config_path
+from notebook_accel.config import LaunchConfig, default_config_path, resolve
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.notebook.display_slot import DisplaySlot
@@ -56,6 +57,10 @@ _FIRST = (
     "seed",
 )
 _INVALID = "Settings that make no sense have no code: change what is marked."
+_NO_CALL = "Arguments that make no sense have no code: change them."
+# What the default config file is for, which the form names first.
+_USE_OF_DEFAULT_FILE = "from which each launch takes the settings that its call leaves open"
+_SAVE_TOOLTIP = f"Write these settings to the file; the default is the one {_USE_OF_DEFAULT_FILE}"
 _FUNCTION_MISSING = "Define a function in a cell, then choose it here."
 
 
@@ -91,7 +96,7 @@ class ConfigPicker:
         self._buttons = {
             name: ipywidgets.Button(description=name, tooltip=tooltip)
             for name, tooltip in (
-                ("Save", "Write these settings to the file"),
+                ("Save", _SAVE_TOOLTIP),
                 ("Load", "Take the settings of the file"),
                 ("Launch", "Call the function with these settings, in the background"),
             )
@@ -128,9 +133,18 @@ class ConfigPicker:
 
     def _ipython_display_(self) -> None:
         display(self._box)  # type: ignore[no-untyped-call]
-        # The place of the run's panel, below the form: only a cell can make one.
-        self._slot.show({"text/plain": "", "text/html": ""})
+        # The place of the run's panel, below the form: only a cell can make one. Shown once more,
+        # the form has the panel below it there too.
+        self._slot.place()
+        shell = get_ipython()
+        if shell is not None:
+            # Registered twice it is called once. It displays nothing: that would show nowhere.
+            shell.events.register("post_run_cell", self._after_cell)
         threading.Thread(target=self._look, name="notebook-accel-devices", daemon=True).start()
+
+    def _after_cell(self, _result: Any) -> None:
+        """A cell has run, which may have defined a function."""
+        self._refresh_functions()
 
     def _look(self) -> None:
         # Counting devices takes a clean process, which may have to be started first.
@@ -221,9 +235,10 @@ class ConfigPicker:
             try:
                 code = as_code(self._config, self._function.value, self._arguments.value)
             except SyntaxError as error:
+                code = _NO_CALL
                 self._say(str(error), "na-wrong")
         self._buttons["Save"].disabled = is_wrong
-        self._has_call = code != _INVALID and bool(self._function.value)
+        self._has_call = code not in (_INVALID, _NO_CALL) and bool(self._function.value)
         self._show_whether_launched()
         self._code.value, self._yaml.value = (str(element("pre", each)) for each in (code, yaml))
 
@@ -252,23 +267,31 @@ class ConfigPicker:
         return [*self._rows.values(), *itertools.chain(*self._plugins.values())]
 
     def _save(self) -> None:
-        self.config.save(self._path.value)
+        path = self._file
+        self.config.save(path)
         remember(self.config)
-        self._say(f"Saved to {self._path.value}", "na-fine")
+        used = f", {_USE_OF_DEFAULT_FILE}" if path == default_config_path() else ""
+        self._say(f"Saved to {path}{used}", "na-fine")
 
     def _load(self) -> None:
-        self.fill(LaunchConfig.load(self._path.value))
-        self._say(f"Loaded from {self._path.value}", "na-fine")
+        self.fill(LaunchConfig.load(self._file))
+        self._say(f"Loaded from {self._file}", "na-fine")
+
+    @property
+    def _file(self) -> Path:
+        return Path(self._path.value).expanduser()
 
     def _launch(self) -> None:
         if self._goes_on:  # a second click came before the page knew of the first
             return
         name = self._function.value
         args, kwargs = read_arguments(self._arguments.value, _namespace())
+        # As the call would that the form shows as its code.
+        config, notices = resolve({}, self.config)
         remember(self.config)
         self._say("", "na-fine")
         self.run = launch_below(
-            _namespace()[name], args, kwargs, config=self.config, slot=self._slot
+            _namespace()[name], args, kwargs, config=config, notices=notices, slot=self._slot
         )
         self._show_whether_launched()
         # Another launch would take the place of this one's panel.

@@ -8,6 +8,8 @@ cannot be read stays text: the settings themselves refuse it, with their own wor
 
 from __future__ import annotations
 
+import contextlib
+import json
 from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -156,7 +158,7 @@ class FlagRow(Row):
 
 
 class LinesRow(Row):
-    """Names with values, one ``NAME=value`` a line."""
+    """Names with values, one ``NAME=value`` a line; a value with line breaks as JSON has it."""
 
     def __init__(self, name: str, label: str, about: str) -> None:
         widget = ipywidgets.Textarea(placeholder="NAME=value", rows=2, continuous_update=True)
@@ -165,11 +167,26 @@ class LinesRow(Row):
     @property
     def value(self) -> Any:
         lines = [line.strip() for line in self.widget.value.splitlines() if line.strip()]
-        return dict(line.partition("=")[::2] for line in lines) or None
+        pairs = (line.partition("=")[::2] for line in lines)
+        return {name: _value_of_line(text) for name, text in pairs} or None
 
     @value.setter
     def value(self, value: Any) -> None:
-        self.widget.value = "\n".join(f"{name}={text}" for name, text in (value or {}).items())
+        lines = (f"{name}={_line_of_value(text)}" for name, text in (value or {}).items())
+        self.widget.value = "\n".join(lines)
+
+
+def _line_of_value(value: str) -> str:
+    # What a line would not give back as it is: breaks, blanks at its ends, quotes as JSON's.
+    is_line = value == value.strip() and len(value.splitlines()) <= 1
+    return value if is_line and not value.startswith('"') else json.dumps(value)
+
+
+def _value_of_line(text: str) -> str:
+    if text.startswith('"'):
+        with contextlib.suppress(ValueError):
+            return str(json.loads(text))
+    return text
 
 
 class StrategyRow(Row):

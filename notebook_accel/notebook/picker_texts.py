@@ -57,7 +57,7 @@ def _memory(num_bytes: int) -> str:
 
 
 def as_code(config: LaunchConfig, function: str | None, arguments: str) -> str:
-    """The cell that launches the same.
+    """The cell that launches what the form's Launch does.
 
     Raises:
         SyntaxError: ``arguments`` is no list of arguments.
@@ -75,7 +75,11 @@ def _given(arguments: str) -> str:
     call = _parse(arguments)
     parts = [ast.unparse(each) for each in call.args]
     args = f"args=({', '.join(parts)},), " if parts else ""
-    named = ", ".join(f"{each.arg!r}: {ast.unparse(each.value)}" for each in call.keywords)
+    # ``**more`` has no name of its own.
+    named = ", ".join(
+        f"{each.arg!r}: {ast.unparse(each.value)}" if each.arg else f"**{ast.unparse(each.value)}"
+        for each in call.keywords
+    )
     return args + (f"kwargs={{{named}}}, " if named else "")
 
 

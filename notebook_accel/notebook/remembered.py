@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import platformdirs
@@ -16,9 +17,12 @@ __all__ = ["recall", "remember"]
 
 
 def remember(config: LaunchConfig) -> None:
-    """Keep ``config`` for the current folder; without a word where nothing can be written."""
+    """Keep ``config`` for the current folder, its variables aside, which may be secrets.
+
+    Without a word where nothing can be written: nobody asked for it.
+    """
     with contextlib.suppress(OSError, RuntimeError):
-        config.save(_path())
+        replace(config, env=None).save(_path())
 
 
 def recall() -> LaunchConfig | None:

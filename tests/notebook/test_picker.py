@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from notebook_accel import ConfigError, LaunchConfig, config_picker
+from notebook_accel.config import default_config_path
 from notebook_accel.launch.control.interrupts import Latch
 from notebook_accel.launch.machine import Device, Machine
+from notebook_accel.notebook import display_slot
 from notebook_accel.notebook import picker as picker_module
 from notebook_accel.notebook.picker_fields import plugin_rows, setting_rows
 from notebook_accel.notebook.picker_texts import as_code, devices_line, read_arguments
@@ -29,7 +31,7 @@ FULL = LaunchConfig(
     devices=(0, 2),
     backend="gloo",
     use_port=29501,
-    env={"A": "1", "B": "x=y"},
+    env={"A": "1", "B": "x=y", "C": "two\nlines", "D": '"', "E": "", "F": "end\n"},
     grace=2.5,
     debug=True,
     gradient_accumulation_steps=4,
@@ -122,14 +124,21 @@ def test_what_was_saved_last_is_there_again_in_the_same_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picker = config_picker(FULL)
-    picker._path.value = str(tmp_path / "c.yaml")
+    picker._path.value = "~/c.yaml"
     picker._buttons["Save"].click()
-    assert config_picker().config == FULL
+    assert LaunchConfig.load(tmp_path / "home" / "c.yaml") == FULL
+    # Variables may be secrets: they are only where somebody asked to have them.
+    kept = replace(FULL, env=None)
+    assert config_picker().config == kept
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert config_picker().config == LaunchConfig()
     monkeypatch.chdir(tmp_path)
-    assert config_picker().config == FULL
+    assert config_picker().config == kept
+    assert "each launch" not in picker._message.value
+    picker._path.value = str(default_config_path())
+    picker._buttons["Save"].click()
+    assert "each launch takes" in picker._message.value
 
 
 def test_a_file_that_cannot_be_used_is_told(tmp_path: Path) -> None:
@@ -146,31 +155,102 @@ def test_arguments_are_read_as_a_call_has_them() -> None:
         read_arguments("1) + (2", {})
 
 
+class Notebook:
+    """A notebook that displays nothing: its functions, and what was launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.user_ns: dict[str, Any] = {}
+        self.after_cell: list[Any] = []
+        self.events = SimpleNamespace(register=lambda _, call: self.after_cell.append(call))
+        self.launched: list[Any] = []
+        self.settings: dict[str, Any] = {}
+        self.displayed: list[Any] = []
+        monkeypatch.setattr(picker_module, "get_ipython", lambda: self)
+        monkeypatch.setattr(picker_module, "launch_below", self.launch)
+        monkeypatch.setattr(picker_module, "display", self.displayed.append)
+        monkeypatch.setattr(display_slot, "display", lambda data, **_: self.displayed.append(data))
+        monkeypatch.setattr(display_slot, "update_display", lambda *_, **__: None)
+        machine = Machine(kind="cpu", devices=(), num_cores=2, memory=2**30, free_memory=2**30)
+        monkeypatch.setattr(picker_module, "look_at_machine", lambda: machine)
+
+    def define(self, name: str) -> Any:
+        """Run a cell that defines a function."""
+
+        def function(rate: float) -> None: ...
+
+        function.__module__ = "__main__"
+        self.user_ns[name] = function
+        for call in self.after_cell:
+            call(None)
+        return function
+
+    def launch(self, function: Any, args: Any, kwargs: Any, **settings: Any) -> Any:
+        self.launched.append((function, args, kwargs))
+        self.settings = settings
+        return SimpleNamespace(_conductor=SimpleNamespace(ended=Latch()))
+
+
+def test_a_form_knows_functions_that_later_cells_define(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = Notebook(monkeypatch)
+    picker = config_picker(LaunchConfig())
+    picker._ipython_display_()
+    assert "Define a function" in picker._message.value
+    assert picker._buttons["Launch"].disabled
+    notebook.define("train")
+    assert picker._function.value == "train"
+    assert "Define a function" not in picker._message.value
+    assert not picker._buttons["Launch"].disabled
+    notebook.define("evaluate")
+    assert (picker._function.options, picker._function.value) == (("train", "evaluate"), "train")
+
+
+def test_a_form_that_is_shown_again_shows_its_run_there_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notebook = Notebook(monkeypatch)
+    notebook.define("train")
+    picker = config_picker(LaunchConfig())
+    picker._ipython_display_()
+    picker._buttons["Launch"].click()
+    panel = {"text/plain": "the panel"}
+    notebook.settings["slot"].show(panel)
+    assert notebook.displayed == [picker._box, {"text/plain": "", "text/html": ""}]
+    picker._ipython_display_()
+    assert notebook.displayed[2:] == [picker._box, panel]
+
+
+def test_launch_takes_what_the_form_leaves_open_from_where_its_code_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notebook = Notebook(monkeypatch)
+    notebook.define("train")
+    LaunchConfig(num_processes=2, seed=5).save(default_config_path())
+    monkeypatch.setenv("NOTEBOOK_ACCEL_SEED", "6")
+    picker = config_picker({"mixed_precision": "bf16"})
+    picker._buttons["Launch"].click()
+    expected = LaunchConfig(num_processes=2, seed=6, mixed_precision="bf16")
+    assert notebook.settings["config"] == expected
+    assert str(default_config_path()) in "".join(notebook.settings["notices"])
+
+
 def test_one_run_at_a_time_is_launched_and_bad_arguments_have_no_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def train(rate: float) -> None: ...
-
-    train.__module__ = "__main__"
-    launched: list[Any] = []
-
-    def launch(function: Any, args: Any, kwargs: Any, **_: Any) -> Any:
-        launched.append((function, args, kwargs))
-        return SimpleNamespace(_conductor=SimpleNamespace(ended=Latch()))
-
-    monkeypatch.setattr(picker_module, "_namespace", lambda: {"train": train})
-    monkeypatch.setattr(picker_module, "launch_below", launch)
+    notebook = Notebook(monkeypatch)
+    train = notebook.define("train")
     picker = config_picker(LaunchConfig())
     button = picker._buttons["Launch"]
     picker._arguments.value = "0.5, epochs="
     assert button.disabled
     assert "is no list of arguments" in picker._message.value
-    assert "have no code" in picker._code.value
+    assert "Arguments that make no sense" in picker._code.value
+    picker._arguments.value = "0.5, **{}"
+    assert "args=(0.5,), kwargs={**{}}" in picker._code.value
     picker._arguments.value = "0.5, epochs=3"
     assert "args=(0.5,), kwargs={&#39;epochs&#39;: 3}" in picker._code.value
     button.click()
     button.click()
-    assert launched == [(train, (0.5,), {"epochs": 3})]
+    assert notebook.launched == [(train, (0.5,), {"epochs": 3})]
     assert (button.disabled, button.description) == (True, "Running")
     told = threading.Event()
     button.observe(lambda _: told.set(), names="disabled")
