@@ -86,6 +86,7 @@ class RunView(Protocol):
     """What a handle asks of the view that shows its run: a ``View`` of ``view/__init__.py``."""
 
     def poll(self) -> None: ...
+    def stop_waiting(self) -> None: ...
     def print_end(self) -> None: ...
     def reopen(self, run: Run) -> None: ...
     def show_displays(self, run: Run, rank: int) -> None: ...
@@ -309,13 +310,16 @@ class Run:
         ended = self._conductor.ended
         num_passed_on = 0
         # In short slices: signals and the view get their turn.
-        while not ended.wait(_SLICE_SECONDS):
-            self._view.poll()
-            if presses is not None and num_passed_on < presses.count:
-                num_passed_on += 1
-                self._conductor.press(num_passed_on)
-            if deadline is not None and time.monotonic() >= deadline:
-                return ended.is_set()
+        try:
+            while not ended.wait(_SLICE_SECONDS):
+                self._view.poll()
+                if presses is not None and num_passed_on < presses.count:
+                    num_passed_on += 1
+                    self._conductor.press(num_passed_on)
+                if deadline is not None and time.monotonic() >= deadline:
+                    return ended.is_set()
+        finally:
+            self._view.stop_waiting()
         self._view.print_end()
         return True
 

@@ -7,17 +7,16 @@ of :data:`CLICK_WAYS`; nothing else knows of versions.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine
+from typing import Any
 
 import ipywidgets
 from IPython.core.getipython import get_ipython
 
+from notebook_accel.notebook.blocked_shell import blocked_shell_of
 from notebook_accel.notebook.markup import element
-from notebook_accel.notebook.new_pages import NewPages
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = [
     "CLICK_WAYS",
@@ -30,9 +29,9 @@ __all__ = [
     "find_kernel",
 ]
 
-_STOP_TOOLTIP = (
-    "Stop all ranks at the same step and keep their results. "
-    "The kernel's own Interrupt ends them as well."
+_INTERRUPT_TOOLTIP = (
+    "Interrupt the cell that blocks the kernel, and the run that it waits for, as the kernel's own "
+    "Interrupt does: Stop and the other buttons get through once no cell runs"
 )
 
 
@@ -53,27 +52,25 @@ class ClicksAfterTheCell:
     def pump(self) -> None:
         """Handle the clicks that wait; called again and again by the thread of the cell."""
 
-    def close(self) -> None:
-        """The run has ended; called once or more often."""
+    def stop_pumping(self) -> None:
+        """The thread of the cell waits no longer; called also where it never pumped."""
 
-    def stop_button(self, on_click: Callable[[], None]) -> Any:
-        """A widget that calls ``on_click`` when it is clicked."""
-        button = ipywidgets.Button(description="Stop", tooltip=_STOP_TOOLTIP)
-        button.on_click(lambda _: on_click())
-        self.let_through(button)
-        return button
+    def more_buttons(self) -> list[Any]:
+        """Buttons that this way needs beside those whose clicks it lets through."""
+        return []
 
 
 class ClicksBySubshell(ClicksAfterTheCell):
     """ipykernel 7: the page sends clicks to a thread of their own, a subshell.
 
     Since 7.4 the kernel sends them back to the thread that made the widget, unless one attribute
-    of its comm says otherwise (ipykernel's ``shell_channel_thread_main`` reads it).
+    of its comm says otherwise (ipykernel's ``shell_channel_thread_main`` reads it). What pages
+    send to the main shell all the same is answered while the cell waits for the run, and only then.
     """
 
     def __init__(self, kernel: Any) -> None:
         super().__init__(kernel)
-        self._new_pages = NewPages(kernel) if NewPages.works_in(kernel) else None
+        self._shell = blocked_shell_of(kernel)
 
     @classmethod
     def works_in(cls, kernel: Any) -> bool:
@@ -83,14 +80,16 @@ class ClicksBySubshell(ClicksAfterTheCell):
         comm: Any = getattr(widget, "comm", None)
         if hasattr(comm, "_reply_subshell_for"):
             comm._reply_subshell_for = None
+        if self._shell is not None and comm is not None:
+            self._shell.let_through(comm)
 
     def pump(self) -> None:
-        if self._new_pages is not None:
-            self._new_pages.start()
+        if self._shell is not None:
+            self._shell.start(self)
 
-    def close(self) -> None:
-        if self._new_pages is not None:
-            self._new_pages.stop()
+    def stop_pumping(self) -> None:
+        if self._shell is not None:
+            self._shell.stop(self)
 
 
 class ClicksByPump(ClicksAfterTheCell):
@@ -98,7 +97,8 @@ class ClicksByPump(ClicksAfterTheCell):
 
     All others go back in the order in which they came, so that no queued cell starts early.
     A page that was reloaded asks for the kernel's info and the list of comms, and opens one by
-    which it gets the state of the widgets; that is answered as well.
+    which it gets the state of the widgets; that is answered as well. While a cell waits for
+    anything else, such as a cell of ``--bg``, or computes, nobody pumps: clicks come after it.
     """
 
     _HANDLED = ("comm_open", "comm_msg", "comm_close", "comm_info_request", "kernel_info_request")
@@ -123,7 +123,8 @@ class ClicksByPump(ClicksAfterTheCell):
                 messages.put_nowait(item)
 
     def _type_of(self, item: Any) -> str | None:
-        # A peek: deserialising would note the signature and refuse the replay as a duplicate.
+        # A peek: deserialising would note the signature, and the kernel would refuse the message
+        # as a duplicate when it comes to it.
         session = self.kernel.session
         try:
             _, frames = session.feed_identities(item[2][0], copy=False)
@@ -137,25 +138,32 @@ class ClicksByPump(ClicksAfterTheCell):
         identities, frames = kernel.session.feed_identities(item[2][0], copy=False)
         message = kernel.session.deserialize(frames, content=True, copy=False)
         handler = kernel.shell_handlers[message["msg_type"]]
-        handler(kernel.shell_stream, identities, message)
+        answered = handler(kernel.shell_stream, identities, message)
+        if isinstance(answered, Coroutine):
+            # Those of ipykernel are coroutines that await nothing: they end at their first step.
+            with contextlib.suppress(StopIteration):
+                answered.send(None)
         # A page holds back the next change of a widget until it heard that this one was handled.
         kernel._publish_status("idle", "shell", parent=message)
         kernel._publish_status("busy", "shell", parent=kernel.get_parent("shell"))
 
 
 class ClicksByServer(ClicksAfterTheCell):
-    """Any page of a Jupyter server: a plain button asks the server to interrupt the kernel."""
+    """Any page of a Jupyter server: one more button asks the server to interrupt the kernel."""
 
     @classmethod
     def works_in(cls, kernel: Any) -> bool:
         return _kernel_id(kernel) is not None
 
-    def stop_button(self, on_click: Callable[[], None]) -> Any:
-        script = _INTERRUPT_BY_SERVER % _kernel_id(self.kernel)
+    def more_buttons(self) -> list[Any]:
         button = element(
-            "button", "Stop", class_="jupyter-button", title=_STOP_TOOLTIP, onclick=script
+            "button",
+            "Interrupt",
+            class_="jupyter-button",
+            title=_INTERRUPT_TOOLTIP,
+            onclick=_INTERRUPT_BY_SERVER % _kernel_id(self.kernel),
         )
-        return ipywidgets.HTML(value=str(button))
+        return [ipywidgets.HTML(value=str(button))]
 
 
 CLICK_WAYS: tuple[type[ClicksAfterTheCell], ...] = (
@@ -198,5 +206,5 @@ _INTERRUPT_BY_SERVER = (
     'const r=await fetch((c.baseUrl||"/")+"api/kernels/%s/interrupt",'
     '{method:"POST",credentials:"same-origin",'
     'headers:x?{"X-XSRFToken":decodeURIComponent(x)}:{}});'
-    'b.textContent=r.ok?"Stopping":"Failed"})(this)'
+    'b.textContent=r.ok?"Interrupted":"Failed"})(this)'
 )

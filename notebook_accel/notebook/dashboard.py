@@ -111,8 +111,10 @@ class Dashboard(View):
         if self._state is not None:
             self._displays.show_new(self._state)
 
+    def stop_waiting(self) -> None:
+        self._clicks.stop_pumping()
+
     def print_end(self) -> None:
-        self._clicks.close()
         if self._run is not None:
             self._displays.show_new(self._run.state)
 
@@ -122,7 +124,6 @@ class Dashboard(View):
                 return
             self._state = state
             self._has_ended = True
-            self._clicks.close()
             if self._panel is None:
                 self._slot.show(render_slim(state).bundle)
             else:

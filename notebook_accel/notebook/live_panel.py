@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LivePanel"]
 
+_STOP_TOOLTIP = (
+    "Stop all ranks at the same step and keep their results. "
+    "The kernel's own Interrupt ends them as well."
+)
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _TITLE_SECONDS = 1.0
 # So long the second click on Kill is waited for.
@@ -70,7 +74,8 @@ class LivePanel:
         self._stacks = ""
         self._is_folder_asked = False
         self._title, self._note, self._body = (ipywidgets.HTML() for _ in range(3))
-        self._stop = clicks.stop_button(stop)
+        self._stop = ipywidgets.Button(description="Stop", tooltip=_STOP_TOOLTIP)
+        self._stop.on_click(lambda _: stop())
         self._stop.add_class("na-stop")
         self._kill = _button(
             "Kill", "End all ranks and what they started at once: results are lost"
@@ -80,8 +85,11 @@ class LivePanel:
         self._ask_stacks.on_click(self._on_stacks)
         self._folder = _button("Log folder", "The folder with the whole output of each rank")
         self._folder.on_click(self._on_folder)
-        self._buttons = ipywidgets.HBox([self._stop, self._kill, self._ask_stacks, self._folder])
-        for widget in (self._kill, self._ask_stacks, self._folder):
+        self._more_buttons = clicks.more_buttons()
+        self._buttons = ipywidgets.HBox(
+            [self._stop, *self._more_buttons, self._kill, self._ask_stacks, self._folder]
+        )
+        for widget in (self._stop, self._kill, self._ask_stacks, self._folder):
             clicks.let_through(widget)
         self._metrics = MetricsView(clicks)
         self._log = LogView(run.state, clicks, saved=self._saved_log)
@@ -185,6 +193,7 @@ class LivePanel:
             self._title,
             self._note,
             self._stop,
+            *self._more_buttons,
             self._kill,
             self._ask_stacks,
             self._folder,

@@ -40,6 +40,23 @@ CLEAN = 5.0
 BUSY = 20.0
 
 
+class _Waits(View):
+    """Notes what the thread that waits calls, several looks in a row as one."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def poll(self) -> None:
+        if self.calls[-1:] != ["poll"]:
+            self.calls.append("poll")
+
+    def stop_waiting(self) -> None:
+        self.calls.append("stop_waiting")
+
+    def print_end(self) -> None:
+        self.calls.append("print_end")
+
+
 class EngineContract:
     """Subclasses say the engine, and what another process runs before it can name that."""
 
@@ -70,7 +87,7 @@ class EngineContract:
         config = LaunchConfig(
             engine=self.engine, num_processes=n, devices="cpu", grace=options.pop("grace", 10.0)
         )
-        return launch(function, args, config=config, view=View(), **options)
+        return launch(function, args, config=config, **{"view": View(), **options})
 
     def fails(self, function: Any, *args: Any, **options: Any) -> tuple[WorkerError, float]:
         """The error of a launch, and the seconds from the event (``mark()``) to it."""
@@ -677,10 +694,14 @@ class EngineContract:
             time.sleep(0.5)
             return 3
 
-        run = self.launch(train, block=False)
+        view = _Waits()
+        run = self.launch(train, block=False, view=view)
         with pytest.raises(TimeoutError, match="goes on"):
             run.wait(0.05)
+        # What the view does while somebody waits, it leaves off between two waits.
+        assert view.calls == ["poll", "stop_waiting"]
         assert run[0] == 3
+        assert view.calls == ["poll", "stop_waiting", "poll", "stop_waiting", "print_end"]
 
     def test_an_interrupt_reaches_handlers_and_the_cell_ends_with_the_ranks(self) -> None:
         def train(marker: str) -> None:

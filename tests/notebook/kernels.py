@@ -147,15 +147,29 @@ class Kernel:
             if is_own and message["content"].get("execution_state") == "idle":
                 return reply
 
-    def click(self, text: str) -> None:
-        """Click the button of that text, by a subshell where there are some, as JupyterLab does."""
+    def click(self, text: str, *, by_subshell: bool = True) -> None:
+        """Click the button of that text; by a subshell where there are some, as JupyterLab does.
+
+        With ``by_subshell=False`` as a page that knows no subshells.
+        """
         data = {"method": "custom", "content": {"event": "click"}}
         content = {"comm_id": self.buttons[text], "data": data}
         message = self.client.session.msg("comm_msg", content)
-        subshell = self._new_subshell()
+        subshell = self._new_subshell() if by_subshell else None
         if subshell is not None:
             message["header"]["subshell_id"] = subshell
         self.client.shell_channel.send(message)
+
+    def answers_new_page(self, *, seconds: float) -> bool:
+        """Whether the kernel says in time who it is, as a page asks that comes to it."""
+        asked = self.client.kernel_info()
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(queue.Empty):
+            while left := max(0.0, deadline - time.monotonic()):
+                reply = self.client.get_shell_msg(timeout=left)
+                if reply["parent_header"].get("msg_id") == asked:
+                    return True
+        return False
 
     def _new_subshell(self) -> str | None:
         """The id of a new subshell; None where the kernel knows none (ipykernel 6)."""

@@ -102,8 +102,9 @@ def shown_last(kernel: Kernel) -> str:
     return str(list(kernel.displays.values())[-1]["data"].get("text/html", ""))
 
 
+@pytest.mark.parametrize("by_subshell", [True, False])
 def test_stop_ends_a_blocked_cell_and_queued_cells_run_in_order(
-    kernel: Kernel, tmp_path: Path
+    kernel: Kernel, tmp_path: Path, by_subshell: bool
 ) -> None:
     ready, order = tmp_path / "ready", tmp_path / "order"
     kernel.buttons.clear()
@@ -117,7 +118,8 @@ def test_stop_ends_a_blocked_cell_and_queued_cells_run_in_order(
     ]
     assert kernel.listen_until(ready.exists, seconds=60)
     assert kernel.listen_until(lambda: "Stop" in kernel.buttons, seconds=30)
-    kernel.click("Stop")
+    assert kernel.answers_new_page(seconds=10)
+    kernel.click("Stop", by_subshell=by_subshell)
     reply = kernel.finish(cell, timeout=60)
     assert reply.status == "ok", "\n".join(reply.traceback)
     for message_id in queued:

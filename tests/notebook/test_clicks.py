@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -69,13 +70,20 @@ class OldKernel:
         self.session = Session()
         self.handled: list[str] = []
         self.states: list[str] = []
-        self.shell_handlers = {"comm_msg": self.handle, "comm_close": self.handle}
+        self.shell_handlers = {
+            "comm_msg": self.handle,
+            "comm_close": self.handle,
+            "kernel_info_request": self.answer,
+        }
 
     def handle(self, stream: Any, identities: Any, message: Any) -> None:
         assert stream is self.shell_stream
         self.handled.append(message["name"])
         if message["name"] == "bad":
             raise KeyboardInterrupt
+
+    async def answer(self, stream: Any, identities: Any, message: Any) -> None:
+        self.handle(stream, identities, message)
 
     def get_parent(self, channel: str) -> Any:
         return channel
@@ -92,10 +100,46 @@ class OldKernel:
         return [json.loads(item[2][0][0].bytes)["name"] for item in self.msg_queue.items]
 
 
+class Comm:
+    """A comm of a widget."""
+
+
+class NewKernel(OldKernel):
+    """What ipykernel 7 has that matters here: a thread takes messages in, without the cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.msg_queue
+        self._supports_kernel_subshells = True
+        self.shell_stream = SimpleNamespace(on_recv=self.on_recv)
+        self.receive: Any = self.shell_channel_thread_main
+        loop = SimpleNamespace(add_callback=lambda call, *args: call(*args))
+        self.shell_channel_thread = SimpleNamespace(io_loop=loop)
+        self.comm_manager = SimpleNamespace(comms={})
+        self.shell_handlers["comm_open"] = self.handle
+        self.passed_on: list[str] = []
+
+    def on_recv(self, receive: Any, copy: bool) -> None:
+        assert not copy
+        self.receive = receive
+
+    async def shell_channel_thread_main(self, frames: list[Frame]) -> None:
+        self.passed_on.append(json.loads(frames[0].bytes)["name"])
+
+    def add_comm(self, comm_id: str) -> Comm:
+        comm = self.comm_manager.comms[comm_id] = Comm()
+        return comm
+
+    def send(self, kind: str, name: str, *, subshell_id: str | None = None, **content: str) -> None:
+        header = {"msg_type": kind, "name": name, "subshell_id": subshell_id}
+        frames = [Frame(json.dumps(part)) for part in (header, {}, {}, content)]
+        asyncio.run(self.receive(frames))
+
+
 @pytest.mark.parametrize(
     ("kernel", "way"),
     [
-        (SimpleNamespace(_supports_kernel_subshells=True, shell_stream=None), ClicksBySubshell),
+        (NewKernel(), ClicksBySubshell),
         (SimpleNamespace(_supports_kernel_subshells=False, config=CONNECTION), ClicksByServer),
         (OldKernel(), ClicksByPump),
         (SimpleNamespace(config={}), ClicksAfterTheCell),
@@ -111,14 +155,15 @@ def test_the_pump_handles_clicks_and_leaves_cells_in_their_order() -> None:
         ("execute_request", "cell 1"),
         ("comm_msg", "click"),
         ("execute_request", "cell 2"),
+        ("kernel_info_request", "question"),
         ("comm_close", "closed"),
         ("shutdown_request", "cell 3"),
     ):
         kernel.send(kind, name)
     ClicksByPump(kernel).pump()
-    assert kernel.handled == ["click", "closed"]
+    assert kernel.handled == ["click", "question", "closed"]
     assert kernel.waiting == ["cell 1", "cell 2", "cell 3"]
-    assert kernel.states == ["idle", "busy", "idle", "busy"]
+    assert kernel.states == ["idle", "busy"] * 3
 
 
 def test_the_pump_loses_nothing_when_a_handler_is_interrupted() -> None:
@@ -152,22 +197,43 @@ def test_a_freed_widget_goes_where_the_page_sends_it() -> None:
         assert not hasattr(other.comm, "_reply_subshell_for")
 
 
-def test_the_plain_button_names_its_kernel() -> None:
-    button = ClicksByServer(SimpleNamespace(config=CONNECTION)).stop_button(lambda: None)
+def test_while_a_cell_waits_pages_are_answered_on_the_main_shell() -> None:
+    kernel = NewKernel()
+    first, second = ClicksBySubshell(kernel), ClicksBySubshell(kernel)
+    comm = kernel.add_comm("ours")
+    kernel.add_comm("other")
+    first.let_through(SimpleNamespace(comm=comm))
+    kernel.send("comm_msg", "before", comm_id="ours")
+    first.pump()
+    first.pump()
+    kernel.send("comm_msg", "click", comm_id="ours")
+    kernel.send("comm_msg", "by subshell", comm_id="ours", subshell_id="1")
+    kernel.send("comm_msg", "of another", comm_id="other")
+    kernel.send("comm_open", "page", comm_id="new", target_name="jupyter.widget.control")
+    kernel.send("comm_msg", "states", comm_id="new")
+    kernel.send("kernel_info_request", "question")
+    kernel.send("execute_request", "cell")
+    # A second wait, as of a thread, and the end of the first: it goes on.
+    second.pump()
+    first.stop_pumping()
+    first.stop_pumping()
+    kernel.send("comm_msg", "still", comm_id="ours")
+    second.stop_pumping()
+    kernel.send("comm_msg", "after", comm_id="ours")
+    assert kernel.handled == ["click", "page", "states", "question", "still"]
+    assert kernel.passed_on == ["before", "by subshell", "of another", "cell", "after"]
+    assert kernel.states == ["busy", "idle", "busy"] * 5
+
+
+def test_where_a_server_interrupts_its_button_says_so() -> None:
+    clicks = ClicksByServer(SimpleNamespace(config=CONNECTION))
+    (button,) = clicks.more_buttons()
     assert isinstance(button, ipywidgets.HTML)
     page = Tags(button.value)
     assert page.tags == ["button"]
-    assert page.text == "Stop"
+    assert page.text == "Interrupt"
     assert "api/kernels/0a1b-2c/interrupt" in (dict(page.attributes)["onclick"] or "")
-
-
-def test_the_widget_button_says_what_it_does() -> None:
-    clicked: list[bool] = []
-    button = ClicksAfterTheCell(None).stop_button(lambda: clicked.append(True))
-    assert button.description == "Stop"
-    assert "Interrupt" in button.tooltip
-    button.click()
-    assert clicked == [True]
+    assert ClicksAfterTheCell(None).more_buttons() == []
 
 
 def test_outside_of_a_notebook_there_is_no_kernel() -> None:

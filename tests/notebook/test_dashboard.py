@@ -109,6 +109,18 @@ def test_shown_in_another_cell_a_live_run_has_the_same_panel_there(page: Page) -
     shown.await_last_message()
 
 
+def test_stop_is_asked_for_once_however_often_it_is_clicked(page: Page) -> None:
+    stopped: list[bool] = []
+    shown = Shown(stop=lambda: stopped.append(True))
+    button = shown.panel._stop
+    assert "Interrupt" in button.tooltip
+    button.click()
+    button.click()
+    assert stopped == [True]
+    shown.end()
+    shown.await_last_message()
+
+
 def test_widgets_of_older_runs_are_closed(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_panel, "_MAX_ENDED", 1)
     monkeypatch.setattr(live_panel, "_ended", type(live_panel._ended)())

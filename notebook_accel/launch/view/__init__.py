@@ -1,11 +1,12 @@
 """What a view must do, and the view that shows nothing.
 
-    launch_is_slow -> open -> update, update, ... -> close
-                              poll, poll, ...      -> print_end
+    launch_is_slow -> open -> update, update, ...           -> close
+                              poll, poll, ... stop_waiting  -> print_end
                    -> launch_failed
 
-The line of ``poll`` is called by the thread that waits for the run. Everybody calls a view through
-:class:`GuardedView`, so that a view with a bug costs the person a picture and not the training.
+The line of ``poll`` is called by the thread that waits for the run; it may wait several times, and
+``stop_waiting`` ends each. Everybody calls a view through :class:`GuardedView`, so that a view with
+a bug costs the person a picture and not the training.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class View:
     """Shows one run. This one shows nothing; others override what they need.
 
     ``update`` and ``close`` are called by the thread that listens to the ranks (control/pool.py),
-    ``poll`` and ``print_end`` by a thread that waits for the run, the others by the one that called
-    the launcher. An inline run has no thread of its own, and no ``update``.
+    ``poll``, ``stop_waiting`` and ``print_end`` by a thread that waits for the run, the others by
+    the one that called the launcher. An inline run has no thread of its own, and no ``update``.
     """
 
     def launch_is_slow(self, name: str) -> None:
@@ -51,11 +52,14 @@ class View:
     def poll(self) -> None:
         """The caller's thread waits for the run. Called twenty times a second meanwhile."""
 
+    def stop_waiting(self) -> None:
+        """The caller's thread waits no longer: the run has ended, or the wait was cut short."""
+
     def close(self, state: RunState) -> None:
         """The run ended with this state. Called once."""
 
     def print_end(self) -> None:
-        """The caller's thread stops waiting: print what only that thread may print."""
+        """The wait has come to the run's end: print what only the caller's thread may print."""
 
     def reopen(self, run: Run) -> None:
         """Show the run once more, in whatever is being displayed now (``run.show()``)."""
@@ -89,6 +93,9 @@ class GuardedView(View):
 
     def poll(self) -> None:
         self.guard(self._view.poll)
+
+    def stop_waiting(self) -> None:
+        self.guard(self._view.stop_waiting)
 
     def close(self, state: RunState) -> None:
         self.guard(self._view.close, state)

@@ -1,20 +1,24 @@
-"""A page that comes to a kernel (ipykernel 7) while a cell blocks it: opened anew, or reloaded.
+"""What pages ask on the main shell of a kernel (ipykernel 7) while a cell blocks that.
 
-Such a page asks for the kernel's info, for its comms and for the state of its widgets, all on the
-main shell, which the cell holds: it would show "Loading widget..." until the cell has ended.
-Meanwhile these questions, and no others, are answered by the thread that takes messages in:
+A page that was opened anew or reloaded asks for the kernel's info, for its comms and for the state
+of its widgets: it would show "Loading widget..." until the cell has ended. A page that knows no
+subshells (VS Code, an older JupyterLab) sends clicks there. Meanwhile these messages, and no
+others, are answered by the thread that takes messages in:
 
-    page --> shell channel's thread --> NewPages._receive --> the kernel's own handlers
+    page --> shell channel's thread --> BlockedShell._receive --> the kernel's own handlers
                                               |
                                               +-- all else --> as ipykernel does
 """
 
 from __future__ import annotations
 
+import functools
+import threading
+import weakref
 from inspect import isawaitable
 from typing import Any
 
-__all__ = ["NewPages"]
+__all__ = ["BlockedShell", "blocked_shell_of"]
 
 _QUESTIONS = {"kernel_info_request", "comm_info_request"}
 _OF_COMMS = {"comm_open", "comm_msg", "comm_close"}
@@ -22,45 +26,49 @@ _OF_COMMS = {"comm_open", "comm_msg", "comm_close"}
 _CONTROL_TARGET = "jupyter.widget.control"
 
 
-class NewPages:
-    """Answers new pages while a cell runs; what it does is undone by :meth:`stop`."""
+class BlockedShell:
+    """Answers pages while cells wait; there is one for a kernel, whose receiver it replaces."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._loop = kernel.shell_channel_thread.io_loop
-        self._is_wanted = False
+        self._lock = threading.Lock()
+        self._waiting: set[object] = set()
         # What the cell answers to: the kernel is busy with that.
         self._cell: Any = None
+        # Comms of widgets whose clicks are let through.
+        self._clickable: weakref.WeakSet[Any] = weakref.WeakSet()
         # Touched by the shell channel's thread alone.
         self._control_comms: set[str] = set()
 
-    @classmethod
-    def works_in(cls, kernel: Any) -> bool:
-        """Whether the kernel has what this needs; its parts are private to ipykernel."""
-        return (
-            hasattr(kernel, "shell_channel_thread_main")
-            and hasattr(getattr(kernel, "shell_stream", None), "on_recv")
-            and hasattr(getattr(kernel, "shell_channel_thread", None), "io_loop")
-        )
+    def let_through(self, comm: Any) -> None:
+        """Handle what pages send on ``comm``, in the thread that takes messages in."""
+        self._clickable.add(comm)
 
-    def start(self) -> None:
-        """Answer from now on, in the cell's thread; nothing happens where it does already."""
-        if not self._is_wanted:
-            self._is_wanted = True
+    def start(self, waiting: object) -> None:
+        """Answer from now on, until ``stop`` was called with everything that waits."""
+        with self._lock:
+            if waiting in self._waiting:
+                return
             self._cell = self._kernel.get_parent("shell")
-            self._loop.add_callback(self._take, self._receive)
+            if not self._waiting:
+                self._loop.add_callback(self._take, self._receive)
+            self._waiting.add(waiting)
 
-    def stop(self) -> None:
-        """Leave all messages to ipykernel again."""
-        if self._is_wanted:
-            self._is_wanted = False
-            self._loop.add_callback(self._take, self._kernel.shell_channel_thread_main)
+    def stop(self, waiting: object) -> None:
+        """``waiting`` waits no longer: where nothing does, leave all messages to ipykernel."""
+        with self._lock:
+            if waiting not in self._waiting:
+                return
+            self._waiting.remove(waiting)
+            if not self._waiting:
+                self._loop.add_callback(self._take, self._kernel.shell_channel_thread_main)
 
     def _take(self, receive: Any) -> None:
         self._kernel.shell_stream.on_recv(receive, copy=False)
 
     async def _receive(self, message: Any) -> None:
-        if self._is_of_new_page(message):
+        if self._is_to_answer(message):
             await self._answer(message)
         else:
             await self._kernel.shell_channel_thread_main(message)
@@ -79,7 +87,7 @@ class NewPages:
         kernel._publish_status("idle", "shell", parent=request)
         kernel._publish_status("busy", "shell", parent=self._cell)
 
-    def _is_of_new_page(self, message: Any) -> bool:
+    def _is_to_answer(self, message: Any) -> bool:
         """A peek: deserialising would note the signature, and refuse the message afterwards."""
         session = self._kernel.session
         try:
@@ -93,7 +101,20 @@ class NewPages:
             content = session.unpack(frames[4].bytes)
             if kind == "comm_open" and content["target_name"] == _CONTROL_TARGET:
                 self._control_comms.add(content["comm_id"])
-            return content["comm_id"] in self._control_comms
+            if content["comm_id"] in self._control_comms:
+                return True
+            return self._kernel.comm_manager.comms.get(content["comm_id"]) in self._clickable
         except Exception:
             # A message that cannot be read is the kernel's to refuse.
             return False
+
+
+@functools.cache
+def blocked_shell_of(kernel: Any) -> BlockedShell | None:
+    """That of the kernel; None where the kernel lacks what it needs, private parts of ipykernel."""
+    has_parts = (
+        hasattr(kernel, "shell_channel_thread_main")
+        and hasattr(getattr(kernel, "shell_stream", None), "on_recv")
+        and hasattr(getattr(kernel, "shell_channel_thread", None), "io_loop")
+    )
+    return BlockedShell(kernel) if has_parts else None
