@@ -11,6 +11,7 @@ end of the run replaces it there.
 from __future__ import annotations
 
 import base64
+import math
 import threading
 import time
 from collections import deque
@@ -43,7 +44,9 @@ _STOP_TOOLTIP = (
 )
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _TITLE_SECONDS = 1.0
-# So long the second click on Kill is waited for.
+# So long after a click on Kill another one is part of it, since many people click twice; from then
+# on the button asks whether one is sure, and so long it waits for the answer.
+_DOUBLE_CLICK_SECONDS = 0.6
 _SURE_SECONDS = 4.0
 # A page keeps what a link holds in its memory.
 _MAX_LINK_BYTES = 2_000_000
@@ -69,7 +72,7 @@ class LivePanel:
         self._run = run
         self._slot = slot
         self._hang: Hang | None = None
-        self._kill_asked = 0.0
+        self._kill_asked = -math.inf
         self._titled, self._titled_at = "", 0.0
         self._stacks = ""
         self._is_folder_asked = False
@@ -154,8 +157,10 @@ class LivePanel:
         if state.status == "stopping":
             self._stop.description = "Stopping"
             self._stop.disabled = True
-        is_sure = now < self._kill_asked + _SURE_SECONDS
-        self._kill.description = "Sure?" if is_sure else "Kill"
+        self._kill.description = "Sure?" if self._asks_whether_sure(now) else "Kill"
+
+    def _asks_whether_sure(self, now: float) -> bool:
+        return _DOUBLE_CLICK_SECONDS <= now - self._kill_asked < _SURE_SECONDS
 
     def _draw_note(self, state: RunState) -> None:
         """Stacks or the folder, whatever was asked for last; those of a hang by themselves."""
@@ -222,9 +227,10 @@ class LivePanel:
     def _on_kill(self, _button: Any) -> None:
         now = time.monotonic()
         # Results are lost by it: a slip of the hand must not be enough.
-        if now < self._kill_asked + _SURE_SECONDS:
+        if self._asks_whether_sure(now):
             self._run.kill()
-        self._kill_asked = now
+        elif now >= self._kill_asked + _SURE_SECONDS:
+            self._kill_asked = now
 
     def _on_stacks(self, _button: Any) -> None:
         # It takes up to some seconds, in which the panel goes on.
@@ -247,7 +253,10 @@ class LivePanel:
         if size > _MAX_LINK_BYTES:
             text = f"{_size(size)}: see Log folder"
             return element("span", text, class_="na-muted", title=str(self._run.log_dir))
-        data = self._run.logs(rank).encode(errors="replace")
+        try:
+            data = self._run.logs(rank).encode(errors="replace")
+        except FileNotFoundError as error:
+            return element("span", str(error), class_="na-muted")
         name = f"{self._run.id}-{who.replace(' ', '-')}.txt"
         return element(
             "a",

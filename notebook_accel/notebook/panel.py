@@ -40,7 +40,7 @@ __all__ = ["MAX_BYTES", "Details", "render_panel", "render_stacks", "render_titl
 # A message of 20 KB five times a second is what a page keeps up with (notebook/dashboard.py); the
 # rest is for what the message has beside the panel.
 MAX_BYTES = 18_000
-# Ranks that take longer to leave are told to be waited for.
+# After so long a line says that ranks are waited for.
 _STOP_SECONDS = 1.5
 # Different stacks; less of each is shown the more there are.
 _MAX_STACKS = 8
@@ -307,14 +307,16 @@ def _stopping(details: Details) -> Markup:
     """How long ranks that do not leave are waited for; most leave before this is worth a word."""
     if details.stopping is None or details.stopping < _STOP_SECONDS:
         return Markup("")
-    left = math.ceil(details.grace - details.stopping)
-    if left > 0:
+    left = details.grace - details.stopping
+    if math.isinf(left):
+        text = "none is ended by itself, with grace=inf"
+    elif left > 0:
         text = (
-            f"one that goes on with its loop is interrupted within {left} s, and ended "
+            f"one that goes on with its loop is interrupted within {math.ceil(left)} s, and ended "
             f"{details.grace:g} s later if it ignores that"
         )
     else:
-        seconds = max(1, left + math.ceil(details.grace))
+        seconds = max(1, math.ceil(left + details.grace))
         text = f"one that ignores the interrupt is ended within {seconds} s"
     line = f"Waiting for the ranks to leave: {text}. Kill ends them now, and results are lost."
     return element("div", line, class_="na-hang na-waiting", role="status")

@@ -121,6 +121,39 @@ def test_stop_is_asked_for_once_however_often_it_is_clicked(page: Page) -> None:
     shown.await_last_message()
 
 
+def test_a_double_click_does_not_kill(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(live_panel, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    killed: list[float] = []
+    shown = Shown(kill=lambda: killed.append(clock.now))
+    for clock.now in (1000.0, 1000.3, 1004.5, 1004.8, 1005.0, 1006.5):
+        shown.panel._kill.click()
+    assert killed == [1006.5]
+    shown.end()
+    shown.await_last_message()
+
+
+def test_what_cannot_be_drawn_stops_no_panel(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    def logs(rank: int | None) -> str:
+        raise FileNotFoundError("run calm-otter was deleted from disk")
+
+    def fail(_state: Any) -> None:
+        drawn.set()
+        raise ZeroDivisionError
+
+    drawn = threading.Event()
+    shown = Shown(logs=logs)
+    monkeypatch.setattr(shown.panel, "_draw_note", fail)
+    for _ in range(2):
+        assert drawn.wait(10)
+        drawn.clear()
+    shown.panel._log._save.click()
+    shown.panel._log.draw(shown.run.state)
+    assert "was deleted from disk" in shown.panel._log._link.value
+    shown.end()
+    shown.await_last_message()
+
+
 def test_widgets_of_older_runs_are_closed(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_panel, "_MAX_ENDED", 1)
     monkeypatch.setattr(live_panel, "_ended", type(live_panel._ended)())
