@@ -20,9 +20,10 @@ class Transcript(PlainView):
     """Prints as :class:`PlainView` does; the summary stands in the notebook as HTML, once.
 
     Args:
-        waits: whether the cell waits for the run. Where it does not, nobody prints the ranks'
-            lines, and nothing can be added to a cell that has ended: the summary takes a slot in
-            it from the start, and holds the lines as well.
+        waits: whether the cell waits for the run. Where it does not, the ranks' lines are printed
+            by a cell that calls ``run.wait()``, if any, and nothing can be added to the first cell
+            once it has ended: the summary takes a slot in it from the start, and holds the lines
+            as well.
         is_cell: whether the run is a cell (``%%accelerate``), of which one line is enough.
     """
 

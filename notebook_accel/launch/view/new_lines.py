@@ -16,12 +16,22 @@ class NewLines:
     """Lines that were printed since the last read.
 
     Attributes:
-        lines: those of them that the state still holds.
+        lines: those of them that are at hand.
         num_missing: how many came before ``lines`` that only the rank's file has.
     """
 
     lines: tuple[str, ...] = ()
     num_missing: int = 0
+
+    def newest(self, number: int) -> NewLines:
+        """At most ``number`` of the lines, the newest; the others count as missing."""
+        lines = self.lines[-number:] if number else ()
+        return NewLines(lines, self.num_missing + len(self.lines) - len(lines))
+
+    def followed_by(self, later: NewLines) -> NewLines:
+        """These lines and later ones; only the later ones, where some between them are missing."""
+        kept = self.newest(0) if later.num_missing else self
+        return NewLines((*kept.lines, *later.lines), kept.num_missing + later.num_missing)
 
 
 class LineReader:

@@ -31,6 +31,8 @@ _MAX_RANKS_WITH_PROGRESS = 16
 _MAX_METRICS = 8
 # Different stacks of a hang: beyond these, run.stacks() has them all.
 _MAX_STACKS = 8
+# Of a rank that wait for their turn; of more, the newest.
+_MAX_WAITING = 100
 # Characters of a line; of a longer one the start is shown, and the log has it whole.
 _MAX_WIDTH = 2000
 # A cell that ends before looks like any other cell.
@@ -42,8 +44,10 @@ class PlainView(View):
 
     Args:
         stream: where to print; None for ``sys.stdout`` at the time.
-        burst: lines of output that may be printed at once.
-        lines_per_second: how many more may be printed each second.
+        burst: lines of the ranks' output that may be printed at once.
+        lines_per_second: how many more may be printed each second in the mean, those included
+            that count what is not printed. Until then lines wait, and the newest of them are
+            printed; at the end each rank's last line is printed in any case.
         progress_seconds: time between two lines about a rank's progress.
         is_cell: whether the run is a cell (``%%accelerate``), of which one line is enough where
             it ends within a second.
@@ -64,6 +68,7 @@ class PlainView(View):
         self._is_cell = is_cell
         self._run: Run | None = None
         self._readers: dict[int, LineReader] = {}
+        self._waiting: dict[int, NewLines] = {}
         self._last_progress: dict[int, str] = {}
         self._num_notices = 0
         self._hang_text = ""
@@ -134,22 +139,33 @@ class PlainView(View):
         )
         self._num_notices = len(state.notices)
         self._print_hang(state)
-        news: dict[int, NewLines] = {}
         for rank in state.ranks:
             reader = self._readers.setdefault(rank.rank, LineReader())
             found = reader.read(rank, last=state.has_ended)
             if found.lines or found.num_missing:
-                news[rank.rank] = found
-        # What may be printed now is shared by the ranks that have something to say.
-        share = max(1, self._budget.available() // max(1, len(news)))
-        for number, found in news.items():
-            shown = found.lines[-share:]
-            hidden = found.num_missing + len(found.lines) - len(shown)
-            if hidden:
-                line = f"… {hidden:,} lines not shown, whole in {run.log_dir}"
-                self.write([f"[rank {number}] {line}"])
-            self.write([f"[rank {number}] {_printable(line)}" for line in shown])
-            self._budget.take(len(shown))
+                before = self._waiting.get(rank.rank, NewLines())
+                self._waiting[rank.rank] = before.followed_by(found)
+        if self._waiting:
+            # What may be printed now is shared by the ranks that have something to say.
+            share = self._budget.available() // len(self._waiting)
+            if share > 0 or state.has_ended:
+                self._print_waiting(run, max(1, share))
+            else:
+                self._waiting = {
+                    number: found.newest(_MAX_WAITING) for number, found in self._waiting.items()
+                }
+
+    def _print_waiting(self, run: Run, share: int) -> None:
+        """Print the newest ``share`` lines of each rank that wait, and how many there were more."""
+        for number, waiting in self._waiting.items():
+            found = waiting.newest(share)
+            lines = [_printable(line) for line in found.lines]
+            if found.num_missing:
+                noun = "line" if found.num_missing == 1 else "lines"
+                lines.insert(0, f"… {found.num_missing:,} {noun} not shown, whole in {run.log_dir}")
+            self.write([f"[rank {number}] {line}" for line in lines])
+            self._budget.take(len(lines))
+        self._waiting.clear()
 
     def _print_hang(self, state: RunState) -> None:
         """Say once who waits for whom, with the stacks of ranks that seem to do so in vain."""

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.system import token_bucket
 from notebook_accel.launch.view.plain import PlainView
 from tests.notebook.states import after, running, succeeded
 
@@ -60,19 +61,39 @@ def test_a_line_is_printed_when_it_is_whole_or_the_run_has_ended() -> None:
     assert ended[1].startswith("train: succeeded")
 
 
-def test_lines_beyond_the_budget_are_counted() -> None:
-    shown = Shown(burst=10, lines_per_second=0.0)
+def test_lines_beyond_the_budget_wait_or_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(token_bucket, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    shown = Shown(burst=10, lines_per_second=1.0)
     state = after(running(2), output(0, "".join(f"{n}\n" for n in range(150))))
     assert shown.poll(state) == [
         "[rank 0] … 140 lines not shown, whole in /runs/1",
         *(f"[rank 0] {n}" for n in range(140, 150)),
     ]
-    state = after(state, output(0, "x\ny\n", skipped=100_000), output(1, "z\n"))
+    # Until the next may be printed, lines wait.
+    state = after(state, output(0, "w\n"), output(1, "z\n"))
+    assert shown.poll(state) == []
+    state = after(state, output(0, "x\ny\n", skipped=100_000))
+    assert shown.poll(state) == []
+    clock.now += 3.0
     assert shown.poll(state) == [
-        "[rank 0] … 100,001 lines not shown, whole in /runs/1",
+        "[rank 0] … 100,002 lines not shown, whole in /runs/1",
         "[rank 0] y",
         "[rank 1] z",
     ]
+    # A line that counts others is a line, too.
+    printed = 0
+    for _ in range(100):
+        clock.now += 0.1
+        state = after(state, output(0, "a\nb\n"), output(1, "c\nd\n"))
+        printed += len(shown.poll(state))
+    assert 6 <= printed <= 12
+    # At the end each rank's last line is there.
+    state = after(state, output(0, "a\n" * 9), output(1, "c\nd\n" * 9))
+    assert shown.poll(state) == []
+    ended = shown.print_end(succeeded(after(state, output(0, "last\n"))))
+    assert "[rank 0] last" in ended
+    assert "[rank 1] d" in ended
 
 
 def test_lines_that_the_state_no_longer_holds_are_counted() -> None:
