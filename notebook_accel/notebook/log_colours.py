@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from notebook_accel.notebook.markup import Markup, element, escape, join
@@ -65,7 +66,6 @@ _CHANGES: dict[int, dict[str, object]] = {
     1: {"bold": True},
     2: {"faint": True},
     3: {"italic": True},
-    4: {"underlined": True},
     22: {"bold": False, "faint": False},
     23: {"italic": False},
     24: {"underlined": False},
@@ -93,16 +93,21 @@ def ansi_to_markup(text: str) -> Markup:
 
 def _after(style: _Style, numbers: str) -> _Style:
     """``style`` after one sequence; what is not known changes nothing."""
-    codes = iter([int(number or 0) for number in re.split("[;:]", numbers)])
-    for code in codes:
+    # What colons join is one code and what belongs to it; a colour may be written by semicolons.
+    parts = [[int(number or 0) for number in part.split(":")] for part in numbers.split(";")]
+    codes = iter(parts)
+    for code, *details in codes:
         if code == 0:
             style = _Style()
+        elif code == 4:
+            # ``4:0`` is no line, ``4:3`` a wavy one.
+            style = replace(style, underlined=details[:1] != [0])
         elif code in _CHANGES:
             style = replace(style, **_CHANGES[code])  # type: ignore[arg-type]
         elif code == 38:
-            style = replace(style, colour=_extended(codes))
+            style = replace(style, colour=_extended(details or _next_of(codes)))
         elif code == 48:
-            style = replace(style, background=_extended(codes))
+            style = replace(style, background=_extended(details or _next_of(codes)))
         elif code in range(30, 38) or code in range(90, 98):
             style = replace(style, colour=_PALETTE[code % 10])
         elif code in range(40, 48) or code in range(100, 108):
@@ -110,14 +115,23 @@ def _after(style: _Style, numbers: str) -> _Style:
     return style
 
 
-def _extended(codes: Iterator[int]) -> str | None:
-    """The colour that ``5;N`` (of 256) or ``2;R;G;B`` names; None where it is cut short."""
-    kind = next(codes, None)
-    if kind == 2:
-        return _mid_tone([next(codes, 0) for _ in range(3)])
-    if kind != 5:
+def _next_of(codes: Iterator[list[int]]) -> list[int]:
+    """What belongs to 38 or 48 where semicolons divide it: the kind, and as many as it takes."""
+    kind = next(codes, [0])[0]
+    return [kind, *(code[0] for code in islice(codes, {2: 3, 5: 1}.get(kind, 0)))]
+
+
+def _extended(details: list[int]) -> str | None:
+    """The colour that ``5, N`` (of 256) or ``2, R, G, B`` names; None for no colour.
+
+    By colons there may be a colour space before the red: ``2::R:G:B``.
+    """
+    values = [*details[1:], 0, 0, 0]
+    if details[0] == 2:
+        return _mid_tone(values[1:4] if len(details) > 4 else values[:3])
+    if details[0] != 5:
         return None
-    number = next(codes, 0)
+    number = values[0]
     if number < 16:
         return _PALETTE[number % 8]
     if number < 232:

@@ -131,10 +131,10 @@ class MetricsView:
             (f"{prefix}/ ({len(found)})" if prefix else f"all ({len(found)})", prefix)
             for prefix, found in self._groups.items()
         ]
-        chosen = self._group.value
-        # Setting the options chooses the first one.
+        chosen, page = self._group.value, self._page
+        # Setting the options chooses the first one, and another choice leads to the first page.
         self._group.options = options
-        self._group.value = chosen
+        self._group.value, self._page = chosen, page
         self._group.layout.display = None if len(options) > 2 else "none"
 
     # ---- clicks: they only leave a note, since they may come from another thread ----

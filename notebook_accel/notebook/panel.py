@@ -58,7 +58,7 @@ class Details:
     Attributes:
         now: wall time, seconds.
         throughputs: items a second of ranks that draw no bar.
-        of_run: items a second of a rank in the mean, and what they are.
+        of_run: items a second of a rank in the mean, and what one is.
         picked: the rank whose output is shown; None for all.
         stopping: seconds since somebody asked for the end; None where nobody did.
         grace: seconds that the ranks get to leave.
@@ -94,8 +94,8 @@ def render_title(state: RunState, details: Details) -> Markup:
     where = f"{num_ranks(state)} on {shorten(' and '.join(sorted(devices)), 60)}"
     facts = [where if devices else num_ranks(state)]
     if details.of_run is not None and state.status == "running":
-        per_second, items = details.of_run
-        facts.append(wording.rate(per_second, items))
+        per_second, item = details.of_run
+        facts.append(wording.rate(per_second, item))
     return element(
         "div",
         element("span", class_=f"na-dot na-{state.status}"),

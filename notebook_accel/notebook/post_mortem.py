@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from IPython.core.error import StdinNotImplementedError
 
 from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launch.view import wording
 from notebook_accel.notebook.worker.calls import DebugCall
 
 if TYPE_CHECKING:
@@ -41,8 +42,10 @@ def debug(session: NotebookSession, rank: int | None = None) -> None:
         at_fault = session.rank_at_fault
         rank = failed[0] if at_fault is None or at_fault not in failed else at_fault
     if rank not in failed:
-        others = ", ".join(map(str, failed))
-        raise NotebookAccelError(f"rank {rank} has no error to look into; rank {others} has")
+        verb = "has" if len(failed) == 1 else "have"
+        raise NotebookAccelError(
+            f"rank {rank} has no error to look into; {wording.rank_list(failed)} {verb}"
+        )
     answer = answers[rank]
     while answer is not None and not answer.is_over:
         print(answer.text, end="")  # noqa: T201

@@ -7,8 +7,11 @@ import re
 
 import pytest
 
+from notebook_accel.launch.control.curves import LiveCurves
+from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.metric_charts import Chart, Look, groups_of, render_charts
+from notebook_accel.notebook.metrics_view import MetricsView
 from tests.notebook.test_markup import HOSTILE, Tags
 
 
@@ -87,3 +90,21 @@ def test_groups_by_prefix() -> None:
         "train": ["train/loss", "train/lr"],
         "eval": ["eval/loss"],
     }
+
+
+def test_a_new_metric_leaves_the_page_that_somebody_reads() -> None:
+    curves = LiveCurves(world_size=1)
+    curves.add(0, 0, {f"eval/{number}": 1.0 for number in range(7)} | {"loss": 1.0})
+    view = MetricsView(ClicksAfterTheCell(None))
+    view.draw(curves, now=0.0)
+    view._group.value = "eval"
+    view._after.click()
+    view.draw(curves, now=10.0)
+    assert view._title.value == "metrics 7-7 of 7"
+    curves.add(0, 1, {"train/accuracy": 1.0})
+    view.draw(curves, now=20.0)
+    assert (view._group.value, view._title.value) == ("eval", "metrics 7-7 of 7")
+    assert len(view._group.options) == 3
+    view._group.value = ""
+    view.draw(curves, now=30.0)
+    assert view._title.value == "metrics 1-6 of 9"

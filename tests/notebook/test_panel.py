@@ -72,8 +72,10 @@ def test_the_title_says_on_what_and_how_fast() -> None:
     state = running(2)
     for rank in (0, 1):
         state = after(state, wire.Sample(rank=rank, steps=5, device="NVIDIA H200"))
-    page = Tags(render_title(state, Details(now=1042.0, of_run=(12.5, "steps"))))
-    assert page.text == "trainrunning0:422 ranks on NVIDIA H20012.5 steps/s"
+    page = Tags(render_title(state, Details(now=1042.0, of_run=(12.5, "step"))))
+    assert page.text == "trainrunning0:422 ranks on NVIDIA H20012.5 step/s"
+    page = Tags(render_title(state, Details(now=1042.0, of_run=(0.4, "batch"))))
+    assert page.text.endswith("2.50 s/batch")
 
 
 def test_what_a_rank_takes_of_its_machine() -> None:

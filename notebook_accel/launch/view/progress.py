@@ -213,7 +213,7 @@ class Throughput:
                 samples.popleft()
 
     def of_run(self, state: RunState) -> tuple[float, str] | None:
-        """Items a second of a rank in the mean, and what they are; None while too little is known.
+        """Items a second of a rank in the mean, and what one is; None while too little is known.
 
         Of ranks that still go on: one that has ended is no slower for it.
         """
@@ -221,7 +221,7 @@ class Throughput:
         rates = [rate for rank in going if (rate := self.of(rank.rank))]
         if not rates:
             return None
-        return sum(rates) / len(rates), "batches" if going[0].batches else "steps"
+        return sum(rates) / len(rates), "batch" if going[0].batches else "step"
 
     def of(self, rank: int) -> float | None:
         """Items a second of ``rank``, None while too little is known."""
