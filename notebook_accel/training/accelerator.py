@@ -8,7 +8,7 @@ Each method hands over to the part that does the work: ``processes`` (the ranks)
 from __future__ import annotations
 
 import gc
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -497,13 +497,12 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
         also where a tracker fails to finish. A checkpoint that is still being written is waited
         for.
         """
-        try:
-            self._tracking.finish()
-            self._checkpoints.wait()
-        finally:
-            self._strategy.close()
+        with ExitStack() as last_first:
             if not current().launched:
-                close_process_group()
+                last_first.callback(close_process_group)
+            last_first.callback(self._strategy.close)
+            last_first.callback(self._checkpoints.wait)  # it needs the process group
+            self._tracking.finish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self

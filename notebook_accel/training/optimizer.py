@@ -214,6 +214,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if callable(set_mode):
             set_mode()
 
+    def drop_gradients(self) -> None:
+        """Clear all gradients, those of a window that is open too."""
+        self._clear(set_to_none=True)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
 

@@ -59,6 +59,8 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(states["torch_manual_seed"])
     own = states.get(_device_key(device))
+    if isinstance(own, (list, tuple)):  # of all devices that the rank saw, as Accelerate keeps them
+        own = own[0] if len(own) == 1 else dict(enumerate(own)).get(device.index or 0)
     if own is not None:
         devices.set_rng_state(device, own)
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -154,7 +155,7 @@ def test_a_writer_that_is_killed_is_told(
     os.kill(children[0], signal.SIGKILL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(NotebookAccelError, match="was killed"):
+        with pytest.raises(NotebookAccelError, match="ended without an answer"):
             accelerator.wait_for_checkpoint()
     assert os.listdir(tmp_path) == []
 
@@ -240,3 +241,31 @@ def test_ranks_write_while_they_train(mesh: str | None, tmp_path: Path) -> None:
     folders = [tmp_path / name / "checkpoint_2" for name in ("whole", "parts")]
     files = [sorted(str(p.relative_to(folder)) for p in folder.rglob("*")) for folder in folders]
     assert files[0] == files[1]
+
+
+def test_a_model_is_saved_after_the_checkpoint_that_is_being_written(
+    held_back: Path, tmp_path: Path
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(tmp_path / "out", async_save=True)
+    threading.Timer(0.1, held_back.touch).start()
+    accelerator.save_model(model, tmp_path / "out")
+    accelerator.wait_for_checkpoint()
+    assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors", "random_states_0.pkl"]
+
+
+def test_a_checkpoint_is_waited_for_where_a_tracker_fails(
+    held_back: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError("no network")
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    monkeypatch.setattr(accelerator._tracking, "finish", fail)
+    accelerator.save_state(tmp_path / "state", async_save=True)
+    threading.Timer(0.1, held_back.touch).start()
+    with pytest.raises(OSError, match="no network"):
+        accelerator.end_training()
+    assert (tmp_path / "state").exists()

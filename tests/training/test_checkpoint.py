@@ -26,6 +26,7 @@ from torch import nn
 from notebook_accel import Accelerator, ConfigError, NotebookAccelError, ProjectConfiguration
 from notebook_accel.training import checkpoint
 from notebook_accel.training.checkpoint import atomic, weights
+from notebook_accel.training.random_states import get_random_states, set_random_states
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 
@@ -554,3 +555,76 @@ def test_checkpoints_of_accelerate_load_here_and_ours_load_there(tmp_path: Path)
     ):
         accelerator.load_state(str(folder))
         assert repr([part.state_dict() for part in prepared]) == expected
+
+
+def test_a_load_leaves_nothing_of_the_window_before(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model: Any = nn.Linear(2, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def batch(value: float) -> None:
+        with accelerator.accumulate(model):
+            optimizer.zero_grad()
+            accelerator.backward(model(torch.full((1, 2), value)).sum())
+            optimizer.step()
+
+    accelerator.save_state(tmp_path / "begun")
+    before = model.weight.detach().clone()
+    batch(1.0)
+    accelerator.save_state(tmp_path / "open")
+    batch(1.0)
+    accelerator.load_state(tmp_path / "open")
+    batch(3.0)
+    torch.testing.assert_close(model.weight, before - 0.1 * (1.0 + 3.0) / 2)
+    batch(float("nan"))
+    accelerator.load_state(tmp_path / "begun")
+    assert model.weight.grad is None
+
+
+def test_a_home_is_found_for_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    parts = setup(numbered(Path("~/runs")))
+    parts[0].save_state("~/state")
+    parts[0].load_state("~/state")
+    assert parts[0].save_state() == str(tmp_path / "runs" / "checkpoints" / "checkpoint_0")
+    parts[0].load_state()
+    assert sorted(os.listdir(tmp_path)) == ["runs", "state"]
+
+
+def test_states_that_nothing_was_registered_for_are_told(tmp_path: Path) -> None:
+    parts = setup()
+    parts[0].register_for_checkpointing(Counter())
+    parts[0].save_state(tmp_path / "state")
+    fewer = setup()
+    for load in (
+        lambda: fewer[0].load_state(tmp_path / "state"),
+        lambda: fewer[0].resume_or_start(tmp_path),
+    ):
+        with pytest.raises(RuntimeError, match=r"custom_checkpoint_1\.pkl\), and 1 are registered"):
+            load()
+
+
+def test_what_a_person_calls_latest_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    (tmp_path / "latest" / "log").write_text("mine")
+    parts = setup()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert parts[0].resume_or_start(tmp_path).folder is None
+    for _ in range(2):
+        parts[0].save_state(tmp_path)
+    assert (tmp_path / "latest" / "log").read_text() == "mine"
+
+
+def test_a_device_takes_its_own_of_the_random_states_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Accelerate writes them on GPUs: a list."""
+    seen: list[str] = []
+    kind = SimpleNamespace(set_rng_state=seen.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: kind)
+    host = get_random_states(torch.device("cpu"))
+    for states in (["of 0", "of 1"], ["the only one"], "ours"):
+        set_random_states({**host, "torch_cuda_manual_seed": states}, torch.device("cuda:1"))
+    assert seen == ["of 1", "the only one", "ours"]

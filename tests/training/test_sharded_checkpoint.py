@@ -171,6 +171,8 @@ def save_weights(folder: str) -> dict[str, Any]:
     accelerator.unwrap_model(model).load_state_dict(plain)
     accelerator.save(accelerator.unwrap_model(model).state_dict(), f"{folder}/weights.pt")
     accelerator.save_model(model, f"{folder}/model")
+    wrapped = accelerator.get_state_dict(model, unwrap=False)
+    assert all(torch.equal(value, plain[name]) for name, value in wrapped.items())
     accelerator.wait_for_everyone()
     with pytest.raises(RuntimeError, match="size mismatch for head"):
         model.load_state_dict({**plain, "head.weight": torch.zeros(1)})

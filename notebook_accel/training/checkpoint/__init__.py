@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections import OrderedDict
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
@@ -15,6 +14,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training.checkpoint.atomic import complete_version, staging_folder
 from notebook_accel.training.checkpoint.background import Pending, make_writer
 from notebook_accel.training.checkpoint.folders import (
+    CUSTOM,
     NUMBERED,
     Numbering,
     describe_folder,
@@ -56,6 +56,7 @@ from notebook_accel.training.random_states import get_random_states, set_random_
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from notebook_accel.training.prepare import Preparation
     from notebook_accel.training.settings import ProjectConfiguration
@@ -116,10 +117,12 @@ class Checkpoints:
     def save(
         self, output_dir: str | os.PathLike[str] | None, *, safe: bool, in_background: bool = False
     ) -> str:
-        """Write a checkpoint and give its folder; it is whole when this returns.
+        """Write a checkpoint and give its folder.
 
-        All ranks call it, or rank 0 alone, which then writes what is its own; a rank that does
-        not call it has no random state in the checkpoint.
+        It is whole when this returns, unless it is written in the background; the own files of a
+        rank that comes late are added to it later. All ranks call it, or rank 0 alone, which then
+        writes what is its own; a rank that does not call it has no random state and no gradients
+        of an open window in the checkpoint.
 
         Args:
             output_dir: the folder; None takes the next number.
@@ -212,6 +215,7 @@ class Checkpoints:
             safe: as safetensors.
             writes: whether this rank does.
         """
+        self.wait()
         asked, call = str(resolved(folder)), "save_model()"
         needs_all = self._plan.strategy.saves_together
         if not self._meetings.is_lead:
@@ -244,12 +248,14 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: there is no such checkpoint, or something prepared is not in it.
+            RuntimeError: it has states of more registered objects than there are.
         """
         self.wait()
-        asked = self.numbering.newest() if input_dir is None else Path(input_dir)
+        asked = self.numbering.newest() if input_dir is None else resolved(input_dir)
         folder = complete_version(asked)
         if not any(is_ours(name) for name in entries(folder)) and not self.load_hooks:
             raise FileNotFoundError(f"there is no checkpoint in {describe_folder(folder)}")
+        self._refuse_unregistered(folder)
         models = [known.inner for known in self._prepared.models]
         for hook in tuple(self.load_hooks.values()):
             hook(models, str(folder))
@@ -262,11 +268,22 @@ class Checkpoints:
             item.load_state_dict(_read(folder / name, options))
         self._load_scaler(folder, options)
         self._load_random_states(folder, on_host(options))
+        for known in self._prepared.optimizers:
+            known.drop_gradients()  # of a window of before: it is not the checkpoint's
         if restore_gradients(self._plan.strategy, self._parts.models, folder, on_host(options)):
             # Their window is open. With windows of one batch the next step uses them at once.
             self._plan.accumulation.sync_gradients = self._plan.accumulation.num_steps == 1
         if input_dir is None:
             self.numbering.follow(asked)
+
+    def _refuse_unregistered(self, folder: Path) -> None:
+        saved = sorted(name for name in entries(folder) if CUSTOM.fullmatch(name))
+        if len(saved) > len(self.custom):
+            raise RuntimeError(
+                f"{folder} has the states of {len(saved)} registered objects "
+                f"({', '.join(saved)}), and {len(self.custom)} are registered: call "
+                "register_for_checkpointing() with all of them, in the same order, before loading"
+            )
 
     def resume(self, folder: str | os.PathLike[str]) -> Start:
         """Load the newest checkpoint under ``folder`` that can be loaded, and number on there.

@@ -60,7 +60,10 @@ class Writer:
         return [piece.with_state(copy.deepcopy(piece.state)) for piece in pieces]
 
     def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Begin to do ``work``; gives what waits for its end and gives its result."""
+        """Take on ``work``; gives what waits for its end and gives its result.
+
+        A process of its own begins at once; here it is done by whoever waits.
+        """
         return work
 
 
@@ -95,7 +98,7 @@ class ForkingWriter(Writer):
                 answer.seek(0)
                 outcome = answer.read()
             if not outcome:
-                raise NotebookAccelError("the process that wrote it was killed")
+                raise NotebookAccelError("the process that wrote it ended without an answer")
             ok, result = pickle.loads(outcome)
             if not ok:
                 raise NotebookAccelError(result)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from notebook_accel.training.settings import ProjectConfiguration
 
 __all__ = [
+    "CUSTOM",
     "NUMBERED",
     "Numbering",
     "describe_folder",
@@ -32,12 +33,15 @@ __all__ = [
 ]
 
 NUMBERED = re.compile(r"checkpoint_(\d+)")
+# The states of objects that the user registered.
+CUSTOM = re.compile(r"custom_checkpoint_\d+\.pkl")
 # The entries of a checkpoint. Its model files are one a model; the pieces and the index that
 # save_model writes are an export of the user's, which a checkpoint beside them leaves alone.
+# "latest" is none either: DeepSpeed's next one replaces it, and people call a link of theirs so.
 _OURS = re.compile(
     r"(model|pytorch_model|optimizer|scheduler|loader)(_\d+)?\.(safetensors|bin)|scaler\.pt"
     r"|(random_states|custom_checkpoint)_\d+\.pkl|pytorch_model_fsdp_\d+|optimizer_\d+"
-    r"|pytorch_model|latest|zero_to_(fp32|torch)\.py"
+    r"|pytorch_model|zero_to_(fp32|torch)\.py"
     r"|gradients_\d+\.bin"
 )
 # What save_model writes, too.
@@ -97,7 +101,7 @@ class Numbering:
                 "no folder was given: pass one, or make the Accelerator with "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
             )
-        return Path(project.project_dir) / "checkpoints"
+        return resolved(project.project_dir) / "checkpoints"
 
     def existing(self) -> list[tuple[int, Path]]:
         """The numbered checkpoints that there are, oldest first."""
@@ -118,7 +122,7 @@ class Numbering:
         """A path for the next one."""
         numbers = [number for number, _ in self.existing()]
         number = max([self.project.iteration, *(taken + 1 for taken in numbers)])
-        return self.folder().resolve() / f"checkpoint_{number}"
+        return self.folder() / f"checkpoint_{number}"
 
     def follow(self, written: Path) -> None:
         """Let the next number be the one after this checkpoint's."""

@@ -39,9 +39,10 @@ class CheckpointView(ConfiguredView):
 
         Args:
             model: as ``prepare`` gave it.
-            unwrap: False keeps the names that the wrapper gives.
+            unwrap: False keeps the names that the wrapper gives; a model that is spread over the
+                ranks has its own names.
         """
-        if not unwrap:
+        if not unwrap and not self._strategy.saves_together:
             return model.state_dict()
         own = extract_model_from_parallel(model, keep_torch_compile=False)
         # Imported here: big_modeling reads checkpoints, so that it imports this package.
@@ -103,7 +104,7 @@ class CheckpointView(ConfiguredView):
         function: they raise if it could not be written.
 
         All ranks call it. Rank 0 alone may where each rank has the whole model; the checkpoint
-        then has no random state of the others.
+        then has no random state of the others, and none of their gradients of an open window.
 
         Args:
             output_dir: the folder, replaced in one step if it exists; None takes the next
@@ -149,6 +150,10 @@ class CheckpointView(ConfiguredView):
 
         Raises:
             FileNotFoundError: there is no such checkpoint, or it lacks something.
+            NotebookAccelError: a file is damaged, or names what is not known to be safe.
+            ConfigError: a file is whole, and cannot be read with ``load_kwargs``.
+            RuntimeError, ValueError: it holds another model or optimizer, or states of more
+                registered objects than there are.
         """
         self._checkpoints.load(input_dir, load_kwargs=load_kwargs, strict=strict)
 

@@ -144,6 +144,9 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         """Drop what no step has used; a step clears the gradients itself."""
         self._engine.drop()
 
+    def drop_gradients(self) -> None:
+        self._engine.drop()
+
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was left out because a gradient overflowed."""
