@@ -47,7 +47,8 @@ class Accumulation:
     Attributes:
         plugin: the settings of the windows, as they are now.
         sync_gradients: whether the next step of a prepared optimizer is a real one.
-        step: batches since the last loader began anew.
+        step: batches since a loader gave its last one; since the start with
+            ``sync_with_dataloader=False``.
         inside: whether a block of ``accumulate`` is running.
         optimizers: those prepared for these windows, which hear when a last batch begins and
             ends.

@@ -102,7 +102,8 @@ def gather(tensor: Any, *, group: dist.ProcessGroup | None = None) -> Any:
     """Join every tensor of a nested structure over the ranks, along the first dimension.
 
     A tensor of shape ``(n, ...)`` becomes ``(num_ranks * n, ...)``, in order of the ranks; one
-    without a dimension becomes ``(num_ranks,)``. The result carries no gradient.
+    without a dimension becomes ``(num_ranks,)``. The result carries no gradient; one rank gets its
+    own tensors back, as they are.
 
     Args:
         tensor: tensors of the same shapes on every rank (``pad_across_processes`` makes them

@@ -34,7 +34,8 @@ class HfDeepSpeedConfig:
     """A DeepSpeed configuration, to ask and to complete.
 
     Attributes:
-        config: the dictionary; a copy of the one that was given.
+        config: the dictionary: a copy of one that was given, or that of another such configuration,
+            which both then complete.
 
     Raises:
         ConfigError: what was given is no dictionary, no file and no JSON.

@@ -67,7 +67,8 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
         shared: several ranks may sit on one device (their backend allows it).
 
     Raises:
-        ConfigError: there are more ranks on this machine than devices.
+        ConfigError: there are several devices, and more ranks on this machine than these. A single
+            device may be all that this rank was given: any number of ranks sits on it.
     """
     if cpu or not torch.accelerator.is_available():
         return _HOST

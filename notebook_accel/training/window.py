@@ -55,7 +55,8 @@ class WindowView(ConfiguredView):
 
     @property
     def step(self) -> int:
-        """Batches since the last window that a loader's end closed."""
+        """Batches since a loader gave its last one, which closes a window; since the start with
+        ``sync_with_dataloader=False``."""
         return self._accumulation.step
 
     @step.setter
