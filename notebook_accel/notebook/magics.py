@@ -133,6 +133,7 @@ class AccelerateMagics(Magics):
             print(self.accelerate.__doc__)  # noqa: T201
             return None
         if options.fresh:
+            _check_fresh(options)
             self._run_fresh(line, cell, options)
             return None
         shell: Any = self.shell
@@ -224,6 +225,8 @@ class AccelerateMagics(Magics):
             raise UsageError(
                 f"%accelerate {name}: expected one of {known}; %%accelerate runs a cell"
             )
+        if name in _WITHOUT_ARGUMENTS and arguments:
+            raise UsageError(f"%accelerate {line}: expected %accelerate {name}, with nothing more")
         _COMMANDS[name](self, arguments)
 
     def _start(self, arguments: Sequence[str]) -> None:
@@ -250,17 +253,17 @@ class AccelerateMagics(Magics):
 
     def _pull(self, arguments: Sequence[str]) -> None:
         options = parse_argstring(_pull_options, shlex.join(arguments))
-        names = _parse_names(",".join(options.names))
+        names = _some_names(options.names)
         self._running().pull(names, rank=None if options.each_rank else options.rank)
 
     def _push(self, arguments: Sequence[str]) -> None:
-        self._running().push(_parse_names(",".join(arguments)))
+        self._running().push(_some_names(arguments))
 
     def _logs(self, arguments: Sequence[str]) -> None:
         print(self._running().logs(_parse_rank(arguments)), end="")  # noqa: T201
 
     def _stacks(self, arguments: Sequence[str]) -> None:
-        print(self._running().session.stacks(_parse_rank(arguments)))  # noqa: T201
+        print(self._running().stacks(_parse_rank(arguments)))  # noqa: T201
 
     def _debug(self, arguments: Sequence[str]) -> None:
         post_mortem.debug(self._running(), _parse_rank(arguments))
@@ -316,6 +319,7 @@ _COMMANDS: dict[str, Callable[[AccelerateMagics, Sequence[str]], None]] = {
     "doctor": AccelerateMagics._doctor,
     "debug": AccelerateMagics._debug,
 }
+_WITHOUT_ARGUMENTS = ("stop", "status", "doctor")
 
 
 # Of the commands that have options: what parses them.
@@ -342,6 +346,23 @@ def _settings(options: Any) -> tuple[LaunchConfig, list[str]]:
     return resolve(_given(options), options.config)
 
 
+def _check_fresh(options: Any) -> None:
+    """Refuse what only a session can do."""
+    given = {
+        "--ranks": options.ranks,
+        "--bg": options.bg,
+        "--pull": options.pull,
+        "--push": options.push,
+        "--no-push": options.no_push,
+    }
+    others = [name for name, value in given.items() if value]
+    if others:
+        raise UsageError(
+            f"--fresh and {', '.join(others)}: new workers run the whole cell with the names that "
+            "it uses, and end with it; leave one of them out"
+        )
+
+
 def _check_syntax(text: str, filename: str) -> None:
     """Refuse what no rank could run, before one is asked.
 
@@ -357,6 +378,14 @@ def _parse_names(text: str | None) -> tuple[str, ...]:
     for name in names:
         if not name.isidentifier():
             raise UsageError(f"{name!r} is no name; expected names such as model,loss")
+    return names
+
+
+def _some_names(arguments: Sequence[str]) -> tuple[str, ...]:
+    """``a,b`` and ``a b`` as names, of which there must be one."""
+    names = _parse_names(",".join(arguments))
+    if not names:
+        raise UsageError("no name is given; expected names such as model,loss")
     return names
 
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, WorkerError
 from notebook_accel.launch import run_list
 from notebook_accel.launch.launcher import Session
+from notebook_accel.launch.payload.names import look_at
 from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.view import wording
 from notebook_accel.notebook.call_ends import CallEnds
@@ -176,7 +178,7 @@ class NotebookSession:
             LaunchError: a name cannot travel, or a rank has ended.
             WorkerError, RunStopped: as :func:`notebook_launcher`.
         """
-        self._check_ranks(options.ranks)
+        self._check_ranks(options.ranks or ())
         self._await_turn()
         found = names_of(self._shell.transform_cell(text))
         push = self._plan_push(found.used if options.pushes_used else (), options.push)
@@ -249,9 +251,12 @@ class NotebookSession:
         """
         self._await_turn()
         name = getattr(function, "__name__", "")
-        # As of a cell that calls the function: what it uses of the notebook goes along.
         is_ours = self._owners.is_ours(name) and self._shell.user_ns[name] is function
+        # As of a cell that calls the function: what it and its arguments use of the notebook goes
+        # along. What cannot travel is told when the call itself is packed.
         mentions = frozenset([name]) if is_ours else frozenset()
+        with suppress(LaunchError):
+            mentions |= look_at(name, (function, args, kwargs)).names
         request = FunctionCall(
             function=function,
             args=tuple(args),
@@ -339,8 +344,8 @@ class NotebookSession:
             raise ConfigError(f"the notebook has no {quoted} that could be pushed")
         return self._owners.plan_push(used, forced)
 
-    def _check_ranks(self, ranks: frozenset[int] | None) -> None:
-        absent = sorted(rank for rank in ranks or () if not 0 <= rank < self.world_size)
+    def _check_ranks(self, ranks: Iterable[int]) -> None:
+        absent = sorted(rank for rank in ranks if not 0 <= rank < self.world_size)
         if absent:
             raise ConfigError(
                 f"there is no rank {absent[0]}: the session has the ranks 0 to "
@@ -408,7 +413,7 @@ class NotebookSession:
             NotebookAccelError: the rank has no such name; of all ranks, none has it.
             WorkerError: a value cannot travel.
         """
-        self._check_ranks(None if rank is None else frozenset([rank]))
+        self._check_ranks([] if rank is None else [rank])
         self._await_turn()
         outcomes: list[NamesOutcome] = self._ask(NamesCall(pull=tuple(names), pull_from=rank))
         self._take(outcomes)
@@ -467,16 +472,30 @@ class NotebookSession:
         return "\n".join(lines)
 
     def logs(self, rank: int | None = None) -> str:
-        """What the ranks have printed in the session, with labels; or what one of them has."""
-        chosen = range(self.world_size) if rank is None else [rank]
-        texts = {number: self.session.read_log(number) for number in chosen}
+        """What the ranks have printed in the session, with labels; or what one of them has.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
         if rank is not None:
-            return texts[rank]
+            self._check_ranks([rank])
+            return self.session.read_log(rank)
+        texts = [self.session.read_log(number) for number in range(self.world_size)]
         return "".join(
             f"[rank {number}] {line}\n"
-            for number, text in texts.items()
-            for line in text.splitlines()
+            for number, text in enumerate(texts)
+            # Not splitlines(): a form feed ends no line.
+            for line in (text.removesuffix("\n").split("\n") if text else ())
         )
+
+    def stacks(self, rank: int | None = None) -> str:
+        """Where each rank's Python stands now, or that of one.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        self._check_ranks([] if rank is None else [rank])
+        return self.session.stacks(rank)
 
     def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
         """The answer of each rank's debugger; None of one that is not asked, or has no error."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.notebook.cell_function import PROVIDED
 from notebook_accel.notebook.used_names import CellNames, names_of
 
 if TYPE_CHECKING:
@@ -61,5 +62,10 @@ class SessionHints:
         self._note_assigned(names.assigned)
 
     def _hint(self, name: str | None) -> None:
-        if name in set(self._names()) and name not in self._shell.user_ns:
-            sys.stderr.write(f"`{name}` lives in the session: `%accelerate pull {name}`\n")
+        if name not in set(self._names()) or name in self._shell.user_ns:
+            return
+        where = f"lives in the session: `%accelerate pull {name}`"
+        if name in PROVIDED:
+            # Each rank has its own, and an accelerator may not have been made yet.
+            where = "is there in the cells of `%%accelerate`"
+        sys.stderr.write(f"`{name}` {where}\n")

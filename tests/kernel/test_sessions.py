@@ -186,6 +186,11 @@ def test_a_syntax_error_and_bad_options_reach_no_rank(book: Notebook, tmp_path: 
     assert "`%accelerate restart -n 3`" in book.fails("%%accelerate -n 3\n1")
     assert "the session has the ranks 0 to 1" in book.fails("%%accelerate --ranks 0,2\n1")
     assert "expected ranks such as 0,2-3" in book.run("%%accelerate --ranks all\n1")
+    for command in ("logs 9", "stacks 9", "pull --rank 9 pids"):
+        assert "no rank 9: the session has the ranks 0 to 1" in book.fails(f"%accelerate {command}")
+    for command in ("pull", "push"):
+        assert "expected names such as model,loss" in book.run(f"%accelerate {command}")
+    assert "expected %accelerate stop, with nothing more" in book.run("%accelerate stop -n 4")
     before = book.run("%%accelerate\npids")
     (tmp_path / "launch.yaml").write_text("devices: [99]\n")
     text = book.fails(f"%accelerate restart --config {tmp_path / 'launch.yaml'}")
@@ -310,6 +315,8 @@ def test_the_notebook_knows_the_names_of_the_session(book: Notebook) -> None:
     book.run("%%accelerate\nfar_away_name = 1")
     reply = cell(book, "far_away_name")
     assert "`far_away_name` lives in the session: `%accelerate pull far_away_name`" in reply.text
+    reply = cell(book, "accelerator.print(1)")
+    assert "`accelerator` is there in the cells of `%%accelerate`" in reply.text
     content = book.kernel.client.complete("%%accelerate\nfar_away_n", reply=True)["content"]
     assert content["matches"] == ["far_away_name"]
     content = book.kernel.client.complete("%accelerate pull ", reply=True)["content"]
@@ -505,6 +512,21 @@ def test_a_function_is_launched_on_the_warm_workers(book: Notebook) -> None:
     assert book.run("print([v for _, v in notebook_launcher(work, (2,), session=True)])").endswith(
         "[43, 43]\n"
     )
+    text = book.run("""
+        import functools
+        in_lambda, in_partial, in_method, in_argument = 1, 2, 3, 4
+        class Task:
+            def work(self):
+                return in_method
+        for called, args in (
+            (lambda: in_lambda, ()),
+            (functools.partial(lambda: in_partial), ()),
+            (Task().work, ()),
+            (lambda use: use(), (lambda: in_argument,)),
+        ):
+            print(list(notebook_launcher(called, args, session=True, view="none")))
+    """)
+    assert text == "[1, 1]\n[2, 2]\n[3, 3]\n[4, 4]\n"
     text = book.fails("notebook_launcher(work, (2,), 3, session=True)")
     assert "the session was started with num_processes=2" in text
 
@@ -537,6 +559,8 @@ def test_a_dead_rank_says_how_to_start_again(book: Notebook) -> None:
     assert "`%accelerate restart`" in book.fails("%accelerate start")
     book.run("%accelerate restart")
     assert book.run("%%accelerate\nworld_size, 'x' in globals()") == "ranks 0-1: (2, False)\n"
+    made = "[*notebook_launcher(lambda: accelerator.num_processes, session=True, view='none')]"
+    assert book.run(f"from notebook_accel import notebook_launcher\nprint({made})") == "[2, 2]\n"
 
 
 def test_the_session_ends_with_its_kernel(book: Notebook) -> None:

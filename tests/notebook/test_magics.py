@@ -56,6 +56,16 @@ def test_a_shell_line_in_new_workers_is_refused_by_name(
     assert "line 3\n    !echo hi\n    ^\nSyntaxError: shell lines (!), magics (%)" in text
 
 
+def test_new_workers_refuse_what_only_a_session_does(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options in ("--ranks 0", "--bg --pull x", "--push x --no-push"):
+        capsys.readouterr()
+        shell.run_cell(f"%%accelerate --fresh {options}\n1")
+        named = ", ".join(word for word in options.split() if word.startswith("-"))
+        assert f"--fresh and {named}: new workers" in "".join(capsys.readouterr())
+
+
 def test_help_is_shown_and_the_cell_does_not_run(
     shell: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,7 +190,9 @@ class FunctionCall(NamesCall):
         namespace = _rank_namespace()
         namespace.push(names)
         with namespace.keeping_error():
-            namespace.get_ready(self.mentions, renews_group=self.renews_group)
+            namespace.get_ready(
+                self.mentions, renews_group=self.renews_group, function=self.function
+            )
             return self.function(*self.args, **self.kwargs)
 
 

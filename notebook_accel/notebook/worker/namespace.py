@@ -6,6 +6,7 @@ here since the notebook was told last.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from contextlib import contextmanager
@@ -62,16 +63,20 @@ class Namespace:
         self._names.update(names)
         self._reported.update({name: id(value) for name, value in names.items()})
 
-    def get_ready(self, mentions: Iterable[str], *, renews_group: bool) -> None:
+    def get_ready(
+        self, mentions: Iterable[str], *, renews_group: bool, function: Any = None
+    ) -> None:
         """Have there what the next cell needs beside its own names. All ranks call it together.
 
         Args:
             mentions: names that the cell may use.
             renews_group: make the process group anew, which all ranks had.
+            function: what is called in the place of a cell.
         """
         if renews_group:
             for line in import_module("notebook_accel.training.renewal").renew_group():
                 rank.current().notice(line)
+        mentions = [*mentions, *_names_in(function)]
         if _ACCELERATOR not in self._names and self._may_use(mentions, _ACCELERATOR):
             self._names[_ACCELERATOR] = getattr(import_module(_TRAINING), _ACCELERATOR)
             self._reported[_ACCELERATOR] = id(self._names[_ACCELERATOR])
@@ -114,7 +119,6 @@ class Namespace:
 
     def _may_use(self, mentions: Iterable[str], name: str) -> bool:
         """Whether ``name`` is mentioned, or used by functions and classes that are mentioned."""
-        main = sys.modules["__main__"].__name__
         seen: set[str] = set()
         waiting = list(mentions)
         while waiting:
@@ -123,15 +127,26 @@ class Namespace:
                 return True
             if mention not in seen:
                 seen.add(mention)
-                value = self._names.get(mention)
-                if getattr(value, "__module__", None) == main:
-                    waiting += _names_in(value)
+                waiting += _names_in(self._names.get(mention))
         return False
 
 
 def _names_in(value: Any) -> list[str]:
-    """The names that the code of a function, or of the methods of a class, mentions."""
-    parts = list(vars(value).values()) if isinstance(value, type) else [value]
+    """The names that the notebook's code mentions: of a function, a class, or an object of one."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    if isinstance(value, types.MethodType):
+        value = value.__self__
+    if not isinstance(value, (types.FunctionType, type)):
+        value = type(value)
+    main = sys.modules["__main__"].__name__
+    definitions = value.__mro__ if isinstance(value, type) else [value]
+    parts = [
+        part
+        for one in definitions
+        if one.__module__ == main
+        for part in (vars(one).values() if isinstance(one, type) else [one])
+    ]
     codes = [part.__code__ for part in parts if isinstance(part, types.FunctionType)]
     found: list[str] = []
     while codes:
