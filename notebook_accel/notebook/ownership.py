@@ -18,7 +18,7 @@ from notebook_accel.launch.payload.names import look_at
 from notebook_accel.notebook.used_names import is_history
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = ["Ownership", "Push"]
 
@@ -33,9 +33,12 @@ class Push:
     Attributes:
         values: the notebook's objects.
         lines: about large ones, for the person.
+        fills: of the names, those that some ranks have assigned, and others do not have: they go
+            to the others alone.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
+    fills: frozenset[str] = frozenset()
     lines: tuple[str, ...] = ()
 
 
@@ -46,10 +49,12 @@ class _AgreedName:
     Attributes:
         key: identity of the notebook's object then; None where it had none.
         digest: of that object; None where the session assigned the name.
+        is_pulled: whether the notebook's object is a copy of the session's.
     """
 
     key: int | None
     digest: bytes | None
+    is_pulled: bool = False
 
 
 class Ownership:
@@ -64,6 +69,8 @@ class Ownership:
         self._namespace = namespace
         self._hidden = hidden
         self._known: dict[str, _AgreedName] = {}
+        # Names of the session that not all ranks have.
+        self._in_parts: frozenset[str] = frozenset()
         self._num_calls = 0
         # What the notebook had when the newest call was sent, by identity.
         self._keys_at_call = self._keys()
@@ -98,17 +105,18 @@ class Ownership:
 
     def note_pulled(self, name: str) -> None:
         """The notebook has the session's object of this name."""
-        self._agree(name, _AgreedName(self._key(name), None))
+        self._agree(name, _AgreedName(self._key(name), None, is_pulled=True))
 
     def push_again(self, names: Iterable[str]) -> None:
         """Not all ranks have got these names, which were pushed: the next that uses them must."""
         for name in names:
             self._anew[name] = self._num_calls
 
-    def keep_only(self, names: Iterable[str]) -> None:
-        """The session has no other names than these."""
-        kept = frozenset(names)
+    def keep_only(self, names: Sequence[frozenset[str]]) -> None:
+        """The ranks have no other names than these."""
+        kept = frozenset[str]().union(*names)
         self._known = {name: known for name, known in self._known.items() if name in kept}
+        self._in_parts = kept.difference(frozenset.intersection(*names))
 
     def plan_push(self, used: Iterable[str], forced: Iterable[str] = ()) -> Push:
         """What must be pushed before a cell runs.
@@ -122,6 +130,7 @@ class Ownership:
         """
         values: dict[str, Any] = {}
         lines: list[str] = []
+        fills: set[str] = set()
         forced = frozenset(forced)
         seen: set[str] = set()
         waiting = [*used, *forced]
@@ -138,18 +147,22 @@ class Ownership:
                 or self._key(name) != known.key
             )
             if not is_newer and known is not None and known.digest is None:
-                continue
+                if known.is_pulled or name not in self._in_parts:
+                    continue
+                fills.add(name)
             facts = look_at(name, self._namespace[name])
             waiting += facts.names
             if is_newer or known is None or known.digest != facts.digest:
                 values[name] = self._namespace[name]
                 if facts.num_bytes > _LARGE_BYTES:
                     lines.append(f"pushed `{name}` ({facts.num_bytes / 1e6:,.0f} MB)")
-        return Push(values=values, lines=tuple(lines))
+        return Push(values=values, lines=tuple(lines), fills=frozenset(fills))
 
     def note_pushed(self, push: Push) -> None:
         """The session has what was pushed."""
         for name, value in push.values.items():
+            if name in push.fills:
+                continue
             # Looked at again: the first pickle of an object may leave something in its class.
             self._agree(name, _AgreedName(id(value), look_at(name, value).digest))
 

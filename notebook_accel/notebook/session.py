@@ -280,10 +280,13 @@ class NotebookSession:
         notices: Sequence[str] = (),
     ) -> Run:
         """Send a request with the names that go along; waits for it with ``block``."""
+        request.fills = push.fills
         sources = cell_sources(self._shell)
         self._owners.note_call()
         self._ends.about_to_send(
-            renews_group=request.renews_group, keeps_error=True, pushed=push.values
+            renews_group=request.renews_group,
+            keeps_error=True,
+            pushed=push.values.keys() - push.fills,
         )
         try:
             return self.session.call(
@@ -333,8 +336,9 @@ class NotebookSession:
         if len(answers) < len(self.session.processes):
             return
         self._owners.note_session_assigned({name for one in answers for name in one.assigned})
-        self.names = frozenset(PROVIDED).union(*(one.names for one in answers))
-        self._owners.keep_only(self.names)
+        names = [one.names.union(PROVIDED) for one in answers]
+        self.names = frozenset[str]().union(*names)
+        self._owners.keep_only(names)
         self._owners.push_again(self._ends.take(answers))
 
     def _plan_push(self, used: Iterable[str], forced: Sequence[str] = ()) -> Push:

@@ -302,6 +302,13 @@ def test_a_cell_of_one_rank_says_so_and_its_names_can_be_pulled(book: Notebook) 
     book.run("%accelerate pull --each-rank solo\nassert solo == [None, 3]")
     assert "there is no rank 2: the session has" in book.fails("%accelerate pull --rank 2 solo")
     assert "the notebook has no `nothing`" in book.fails("%accelerate push nothing")
+    # Each rank has what was assigned last for it.
+    book.run("shared = 'home'")
+    book.run("%%accelerate --ranks 1\nshared = 'own'")
+    for _ in range(2):
+        assert book.run("%%accelerate\nshared") == "rank 0: 'home'\nrank 1: 'own'\n"
+    book.run("shared = 'new'")
+    assert book.run("%%accelerate\nshared") == "ranks 0-1: 'new'\n"
 
 
 def test_what_cannot_travel_is_named(book: Notebook) -> None:

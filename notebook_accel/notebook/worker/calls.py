@@ -92,15 +92,17 @@ class NamesCall:
     Attributes:
         pull: names of values that are to come back.
         pull_from: the rank whose values those are; None for all.
+        fills: of the names that are pushed, those that a rank takes only where it has none.
     """
 
     pull: tuple[str, ...] = ()
     pull_from: int | None = None
+    fills: frozenset[str] = frozenset()
 
     def __call__(self, /, **names: Any) -> NamesOutcome:
         """Answer for this rank."""
         namespace = _rank_namespace()
-        namespace.push(names)
+        namespace.push(names, self.fills)
         return NamesOutcome(**self.report(namespace))
 
     def report(self, namespace: Any) -> dict[str, Any]:
@@ -149,7 +151,7 @@ class CellCall(NamesCall):
         """
         __tracebackhide__ = True
         namespace = _rank_namespace()
-        namespace.push(names)
+        namespace.push(names, self.fills)
         value = None
         with namespace.keeping_error():
             namespace.get_ready(self.mentions, renews_group=self.renews_group)
@@ -188,7 +190,7 @@ class FunctionCall(NamesCall):
         """
         __tracebackhide__ = True
         namespace = _rank_namespace()
-        namespace.push(names)
+        namespace.push(names, self.fills)
         with namespace.keeping_error():
             namespace.get_ready(
                 self.mentions, renews_group=self.renews_group, function=self.function

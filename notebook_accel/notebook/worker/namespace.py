@@ -19,7 +19,7 @@ from notebook_accel.notebook.worker.post_mortem import PostMortem
 from notebook_accel.notebook.worker.shell import RankShell, make_shell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 __all__ = ["Namespace", "rank_namespace"]
 
@@ -56,10 +56,15 @@ class Namespace:
         self._names.update({name: getattr(training, name) for name in _AT_ONCE})
         self._reported = self._objects()
 
-    def push(self, names: Mapping[str, Any]) -> None:
-        """Take names of the notebook."""
+    def push(self, names: Mapping[str, Any], fills: Collection[str] = ()) -> None:
+        """Take names of the notebook; those in ``fills`` only where there are none."""
         if names:
             self._last_push = rank.current().call
+        names = {
+            name: value
+            for name, value in names.items()
+            if name not in fills or name not in self._names
+        }
         self._names.update(names)
         self._reported.update({name: id(value) for name, value in names.items()})
 
