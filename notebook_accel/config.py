@@ -109,7 +109,8 @@ class LaunchConfig:
     """Environment variables of the ranks, beside those of the notebook."""
 
     grace: float = 10.0
-    """Seconds that the handlers of an interrupt get before the ranks are terminated."""
+    """Seconds that ranks get to leave: after Stop until they are interrupted, and after an
+    interrupt until they are terminated."""
 
     debug: bool = False
     """Check the shapes of every collective across ranks, and have torch explain mismatches."""
@@ -430,18 +431,20 @@ def _from_accelerate(data: Mapping[str, Any]) -> dict[str, Any]:
         absent.append(f"num_machines: {shown(data['num_machines'])}")
     if absent:
         raise ConfigError(
-            f"{', '.join(absent)}: not supported yet; there is data-parallel training on the "
-            "processors and GPUs of one machine"
+            f"{', '.join(absent)}: not supported; expected one machine, and the "
+            "distributed_type NO, MULTI_CPU, MULTI_GPU, FSDP or DEEPSPEED"
         )
     found = {
         ours: data[theirs]
         for theirs, ours in _ACCELERATE_NAMES.items()
         if data.get(theirs) not in (None, "all")
     }
-    for name, plugin in PLUGINS.items():
-        if data.get(plugin.section):
-            found[name] = plugin.from_accelerate(data[plugin.section])
     kind = _ACCELERATE_TYPES.get(str(data.get("distributed_type")))
+    # As for Accelerate, the section of another type than the file's counts for nothing.
+    unused = {name for name in _ACCELERATE_TYPES.values() if name != kind}
+    for name, plugin in PLUGINS.items():
+        if data.get(plugin.section) and name not in unused:
+            found[name] = plugin.from_accelerate(data[plugin.section])
     if kind is not None:
         found.setdefault(kind, {})
     return {**found, "devices": "cpu"} if data.get("use_cpu") else found

@@ -369,6 +369,8 @@ def test_accelerates_file_for_deepspeed(tmp_path: Path) -> None:
     }
     path.write_text("distributed_type: DEEPSPEED\n")
     assert LaunchConfig.load(path) == LaunchConfig(deepspeed={})
+    path.write_text("distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 2\n")
+    assert LaunchConfig.load(path) == LaunchConfig(), "the section of another type is not used"
     with pytest.raises(ConfigError, match="fsdp and deepspeed were given"):
         LaunchConfig(deepspeed={}, fsdp={})
 
