@@ -101,7 +101,8 @@ class WorkerError(NotebookAccelError):
         rank: the rank whose failure is the cause; None where the agent itself died.
         ranks: all ranks that failed, those aside that only lost their connection to a peer.
         traceback: the failing rank's traceback as text ("" where it died without one).
-        exitcode: exit code of the rank's process, None where a signal ended it.
+        exitcode: exit code of the rank's process, or what it would be where that lives on, as in a
+            session; None where a signal ended it.
         signal: name of the signal that ended it ("SIGKILL"), None where none did.
         run: the handle of the run.
     """

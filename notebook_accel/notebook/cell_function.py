@@ -1,4 +1,4 @@
-"""A cell as one function: what ``%%accelerate`` runs on every rank.
+"""A cell as one function: what ``%%accelerate --fresh`` runs on every rank.
 
 The cell's source is rewritten as a syntax tree. Of the cell
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PROVIDED", "cell_function", "shown"]
 
-# What a cell of the magic finds in its ranks; a notebook's own name of these counts once it is
-# assigned later.
+# What a cell of the magic finds in its ranks. In a session, a name of the notebook's that is called
+# so counts from its next assignment on.
 PROVIDED = ("accelerator", "device", "rank", "world_size")
 _PROVIDER = "notebook_accel.training.cell_names"
 # Characters of a value's text: about four pages.

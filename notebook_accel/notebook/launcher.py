@@ -102,8 +102,8 @@ def notebook_launcher(
         num_processes: number of ranks; None: one a visible accelerator, 1 on a machine without.
         mixed_precision: "no", "bf16", "fp16" or "fp8", for every ``Accelerator`` that does not
             say its own.
-        use_port: MASTER_PORT of the ranks; None takes a free one, as a session does after a
-            call that failed.
+        use_port: MASTER_PORT of the ranks; None takes a free one. After a call that failed, a
+            session takes a free one, whatever is given here.
         master_addr: not used on one machine.
         node_rank: 0; several machines are not supported yet.
         num_nodes: 1; several machines are not supported yet.
@@ -130,7 +130,8 @@ def notebook_launcher(
         view: "auto" (a live panel where a person watches, plain lines elsewhere), "widgets",
             "text" or "none".
         timeout: seconds after which the run is ended; None for never.
-        grace: seconds that ranks get to leave after Stop or Interrupt.
+        grace: seconds that ranks get to leave: after Stop until they are interrupted, and after an
+            interrupt until they are terminated.
         name: what you call the run, in its panel, in ``runs()`` and in ``compare``; None: as the
             function.
 

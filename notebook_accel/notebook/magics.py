@@ -205,7 +205,7 @@ class AccelerateMagics(Magics):
         print(f"wrote {target}{others and f', without {others}'}")  # noqa: T201
 
     def _source(self, line: str, cell: str) -> tuple[CellSource, int]:
-        """The cell as the page has it, and its number."""
+        """The cell as the page has it, without blank lines above its magic; and its number."""
         shell: Any = self.shell
         # IPython 9 counts a cell before it runs it, older ones after.
         number = len(shell.user_ns["In"]) - 1

@@ -34,8 +34,8 @@ def show_in_short() -> Iterator[None]:
         run = getattr(error, "run", None)
         if run is not None:
             text = str(error) or "the run was interrupted"
-            # The cell has not come to its assignment: a name that stands there has an older run.
-            kept = f"its handle was not assigned, here it is: {run_list.expression(run.id)}"
+            # A cell that assigns the handle has not come to that: the name has an older run.
+            kept = f"the run is kept: {run_list.expression(run.id)}"
             lines = [f"\x1b[0;31m{type(error).__name__}\x1b[0m: {text}; {kept}"]
             error._render_traceback_ = lambda: lines  # type: ignore[union-attr]
         _forget_older_traceback()
