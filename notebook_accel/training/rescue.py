@@ -183,12 +183,12 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _put_together(pieces: list[TensorPiece]) -> torch.Tensor:
+    shape, dtype = pieces[0].shape, pieces[0].values.dtype
     # Replicas have the same piece.
     pieces = list({piece.offset: piece for piece in pieces if piece.values.numel()}.values())
-    shape = pieces[0].shape if pieces else (0,)
     if sum(piece.values.numel() for piece in pieces) != math.prod(shape):
         raise ValueError("lacks pieces, whose ranks ended without a word")
-    whole = torch.empty(shape, dtype=pieces[0].values.dtype)
+    whole = torch.empty(shape, dtype=dtype)
     for piece in pieces:
         places = zip(piece.offset, piece.values.shape, strict=True)
         whole[tuple(slice(start, start + size) for start, size in places)] = piece.values

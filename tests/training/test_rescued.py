@@ -209,6 +209,8 @@ def test_pieces_that_are_missing_or_of_other_steps_are_told() -> None:
     assert whole.missing == []
     other = part(3, first).join([part(4, second)])
     assert "different numbers of steps (3, 4)" in other.missing[0]
+    empty = part(3, TensorPiece(torch.ones((0, 2)), (0, 0), (0, 2))).join([])
+    assert empty.weights[0]["a"].shape == (0, 2)  # type: ignore[index]
     torn = part(3, first).join([])
     assert torn.weights == [None]
     assert "lacks pieces" in torn.missing[0]

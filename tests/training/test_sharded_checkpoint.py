@@ -16,7 +16,7 @@ from notebook_accel.utils import merge_fsdp_weights
 from torch import nn
 from torch.utils.data import DataLoader
 
-from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, NotebookAccelError
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
     FLOAT_ERROR,
@@ -28,6 +28,7 @@ from tests.training.meshes import (
     data,
     loss_of,
 )
+from tests.training.single import fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,6 +130,15 @@ def test_sharded_ones_hold_every_rank_s_parts(saved: Any) -> None:
         assert len(list((folder / name).glob("*.distcp"))) == 2
 
 
+def test_another_model_is_no_damage(saved: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    model: Any = Tiny()
+    model.blocks[0].up = nn.Linear(model.blocks[0].up.in_features, 3)
+    accelerator.prepare(model)
+    with pytest.raises(ValueError, match=r"pytorch_model_fsdp_0: .*[Ss]ize mismatch"):
+        accelerator.resume_or_start(Path(saved("fsdp, blocks")[0]))
+
+
 def test_parts_are_merged_into_one_file(saved: Any, tmp_path: Path) -> None:
     """Ours, of a checkpoint and of a model's folder, and those that Accelerate writes."""
     import torch.distributed.checkpoint as dcp
@@ -171,6 +181,8 @@ def save_weights(folder: str) -> dict[str, Any]:
     accelerator.unwrap_model(model).load_state_dict(plain)
     accelerator.save(accelerator.unwrap_model(model).state_dict(), f"{folder}/weights.pt")
     accelerator.save_model(model, f"{folder}/model")
+    with pytest.raises((FileNotFoundError, NotebookAccelError), match="no sharded weights"):
+        merge_fsdp_weights(f"{folder}/none", folder)
     wrapped = accelerator.get_state_dict(model, unwrap=False)
     assert all(torch.equal(value, plain[name]) for name, value in wrapped.items())
     accelerator.wait_for_everyone()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from notebook_accel.errors import NotebookAccelError
 from notebook_accel.training import topology
 from notebook_accel.training.checkpoint.atomic import complete_version
 from notebook_accel.training.checkpoint.file_names import (
@@ -16,7 +17,9 @@ from notebook_accel.training.checkpoint.file_names import (
     WEIGHTS_NAME,
 )
 from notebook_accel.training.checkpoint.folders import describe_folder, resolved
+from notebook_accel.training.checkpoint.meeting import describe
 from notebook_accel.training.checkpoint.weights import save_object
+from notebook_accel.training.collectives import broadcast_object_list
 
 if TYPE_CHECKING:
     import os
@@ -47,18 +50,31 @@ def merge_fsdp_weights(
 
     Raises:
         FileNotFoundError: there are no sharded weights of one model in the folder.
+        NotebookAccelError: on the other ranks, where rank 0 could not do it.
     """
     given = resolved(checkpoint_dir)
+    failed: Exception | None = None
     if topology.topology().process_index == 0:
-        weights = _read_whole(_find_parts(given))
-        output = resolved(output_path)
-        output.mkdir(parents=True, exist_ok=True)
-        target = output / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
-        save_object(weights, target, safe=safe_serialization)
-        _log.info("merged %d weights of %s into %s", len(weights), given, target)
-        if remove_checkpoint_dir:
-            shutil.rmtree(given)
-    topology.barrier()
+        try:
+            _merge(given, resolved(output_path), safe=safe_serialization)
+            if remove_checkpoint_dir:
+                shutil.rmtree(given)
+        except Exception as error:  # raised once the others, who wait, know of it
+            failed = error
+    told: str | None
+    (told,) = broadcast_object_list([None if failed is None else describe(failed)])
+    if failed is not None:
+        raise failed
+    if told:
+        raise NotebookAccelError(f"rank 0 could not merge {given}: {told}")
+
+
+def _merge(given: Path, output: Path, *, safe: bool) -> None:
+    weights = _read_whole(_find_parts(given))
+    output.mkdir(parents=True, exist_ok=True)
+    target = output / (SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME)
+    save_object(weights, target, safe=safe)
+    _log.info("merged %d weights of %s into %s", len(weights), given, target)
 
 
 def _find_parts(given: Path) -> Path:

@@ -20,14 +20,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.rank import has_process_group
 from notebook_accel.training.checkpoint.pieces import Piece, state_file
-from notebook_accel.training.checkpoint.state_files import read_state
+from notebook_accel.training.checkpoint.state_files import explain, read_state
 from notebook_accel.training.collectives import gather_object, this_rank
 
 if TYPE_CHECKING:
@@ -236,10 +238,23 @@ def _tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def read_parts(state: dict[str, Any], path: Path, *, alone: bool = False) -> None:
-    """Fill the tensors of ``state`` where they are; all ranks call it, or (``alone``) one."""
+    """Fill the tensors of ``state`` where they are; all ranks call it, or (``alone``) one.
+
+    Raises:
+        ValueError: what is stored has other shapes.
+        NotebookAccelError: a file is damaged.
+    """
     no_dist = alone or not has_process_group()
-    with _without_hint():
-        load(state, storage_reader=FileSystemReader(path), no_dist=no_dist)
+    try:
+        with _without_hint():
+            load(state, storage_reader=FileSystemReader(path), no_dist=no_dist)
+    except CheckpointException as failed:  # no Exception, but a BaseException
+        error, _ = next(iter(failed.failures.values()))
+        if isinstance(error, ValueError):
+            raise ValueError(f"{path}: {error}") from failed
+        if isinstance(error, (PermissionError, MemoryError)) or not isinstance(error, Exception):
+            raise error from failed
+        raise NotebookAccelError(explain(path, error)) from failed
 
 
 @contextmanager
