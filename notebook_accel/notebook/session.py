@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, WorkerError
 from notebook_accel.launch import run_list
 from notebook_accel.launch.launcher import Session
-from notebook_accel.launch.payload.names import look_at
+from notebook_accel.launch.payload.names import names_used
 from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.view import wording
 from notebook_accel.notebook.call_ends import CallEnds
@@ -255,8 +255,8 @@ class NotebookSession:
         # As of a cell that calls the function: what it and its arguments use of the notebook goes
         # along. What cannot travel is told when the call itself is packed.
         mentions = frozenset([name]) if is_ours else frozenset()
-        with suppress(LaunchError):
-            mentions |= look_at(name, (function, args, kwargs)).names
+        with suppress(Exception):
+            mentions |= names_used((function, args, kwargs))
         request = FunctionCall(
             function=function,
             args=tuple(args),

@@ -20,7 +20,7 @@ from notebook_accel.launch.payload.pickling import Discard, SessionPickler, itse
 if TYPE_CHECKING:
     import pickle
 
-__all__ = ["NameFacts", "look_at"]
+__all__ = ["NameFacts", "look_at", "names_used"]
 
 # What is written through `tensor.data`, or through an array of numpy on the memory of a tensor,
 # counts no version. Up to this size all of the memory on the CPU is compared. Above it samples of
@@ -58,6 +58,17 @@ def look_at(name: str, value: object) -> NameFacts:
         except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
             raise cannot_be_pushed(name, value, error) from cause(error)
         return NameFacts(file.digest(), frozenset(pickler.names), pickler.num_bytes)
+
+
+def names_used(value: object) -> frozenset[str]:
+    """The names of the notebook's globals that functions and classes in ``value`` use.
+
+    Raises:
+        Exception: whatever is raised where it cannot be pickled.
+    """
+    with _NamesPickler(_Digest()) as pickler:
+        pickler.dump(value)
+        return frozenset(pickler.names)
 
 
 class _Digest(Discard):
@@ -111,3 +122,13 @@ class _LookingPickler(SessionPickler):
         with contextlib.suppress(RuntimeError):
             self._digest.write(b"%d," % tensor._version)
         return super()._reduce_tensor(tensor)
+
+
+class _NamesPickler(_LookingPickler):
+    """Looks at no memory."""
+
+    def _take_buffer(self, buffer: pickle.PickleBuffer) -> None:
+        return
+
+    def _reduce_storage(self, storage: Any) -> Any:
+        return itself, (None,)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from notebook_accel.launch.payload.names import look_at
+from notebook_accel.launch.payload import cells
+from notebook_accel.launch.payload.names import look_at, names_used
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,3 +50,11 @@ def test_a_change_within_a_value_is_seen(
     assert look_at("value", value) == before, "nothing has changed"
     change(value)
     assert look_at("value", value).digest != before.digest
+
+
+def test_names_are_found_where_memory_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = cells.main_namespace()
+    monkeypatch.setitem(main, "of_main", 1)
+    function = eval("lambda: of_main", main)
+    value = (function, {"array": np.zeros(3), "tensor": torch.zeros(3)})
+    assert names_used(value) == look_at("value", value).names == {"of_main"}
