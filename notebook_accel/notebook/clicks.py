@@ -42,9 +42,9 @@ class ClicksAfterTheCell:
         self.kernel = kernel
 
     @classmethod
-    def works_in(cls, kernel: Any) -> bool:
-        """Whether this way works in ``kernel``."""
-        return kernel is not None
+    def works_in(cls, kernel: Any) -> bool:  # noqa: ARG003
+        """Whether this way works in ``kernel``, which may be none."""
+        return True
 
     def let_through(self, widget: Any) -> None:
         """Let clicks on ``widget`` through; called right after the widget was made."""
@@ -97,8 +97,8 @@ class ClicksByPump(ClicksAfterTheCell):
 
     All others go back in the order in which they came, so that no queued cell starts early.
     A page that was reloaded asks for the kernel's info and the list of comms, and opens one by
-    which it gets the state of the widgets; that is answered as well. While a cell waits for
-    anything else, such as a cell of ``--bg``, or computes, nobody pumps: clicks come after it.
+    which it gets the state of the widgets; that is answered as well. While a cell computes, nobody
+    pumps: clicks come after it.
     """
 
     _HANDLED = ("comm_open", "comm_msg", "comm_close", "comm_info_request", "kernel_info_request")

@@ -25,6 +25,7 @@ from notebook_accel.launch.view import wording
 from notebook_accel.notebook.call_ends import CallEnds
 from notebook_accel.notebook.cell_function import PROVIDED
 from notebook_accel.notebook.cell_script import LeftOut
+from notebook_accel.notebook.clicks import clicks_for, find_kernel
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.ownership import Ownership, Push
 from notebook_accel.notebook.session_hints import SessionHints
@@ -365,10 +366,14 @@ class NotebookSession:
         if call is not None and self._is_going_on(call):
             slot = DisplaySlot()
             slot.show({_PLAIN: f"waits for {call.name}, which runs in the background"})
+            clicks = clicks_for(find_kernel())
             try:
                 while self._is_going_on(call):
+                    # That call's panel has a Stop.
+                    clicks.pump()
                     time.sleep(_SLICE_SECONDS)
             finally:
+                clicks.stop_pumping()
                 slot.show({_PLAIN: ""})
 
     def _await_turn(self) -> None:

@@ -446,6 +446,8 @@ def test_a_cell_in_the_background_leaves_the_notebook_free(book: Notebook, tmp_p
     queued = book.start("%%accelerate --bg\nlate + 1")
     is_told = lambda: re.search(r"waits for In\[\d+\], which runs", str(book.kernel.first))  # noqa: E731
     assert book.kernel.listen_until(is_told, seconds=SOON)
+    # Meanwhile the kernel answers pages, so that clicks on the panel get through.
+    assert book.kernel.answers_new_page(seconds=SOON)
     (tmp_path / "go").touch()
     assert re.match("<Run ", values(book.finish(queued))[-1])
     assert book.run("%%accelerate\nlate + 2") == "rank 0: 7\nrank 1: 8\n"

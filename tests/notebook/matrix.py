@@ -128,6 +128,20 @@ def test_stop_ends_a_blocked_cell_and_queued_cells_run_in_order(
     assert run(kernel, "print(run.results)").text == "['left', 'left']\n"
 
 
+def test_stop_ends_a_cell_in_the_background_that_another_one_waits_for(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    ready = tmp_path / "ready"
+    kernel.buttons.clear()
+    run(kernel, f"%%accelerate -n 2 --bg --push until_stopped\nuntil_stopped({str(ready)!r})")
+    waiting = kernel.start("%%accelerate\nrank + 40")
+    assert kernel.listen_until(ready.exists, seconds=60)
+    assert kernel.listen_until(lambda: "Stop" in kernel.buttons, seconds=30)
+    kernel.click("Stop")
+    reply = kernel.finish(waiting, timeout=60)
+    assert "41" in reply.text + str(reply.outputs)
+
+
 def test_interrupt_ends_the_ranks_and_the_cell(kernel: Kernel, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     cell = kernel.start(f"notebook_launcher(wait_for_ever, ({str(ready)!r},), num_processes=2)")

@@ -143,6 +143,7 @@ class NewKernel(OldKernel):
         (SimpleNamespace(_supports_kernel_subshells=False, config=CONNECTION), ClicksByServer),
         (OldKernel(), ClicksByPump),
         (SimpleNamespace(config={}), ClicksAfterTheCell),
+        (None, ClicksAfterTheCell),
     ],
 )
 def test_each_kernel_has_its_way(kernel: Any, way: type[ClicksAfterTheCell]) -> None:
