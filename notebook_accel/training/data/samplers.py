@@ -265,28 +265,26 @@ class BatchSamplerShard(BatchSampler):
         batches = iter(self.batch_sampler)
         batch: Any = next(batches, ())
         for number, following in enumerate(batches):
-            part = self._part_of(batch, at_least=1)
-            if not len(self._part_of(batch, at_least=0)):
+            part = self._part_of(batch)
+            if not len(part):
+                part = batch[:1]
                 self.repeats[number] = LastRound(len(batch), len(part), 0)
             yield part
             batch = following
         if not len(batch) or (self.drop_last and len(batch) < self.batch_size):
             return
-        part = self._part_of(batch, at_least=int(self.even_batches))
-        self.last_round = LastRound(len(batch), len(part), len(self._part_of(batch, at_least=0)))
+        own = self._part_of(batch)
+        part = batch[:1] if self.even_batches and not len(own) else own
+        self.last_round = LastRound(len(batch), len(part), len(own))
         if len(part):
             yield part
 
-    def _part_of(self, batch: Any, *, at_least: int) -> Any:
-        """This rank's samples of a batch: the first ranks get one more where some are left.
-
-        A rank for which nothing is left gets the first ``at_least`` samples, which the first rank
-        has too.
-        """
+    def _part_of(self, batch: Any) -> Any:
+        """This rank's samples of a batch: the first ranks get one more where some are left."""
         size, extra = divmod(len(batch), self.num_processes)
         start = size * self.process_index + min(self.process_index, extra)
         stop = start + size + (self.process_index < extra)
-        return batch[start:stop] if stop > start else batch[:at_least]
+        return batch[start:stop]
 
     def _share_batches(self) -> Iterator[Any]:
         """Give the batches of a user's own batch sampler to the ranks in turn, each whole."""
