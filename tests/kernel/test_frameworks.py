@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """A notebook of somebody who has no network."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path_factory.mktemp("runs")))
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        with open_notebook() as notebook:
-            notebook.run(_DATA)
-            yield notebook
+    environment = {
+        "NOTEBOOK_ACCEL_RUNS": str(tmp_path_factory.mktemp("runs")),
+        "HF_HUB_OFFLINE": "1",
+    }
+    with open_notebook(environment) as notebook:
+        notebook.run(_DATA)
+        yield notebook
 
 
 _DATA = """

@@ -27,13 +27,12 @@ SOON = 20.0
 @pytest.fixture(scope="module")
 def book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """One notebook with one session of two ranks for nearly all tests of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path_factory.mktemp("runs")))
-        with open_notebook() as notebook:
-            notebook.run("%load_ext notebook_accel\nimport torch, numpy as np")
-            notebook.run("device = 'mine, from before the session'")
-            notebook.run("%%accelerate -n 2\npids = __import__('os').getpid()")
-            yield notebook
+    environment = {"NOTEBOOK_ACCEL_RUNS": str(tmp_path_factory.mktemp("runs"))}
+    with open_notebook(environment) as notebook:
+        notebook.run("%load_ext notebook_accel\nimport torch, numpy as np")
+        notebook.run("device = 'mine, from before the session'")
+        notebook.run("%%accelerate -n 2\npids = __import__('os').getpid()")
+        yield notebook
 
 
 def values(reply: Reply) -> list[str]:
