@@ -212,7 +212,7 @@ class Session:
                 self._sent = packed.registry
             return new.run
 
-        return _begin_and_wait(begin, block=block, keeps_ranks=True)
+        return _begin_and_wait(begin, block=block)
 
     def ask(
         self, function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None
@@ -364,23 +364,19 @@ def _prepare_launch(request: CallRequest, notices: list[str]) -> Callable[[], Ru
     return begin
 
 
-def _begin_and_wait(begin: Callable[[], Run], *, block: bool, keeps_ranks: bool = False) -> Run:
+def _begin_and_wait(begin: Callable[[], Run], *, block: bool) -> Run:
     """Begin a run, and wait for its end with ``block``; gives its handle.
 
-    An interrupt that comes while the run begins is raised at the end of that. Then either nothing
-    of the run is left, or there is a run, which is ended. Ranks that stay (``keeps_ranks``) get
-    the interrupt instead.
+    An interrupt that comes while the run begins goes to its ranks, as one that comes while the
+    cell waits, and is raised once they have ended. Where there is no run, nothing is left of it.
     """
     run: Run | None = None
     try:
         with held() as presses:
             with naming_what_is_short():
                 run = begin()
-            if keeps_ranks and presses.count:
-                run._conductor.press(1)
-                run._wait_in_cell()
-            elif block and not presses.count:
-                run._wait_in_cell()
+            if block or presses.count:
+                run._wait_in_cell(presses)
     except BaseException as error:
         if run is not None:
             _keep_run_without_handle(run, error)

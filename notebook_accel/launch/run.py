@@ -21,7 +21,7 @@ from notebook_accel.launch.control.state import Progress
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.curves import LiveCurves
@@ -287,18 +287,21 @@ class Run:
         self._raise_error()
         return self
 
-    def _wait_in_cell(self) -> None:
+    def _wait_in_cell(self, before: Presses | None = None) -> None:
         """Wait as the run's own cell does: interrupts go to the ranks, and the cell ends with them.
+
+        Args:
+            before: the interrupts that were held while the run began.
 
         Raises:
             KeyboardInterrupt: the person interrupted, and the ranks have ended.
             WorkerError, RunStopped, TimeoutError: as :meth:`wait`.
         """
         with held(patience=None) as presses:
-            self._wait_for_end(None, presses)
+            self._wait_for_end(None, [presses] if before is None else [before, presses])
         self._raise_error()
 
-    def _wait_for_end(self, timeout: float | None, presses: Presses | None = None) -> bool:
+    def _wait_for_end(self, timeout: float | None, presses: Sequence[Presses] = ()) -> bool:
         """Wait for the end; False where it has not come within ``timeout`` seconds.
 
         Args:
@@ -313,7 +316,7 @@ class Run:
         try:
             while not ended.wait(_SLICE_SECONDS):
                 self._view.poll()
-                if presses is not None and num_passed_on < presses.count:
+                if num_passed_on < sum(one.count for one in presses):
                     num_passed_on += 1
                     self._conductor.press(num_passed_on)
                 if deadline is not None and time.monotonic() >= deadline:

@@ -13,6 +13,7 @@ import pytest
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import launcher, run_list
+from notebook_accel.launch.engines import base
 from notebook_accel.launch.launcher import Session, launch
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.run_list import runs
@@ -115,6 +116,44 @@ def _interrupt_everywhere(
             lambda: _descriptors() <= files, within=SOON, what=f"of step {instant} nothing is open"
         )
         assert all(run.state.has_ended for run in runs())
+
+
+class Printing(View):
+    has_printed = False
+
+    def print_end(self) -> None:
+        self.has_printed = True
+
+
+def _note_interrupt(folder: str) -> None:
+    import pathlib
+    import time
+
+    (pathlib.Path(folder) / ".began").touch()
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        (pathlib.Path(folder) / ".interrupted").touch()
+        raise
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_an_interrupt_while_a_launch_begins_is_one_of_its_ranks(
+    folder: Path, block: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = base.begin_call
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        send(*args, **kwargs)
+        eventually((folder / ".began").exists, within=SOON, what="the rank is in its function")
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(base, "begin_call", interrupted)
+    view = Printing()
+    with pytest.raises(KeyboardInterrupt):
+        launch(_note_interrupt, (str(folder),), config=ON_CPU, view=view, block=block)
+    assert (folder / ".interrupted").exists(), "nobody killed it"
+    assert view.has_printed
 
 
 def _pid_after(seconds: float) -> int:
