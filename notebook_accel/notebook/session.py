@@ -365,11 +365,12 @@ class NotebookSession:
         call = self.session.newest_call
         if call is not None and self._is_going_on(call):
             slot = DisplaySlot()
-            slot.show({_PLAIN: f"waits for {call.name}, which runs in the background"})
             clicks = clicks_for(find_kernel())
             try:
+                # That call's panel has a Stop, which works by the time that the line is seen.
+                clicks.pump()
+                slot.show({_PLAIN: f"waits for {call.name}, which runs in the background"})
                 while self._is_going_on(call):
-                    # That call's panel has a Stop.
                     clicks.pump()
                     time.sleep(_SLICE_SECONDS)
             finally:
