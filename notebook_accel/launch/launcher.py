@@ -111,6 +111,7 @@ class Session:
     Attributes:
         newest_call: the run of the call that was sent last, :meth:`ask` included, whoever waits
             for it; without results. None before the first.
+        notices: lines for the person about which ranks there are.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Session:
         plan = _plan(engine, self._request)
         self._sent = Registry()
         self.newest_call: Run | None = None
+        self.notices = plan.notices
         with contextlib.ExitStack() as undo:
             # An interrupt that came inside of held() is raised at its end: the ranks are there
             # then, and nobody would have the session.
@@ -171,13 +173,21 @@ class Session:
         block: bool = True,
         timeout: float | None = None,
         notices: Sequence[str] = (),
+        advise: bool = False,
+        name: str | None = None,
         asked: frozenset[int] | None = None,
+        brings_globals: bool = False,
+        keeps_error: bool = False,
     ) -> Run:
         """Call ``function(*args, **kwargs)`` on every rank.
 
-        The arguments are those of :func:`launch`. A function of the notebook uses what the ranks
-        have under the names of its globals: those of the notebook do not travel along. ``asked``
-        are the ranks on which it does its work, as views show it; None for all.
+        The arguments are those of :func:`launch`, and these:
+
+        Args:
+            asked: the ranks on which it does its work, as views show it; None for all.
+            brings_globals: whether the globals of a function of the notebook travel along, as in a
+                launch; otherwise it uses what the ranks have under these names.
+            keeps_error: whether a rank keeps what the call raises, for a debugger.
 
         Raises:
             LaunchError: another call goes on, or a rank has ended; the message says what to do.
@@ -193,10 +203,12 @@ class Session:
             block=block,
             timeout=timeout,
             environment=self._request.environment,
-            advise=False,
+            advise=advise,
+            name=name,
+            keeps_error=keeps_error,
         )
         self._pool.check_free()
-        packed = _pack(request, self._sent)
+        packed = _pack(request, None if brings_globals else self._sent)
         notices = (*packed.notices, *notices)
 
         def begin() -> Run:
@@ -319,6 +331,7 @@ def _checked_request(
     environment: dict[str, str] | None = None,
     imports: tuple[str, ...] = (),
     name: str | None = None,
+    keeps_error: bool = False,
 ) -> CallRequest:
     """What is called, by arguments that make sense; an ``environment`` of None is a new one."""
     preflight.check_wait(block=block, timeout=timeout)
@@ -338,6 +351,7 @@ def _checked_request(
         timeout=timeout,
         imports=imports,
         advise=advise,
+        keeps_error=keeps_error,
     )
 
 

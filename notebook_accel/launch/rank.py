@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from notebook_accel.errors import ConfigError, RunStopped
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.transport.scoreboard import Scoreboard
 
 __all__ = [
+    "KeptError",
     "LaunchedContext",
     "RankContext",
     "StorePort",
@@ -68,6 +70,19 @@ class Training(Protocol):
         """
 
 
+@dataclass
+class KeptError:
+    """An error that stays in its rank, with the frames that raised it.
+
+    Attributes:
+        error: what a call raised.
+        debugger: looks into it, once somebody has asked; it stands where they have moved it.
+    """
+
+    error: BaseException
+    debugger: Any = None
+
+
 class RankContext:
     """A rank that nobody listens to: single process, or started by torchrun.
 
@@ -81,11 +96,13 @@ class RankContext:
         before_return: functions to call after the function of the call has returned (or left by
             ``RunStopped`` or ``sys.exit(0)``), and before the rank says so; the key of each is
             the object that asked for it.
+        kept_error: what the newest call raised, of those that keep it (``wire.Call.keeps_error``).
         store: where the ranks of one machine meet; None leaves it to MASTER_ADDR and MASTER_PORT.
     """
 
     launched = False
     call = 0
+    kept_error: KeptError | None = None
     store: StorePort | None = None
 
     def __init__(

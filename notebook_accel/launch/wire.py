@@ -364,16 +364,16 @@ class Call(Message, frozen=True, kw_only=True):
         payload: the function, its arguments and what the notebook sends with it.
         grace: seconds that handlers of a KeyboardInterrupt get.
         last: whether the rank processes end after it, as after a ``Shutdown``.
-        group_generation: number of the process group that the ranks may share. It grows after a
-            call that did not return on every rank, or in which one was cut off from the others; a
-            rank that sees a new number destroys its group first.
-        master_port: what the ranks have as MASTER_PORT; 0 to the agent with rank 0, which takes a
-            port that it has reserved.
+        keeps_error: whether what it raises stays in the rank, for a debugger.
+        group_generation: number of the process group that the ranks may share: a new one, after a
+            call that failed or cut a rank off, has a rank destroy its group first.
+        master_port: the ranks' MASTER_PORT; 0 has the agent of rank 0 take one that it reserved.
     """
 
     payload: Packet
     grace: float
     last: bool = False
+    keeps_error: bool = False
     group_generation: int = 0
     master_port: int = 0
 

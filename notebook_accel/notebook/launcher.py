@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from IPython.core.getipython import get_ipython
 
-from notebook_accel.config import LaunchConfig, resolve
+from notebook_accel.config import LaunchConfig, given_settings, resolve
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.engines import ENGINES, engine_named
 from notebook_accel.launch.launcher import launch
 from notebook_accel.notebook.clicks import clicks_for, find_kernel
 from notebook_accel.notebook.dashboard import Dashboard
+from notebook_accel.notebook.held_launch import end_held_launch, launch_for_debugger
 from notebook_accel.notebook.kernel_session import session_for
 from notebook_accel.notebook.sources import cell_sources
 from notebook_accel.notebook.tracebacks import show_in_short
@@ -123,7 +124,9 @@ def notebook_launcher(
         env: environment variables of the ranks, beside those of the notebook.
         session: call it on the ranks that ``%%accelerate`` cells use, which stay; they are started
             if there are none. Where the function uses globals, it uses the session's.
-        debug: check the shapes of every collective across ranks.
+        debug: check the shapes of every collective across ranks; and where a rank fails, keep all
+            of them, so that ``%accelerate debug`` can look into its frames. They end with the
+            next launch, or with ``%accelerate stop``.
         join_token: not supported yet.
         block: wait for the end of the run. With False the notebook stays free, and ``run.wait()``
             or ``run[0]`` wait.
@@ -159,6 +162,7 @@ def notebook_launcher(
         raise ConfigError(
             f"name={shown(name)}: expected {expected if session else 'a text, as lr=0.1'}"
         )
+    end_held_launch()
     if session:
         with show_in_short():
             ranks = session_for(_notebook_shell(), settings, config)
@@ -172,8 +176,13 @@ def notebook_launcher(
                 notices=_unused(changed, ranks.config.engine),
             )
     chosen, notices = resolve(settings, config)
+    holds = (
+        given_settings(settings, config).get("debug")
+        and get_ipython() is not None
+        and engine_named(chosen.engine).has_pools
+    )
     with show_in_short():
-        return launch(
+        return (launch_for_debugger if holds else launch)(
             function,
             args,
             kwargs,
@@ -201,6 +210,7 @@ def run_cell(
     Raises:
         LaunchError, WorkerError, RunStopped: as :func:`notebook_launcher`.
     """
+    end_held_launch()
     with show_in_short():
         return launch(
             function,
@@ -236,6 +246,7 @@ def launch_below(
     Raises:
         ConfigError, LaunchError: as :func:`notebook_launcher`.
     """
+    end_held_launch()
     return launch(
         function,
         args,

@@ -28,6 +28,7 @@ from notebook_accel.notebook.cell_function import cell_function
 from notebook_accel.notebook.cell_script import script_of_cell
 from notebook_accel.notebook.completion import complete_magic
 from notebook_accel.notebook.doctor import diagnose
+from notebook_accel.notebook.held_launch import end_held_launch, held_launch
 from notebook_accel.notebook.launcher import run_cell
 from notebook_accel.notebook.picker import config_picker
 from notebook_accel.notebook.session import CellOptions
@@ -147,6 +148,7 @@ class AccelerateMagics(Magics):
                 in_background=options.bg,
             )
             _check_syntax(shell.transform_cell(cell), source.filename)
+            end_held_launch()
             if options.write and chosen.ranks is not None:
                 raise UsageError("--write and --ranks: every process runs the whole of a script")
             running = kernel_session.session_for(shell, _given(options), options.config)
@@ -243,13 +245,19 @@ class AccelerateMagics(Magics):
         kernel_session.restart_session(self._notebook, config, notices)
 
     def _stop(self, arguments: Sequence[str]) -> None:
-        was_there = kernel_session.end_session()
-        print("the session has ended" if was_there else "there is no session")  # noqa: T201
+        ended = []
+        if kernel_session.end_session():
+            ended.append("the session has ended")
+        if end_held_launch():
+            ended.append("the ranks that waited for a debugger have ended")
+        print("; ".join(ended) or "there is no session")  # noqa: T201
 
     def _status(self, arguments: Sequence[str]) -> None:
-        running = kernel_session.current_session()
+        running, held = kernel_session.current_session(), held_launch()
         none = "there is no session; the first %%accelerate cell starts one"
         print(none if running is None else running.describe())  # noqa: T201
+        if held is not None:
+            print(f"the ranks of {held.name}, which failed, wait for %accelerate debug")  # noqa: T201
 
     def _pull(self, arguments: Sequence[str]) -> None:
         options = parse_argstring(_pull_options, shlex.join(arguments))
@@ -266,7 +274,13 @@ class AccelerateMagics(Magics):
         print(self._running().stacks(_parse_rank(arguments)))  # noqa: T201
 
     def _debug(self, arguments: Sequence[str]) -> None:
-        post_mortem.debug(self._running(), _parse_rank(arguments))
+        held, rank = held_launch(), _parse_rank(arguments)
+        if held is None:
+            post_mortem.debug(self._running(), rank)
+        else:
+            post_mortem.debug(held, rank)
+            end_held_launch()
+            print("the ranks of the launch have ended")  # noqa: T201
 
     @property
     def _notebook(self) -> InteractiveShell:

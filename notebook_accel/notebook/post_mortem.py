@@ -16,22 +16,23 @@ from notebook_accel.launch.view import wording
 from notebook_accel.notebook.worker.calls import DebugCall
 
 if TYPE_CHECKING:
+    from notebook_accel.notebook.held_launch import HeldLaunch
     from notebook_accel.notebook.session import NotebookSession
 
 __all__ = ["debug"]
 
 
-def debug(session: NotebookSession, rank: int | None = None) -> None:
-    """Look into the error of a rank, by commands of pdb that the person is asked for.
+def debug(failed_call: NotebookSession | HeldLaunch, rank: int | None = None) -> None:
+    """Look into the error of a rank, by commands of pdb, until the person leaves them.
 
     Args:
-        session: whose ranks.
+        failed_call: the session, or the launch that is held: whose ranks are asked.
         rank: whose error; None: that of the rank at fault.
 
     Raises:
         NotebookAccelError: no rank has an error, this one has none, or nobody can be asked.
     """
-    answers = session.ask_debuggers(DebugCall())
+    answers = failed_call.ask_debuggers(DebugCall())
     failed = [number for number, answer in enumerate(answers) if answer is not None]
     if not failed:
         raise NotebookAccelError(
@@ -39,7 +40,7 @@ def debug(session: NotebookSession, rank: int | None = None) -> None:
             "until the next one runs"
         )
     if rank is None:
-        at_fault = session.rank_at_fault
+        at_fault = failed_call.rank_at_fault
         rank = failed[0] if at_fault is None or at_fault not in failed else at_fault
     if rank not in failed:
         verb = "has" if len(failed) == 1 else "have"
@@ -50,7 +51,7 @@ def debug(session: NotebookSession, rank: int | None = None) -> None:
     while answer is not None and not answer.is_over:
         print(answer.text, end="")  # noqa: T201
         request = DebugCall(command=_ask_for_command(f"rank {rank} (pdb) "), rank=rank)
-        answer = session.ask_debuggers(request)[rank]
+        answer = failed_call.ask_debuggers(request)[rank]
 
 
 def _ask_for_command(prompt: str) -> str:

@@ -299,6 +299,7 @@ class NotebookSession:
                 timeout=timeout,
                 notices=(*self._notices, *notices, *push.lines),
                 asked=asked,
+                keeps_error=True,
             )
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, NotebookAccelError) and not self.is_usable:

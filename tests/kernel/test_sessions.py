@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from tests.engines.processes import eventually
@@ -166,6 +168,39 @@ def test_a_failed_rank_is_looked_into_by_commands(book: Notebook) -> None:
     shown = [data["data"].get("text/plain", "") for data in book.kernel.displays.values()]
     assert any(re.match(r"In\[\d+\] failed. `%accelerate debug` looks", text) for text in shown)
     assert book.run("print(found)") == "here\n", "as where the cell waits, nothing is pulled"
+
+
+def test_a_launch_with_debug_holds_its_ranks_for_the_debugger(book: Notebook) -> None:
+    book.run("""
+        import os
+        from notebook_accel import notebook_launcher
+        total = 7
+        def train(parts):
+            return total // parts if int(os.environ["RANK"]) else os.getpid()
+    """)
+    launch = "run = notebook_launcher(train, ({},), num_processes=2, devices='cpu', debug=True{})"
+    failure = book.fails(launch.format(0, ""))
+    assert "`%accelerate debug` looks into its frames; the ranks wait" in failure
+    assert "the ranks of train, which failed, wait" in book.run("%accelerate status")
+    text = typed(book, "%accelerate debug", "rank 1 (pdb) ", ["p parts, total", "q"])
+    assert "ZeroDivisionError" in text
+    assert text.endswith("(0, 7)\nthe ranks of the launch have ended\n")
+    assert book.run("%%accelerate\n'still here'") == "ranks 0-1: 'still here'\n"
+    # In the background the line below the cell says it; a next launch ends what was held.
+    book.run(launch.format(0, ", block=False"))
+    assert "ZeroDivisionError" in book.fails("run.wait()")
+
+    def says_so() -> bool:
+        book.run("pass")  # the messages of a thread come with those of a cell
+        shown = [data["data"].get("text/plain", "") for data in book.kernel.displays.values()]
+        return any(text.startswith("train failed. `%accelerate debug` looks") for text in shown)
+
+    eventually(says_so, within=SOON, what="the line below the cell")
+    held = ast.literal_eval(book.run("print([rank.pid for rank in run.state.ranks])"))
+    assert all(map(psutil.pid_exists, held))
+    book.run(launch.format(1, ""))
+    eventually(lambda: not any(map(psutil.pid_exists, held)), within=SOON, what="held ranks end")
+    assert book.run("print(run[1])") == "7\n"
 
 
 def typed(book: Notebook, cell: str, prompt: str, answers: list[str]) -> str:

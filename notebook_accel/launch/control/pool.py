@@ -146,20 +146,15 @@ class RankPool:
     def send_call(
         self,
         call: RunningCall,
-        *,
-        payload: wire.Packet,
+        message: wire.Call,
         fds: Sequence[int],
-        grace: float,
-        last: bool,
     ) -> None:
         """Send a call to all ranks; what they say about it goes to ``call``.
 
         Args:
             call: takes what the ranks say.
-            payload: what is called.
+            message: what is called; its number, and those of run and process group, are set here.
             fds: the descriptors that belong to it; they stay the caller's.
-            grace: seconds that handlers of a KeyboardInterrupt get.
-            last: whether the rank processes end after it.
 
         Raises:
             LaunchError: a call is running, or a rank process has ended.
@@ -167,15 +162,13 @@ class RankPool:
         with held(), self._lock:
             self.check_free()
             self._num_calls += 1
-            message = wire.Call(
+            message = msgspec.structs.replace(
+                message,
                 run=self.run,
                 call=self._num_calls,
-                payload=payload,
-                grace=grace,
-                last=last,
                 group_generation=self._group_generation,
             )
-            self._is_shutting_down = last
+            self._is_shutting_down = message.last
             self._has_announced_end = not self._has_several
             self._for_others = [] if self._has_several else None
             self._call = call

@@ -108,6 +108,7 @@ class CallRequest(StartRequest):
         sources: the cells from which code comes.
         timeout: seconds after which the call is ended; None for never.
         advise: say at the end what a training function seems to have forgotten.
+        keeps_error: a rank keeps what the call raises, for a debugger.
     """
 
     function: Callable[..., Any]
@@ -116,6 +117,7 @@ class CallRequest(StartRequest):
     sources: tuple[CellSource, ...]
     timeout: float | None
     advise: bool = True
+    keeps_error: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,12 +186,14 @@ class Engine(ABC):
         unused: arguments of ``notebook_launcher`` for which it has no use.
         max_ranks: how many ranks it can have; None: any number.
         needs_payload: whether a call travels to its ranks, and so must be pickled.
+        has_pools: whether its ranks can stay between calls.
     """
 
     description: ClassVar[str]
     unused: ClassVar[tuple[str, ...]] = _OF_SEVERAL_MACHINES
     max_ranks: ClassVar[int | None] = None
     needs_payload: ClassVar[bool] = True
+    has_pools: ClassVar[bool] = False
 
     def warm_up(self, request: StartRequest) -> None:
         """Do what takes long and may be interrupted, before anything of the run exists.
@@ -246,6 +250,8 @@ class Engine(ABC):
 
 class AgentEngine(Engine):
     """An engine whose ranks are held by one or more agents."""
+
+    has_pools = True
 
     @abstractmethod
     def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
@@ -350,13 +356,13 @@ def begin_call(
     with pool.paused():
         pool.check_free()
         try:
-            pool.send_call(
-                supervisor,
+            message = wire.Call(
                 payload=payload[0],
-                fds=payload[1],
                 grace=request.config.grace,
                 last=last,
+                keeps_error=request.keeps_error,
             )
+            pool.send_call(supervisor, message, payload[1])
             # After the call has its number: who finds the run in the list may stop or kill it.
             new.begin(supervisor)
             request.view.open(new.run._without_results())

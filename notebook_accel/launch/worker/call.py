@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch import payload, wire
 from notebook_accel.launch.payload import cells
+from notebook_accel.launch.rank import KeptError
 from notebook_accel.launch.transport.packet import pack, unpack
 from notebook_accel.launch.worker.tracebacks import error_text, format_error, shorten
 
@@ -87,6 +88,9 @@ def run_call(
             the first one.
         setup_error: why the rank could not get ready, which is then how the call ends.
     """
+    if message.keeps_error:
+        # The frames of the error before go, with all that they hold of the device's memory.
+        context.kept_error = None
     try:
         return _run(message, fds, context, interrupts, is_interrupted, sent_before, setup_error)
     except KeyboardInterrupt as error:
@@ -131,6 +135,8 @@ def _run(
     except BaseException as error:  # the process boundary: whatever it is, the notebook is told
         interrupts.end_call()
         _end_in_forked_child(context, error)
+        if message.keeps_error:
+            context.kept_error = KeptError(error)
         return _raised(error, context, call, is_ending=interrupts.num_seen > 0)
 
 

@@ -16,8 +16,8 @@ __all__ = ["install"]
 _REMEDY = (
     "nobody can answer in a rank: breakpoint(), pdb and input() work in the notebook's process "
     'alone. Launch with num_processes=1, engine="inline" (or run the cell without %%accelerate), '
-    "and hand over as arguments what would be typed. In a cell of %%accelerate, %accelerate debug "
-    "looks into the frames afterwards"
+    "and hand over as arguments what would be typed. After a launch with debug=True, or a cell of "
+    "%%accelerate, %accelerate debug looks into the frames"
 )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from notebook_accel.launch import rank
+from notebook_accel.notebook.worker.post_mortem import PostMortem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -152,11 +153,10 @@ class CellCall(NamesCall):
         __tracebackhide__ = True
         namespace = _rank_namespace()
         namespace.push(names, self.fills)
+        namespace.get_ready(self.mentions, renews_group=self.renews_group)
         value = None
-        with namespace.keeping_error():
-            namespace.get_ready(self.mentions, renews_group=self.renews_group)
-            if self.ranks is None or rank.current().rank in self.ranks:
-                value = namespace.shell.run(self.text, self.source, self.first_line)
+        if self.ranks is None or rank.current().rank in self.ranks:
+            value = namespace.shell.run(self.text, self.source, self.first_line)
         return CellOutcome(value=value, **self.report(namespace))
 
 
@@ -191,11 +191,8 @@ class FunctionCall(NamesCall):
         __tracebackhide__ = True
         namespace = _rank_namespace()
         namespace.push(names, self.fills)
-        with namespace.keeping_error():
-            namespace.get_ready(
-                self.mentions, renews_group=self.renews_group, function=self.function
-            )
-            return self.function(*self.args, **self.kwargs)
+        namespace.get_ready(self.mentions, renews_group=self.renews_group, function=self.function)
+        return self.function(*self.args, **self.kwargs)
 
 
 @dataclass(frozen=True)
@@ -208,7 +205,7 @@ class DebugAnswer:
 
 @dataclass(kw_only=True)
 class DebugCall:
-    """Look into the error that the newest cell or function call left in a rank.
+    """Look into the error that a call has left in a rank.
 
     Attributes:
         command: of pdb; None asks what the error is.
@@ -220,12 +217,14 @@ class DebugCall:
 
     def __call__(self) -> DebugAnswer | None:
         """The answer of this rank; None where it is not asked, or has no error."""
-        post_mortem = _rank_namespace().post_mortem
-        if post_mortem is None or self.rank not in (None, rank.current().rank):
+        kept, number = rank.current().kept_error, rank.current().rank
+        if kept is None or self.rank not in (None, number):
             return None
+        if kept.debugger is None:
+            kept.debugger = PostMortem(kept.error)
         if self.command is None:
-            return DebugAnswer(post_mortem.describe())
-        return DebugAnswer(*post_mortem.answer(self.command))
+            return DebugAnswer(kept.debugger.describe())
+        return DebugAnswer(*kept.debugger.answer(self.command))
 
 
 def _rank_namespace() -> Any:

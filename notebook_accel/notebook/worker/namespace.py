@@ -9,17 +9,15 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import rank
 from notebook_accel.notebook.used_names import is_history
-from notebook_accel.notebook.worker.post_mortem import PostMortem
 from notebook_accel.notebook.worker.shell import RankShell, make_shell
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 __all__ = ["Namespace", "rank_namespace"]
 
@@ -44,12 +42,10 @@ class Namespace:
 
     Attributes:
         shell: runs cells on them.
-        post_mortem: the error of the newest cell or function call, if that failed.
     """
 
     def __init__(self, shell: RankShell) -> None:
         self.shell = shell
-        self.post_mortem: PostMortem | None = None
         self._last_push = 0
         self._names: dict[str, Any] = shell.user_ns
         training = import_module(_TRAINING)
@@ -85,17 +81,6 @@ class Namespace:
         if _ACCELERATOR not in self._names and self._may_use(mentions, _ACCELERATOR):
             self._names[_ACCELERATOR] = getattr(import_module(_TRAINING), _ACCELERATOR)
             self._reported[_ACCELERATOR] = id(self._names[_ACCELERATOR])
-
-    @contextmanager
-    def keeping_error(self) -> Iterator[None]:
-        """Keep what is raised for ``%accelerate debug``, until the next call."""
-        # The frames of the error before go, with all that they hold of the device's memory.
-        self.post_mortem = None
-        try:
-            yield
-        except BaseException as error:
-            self.post_mortem = PostMortem(error)
-            raise
 
     def report(self, pull: Iterable[str] = ()) -> dict[str, Any]:
         """What changed since the last report, as arguments of a ``NamesOutcome``.

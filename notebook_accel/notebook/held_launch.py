@@ -1,0 +1,170 @@
+"""``notebook_launcher(..., debug=True)``: where a rank fails, the ranks stay to be looked into.
+
+    launch_for_debugger --> ranks, one call --> a rank raised: they wait <--- %accelerate debug
+                                            --> it ended otherwise: they end
+
+At most one launch is held. Its ranks, and what they have on devices, go when the debugger is left
+(q), with the next launch or cell of ``%%accelerate``, with `%accelerate stop`, and with the kernel.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.getipython import get_ipython
+
+from notebook_accel.errors import WorkerError
+from notebook_accel.launch.launcher import Session
+from notebook_accel.launch.view import GuardedView
+from notebook_accel.notebook.clicks import can_answer, find_kernel
+from notebook_accel.notebook.display_slot import DisplaySlot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.payload import CellSource
+    from notebook_accel.launch.run import Run
+    from notebook_accel.launch.view import View
+    from notebook_accel.notebook.worker.calls import DebugAnswer, DebugCall
+
+__all__ = ["HeldLaunch", "end_held_launch", "held_launch", "launch_for_debugger"]
+
+_HINT = (
+    "`%accelerate debug` looks into its frames; the ranks wait for that until the next launch or "
+    "`%accelerate stop`"
+)
+_TEXT = "text/plain"
+
+_held: HeldLaunch | None = None
+
+
+class HeldLaunch:
+    """The ranks of a launch that failed.
+
+    Attributes:
+        name: what the person calls the launch.
+        rank_at_fault: the rank whose error ended it; None where no rank's did.
+    """
+
+    def __init__(self, session: Session, name: str, rank_at_fault: int | None) -> None:
+        self.name = name
+        self.rank_at_fault = rank_at_fault
+        self._session = session
+
+    def ask_debuggers(self, request: DebugCall) -> list[DebugAnswer | None]:
+        """The answer of each rank's debugger; None of one that is not asked, or has no error."""
+        return self._session.ask(request)
+
+    def end(self) -> None:
+        """End the ranks."""
+        self._session.close()
+
+
+def held_launch() -> HeldLaunch | None:
+    """The launch whose ranks wait for a debugger; None where there is none."""
+    return _held
+
+
+def end_held_launch() -> bool:
+    """End the ranks that wait for a debugger; False where there are none."""
+    global _held
+    held, _held = _held, None
+    if held is not None:
+        held.end()
+    return held is not None
+
+
+def launch_for_debugger(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    config: LaunchConfig,
+    view: View,
+    sources: Sequence[CellSource],
+    block: bool,
+    timeout: float | None,
+    notices: Sequence[str],
+    name: str | None,
+) -> Run:
+    """Launch as ``launch.launcher.launch``, and hold the ranks if one of them raises.
+
+    Raises:
+        ConfigError, LaunchError, WorkerError, RunStopped, TimeoutError: as there.
+    """
+    _load_magics()
+    view = GuardedView(view)
+    # Of a launch that nobody waits for: where the outcome is told.
+    below = None if block else DisplaySlot()
+    try:
+        session = Session(config=config, view=view, name=name or _name_of(function))
+    except BaseException:
+        view.launch_failed()
+        raise
+    try:
+        run = session.call(
+            function,
+            args,
+            kwargs,
+            view=view,
+            sources=sources,
+            block=block,
+            timeout=timeout,
+            notices=[*notices, *session.notices],
+            advise=True,
+            name=name,
+            brings_globals=True,
+            keeps_error=True,
+        )
+    except BaseException as error:
+        if session.newest_call is None:
+            view.launch_failed()
+        if _hold_or_end(session) and isinstance(error, WorkerError):
+            error.hint = _HINT
+        raise
+    if below is None:
+        _hold_or_end(session)
+    else:
+        below.show({_TEXT: ""})
+        threading.Thread(target=_follow, args=(session, run, below), daemon=True).start()
+    return run
+
+
+def _follow(session: Session, run: Run, below: DisplaySlot) -> None:
+    """Wait for a launch in the background, and say below its cell that its ranks are held."""
+    while not run._conductor.ended.wait(1.0):
+        continue
+    if _hold_or_end(session):
+        below.show({_TEXT: f"{run.name} failed. {_HINT}"})
+
+
+def _hold_or_end(session: Session) -> bool:
+    """The call of a launch has ended: hold its ranks if a debugger can be asked about an error."""
+    global _held
+    run = session.newest_call
+    failure = None if run is None else run.state.failure
+    is_whole = session.status not in ("broken", "ended")
+    if (
+        run is None
+        or failure is None
+        or not failure.traceback
+        or not is_whole
+        or not can_answer(find_kernel())
+    ):
+        session.close()
+        return False
+    end_held_launch()
+    _held = HeldLaunch(session, run.name, failure.rank)
+    return True
+
+
+def _load_magics() -> None:
+    """Register ``%accelerate``, which the person will be told to type."""
+    shell: Any = get_ipython()
+    shell.extension_manager.load_extension("notebook_accel")
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
