@@ -1,13 +1,17 @@
 """A cell of a session as a script that torchrun starts, made of the notebook's own text.
 
-    In[1]  import torch                    in the script: In[3] uses torch
-    In[2]  table = open_it()               left out: nothing below uses it
-    In[3]  %%accelerate                    all cells that the session has run are there
+    In[1]  import torch                    in the script: In[4] uses torch
+    In[2]  torch.set_num_threads(1)        in the script: it changes what In[4] uses
+    In[3]  table = open_it()               left out: nothing below uses it
+    In[4]  %%accelerate                    all cells that the session has run are there
            model = torch.nn.Linear(2, 1)
-    In[4]  %%accelerate --write train.py
+    In[5]  %%accelerate --write train.py
            model(torch.ones(2))            the cell itself, last
 
 Which of the notebook's cells are needed is read from their names, from the last cell to the first.
+What may change a needed name is there: a cell too many costs time, one too few gives other results
+without a word. Not seen are changes under another name (``optimizer.step()`` changes a model, too;
+those of a loop's elements are seen), and what functions do to names that they are not given.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from notebook_accel.notebook.used_names import is_history, names_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from notebook_accel.notebook.used_names import CellNames
+
 __all__ = ["LeftOut", "script_of_cell"]
 
 _HEAD = '''"""{label} of a notebook, with the cells that it needs.
@@ -36,6 +42,8 @@ from __future__ import annotations
 '''
 # ``%time f()``, ``!ls``, ``name?``.
 _IPYTHON_LINE = re.compile(r"^([ \t]*)([!%?].*|[\w.]+\?\??[ \t]*)$", re.MULTILINE)
+# What is changed through these counts for every script: variables, folders, the search path.
+_OF_THE_PROCESS = frozenset(["os", "sys"])
 _MADE_BY = {
     "rank": "rank = accelerator.process_index",
     "world_size": "world_size = accelerator.num_processes",
@@ -67,6 +75,7 @@ def script_of_cell(
     inputs: Sequence[str],
     session_cells: Mapping[int, str],
     left_out: Mapping[int, LeftOut],
+    failed: Collection[int],
     namespace: Collection[str],
     transform: Callable[[str], str],
     world_size: int,
@@ -81,6 +90,8 @@ def script_of_cell(
         inputs: the text of each of the notebook's cells, by number.
         session_cells: text of the cells that the session has run, by number.
         left_out: its other cells.
+        failed: the numbers of cells that raised: they are there for what they assign, not for what
+            they were to change.
         namespace: the notebook's names.
         transform: turns IPython's syntax into Python.
         world_size: the number of processes that the script's first lines propose.
@@ -105,7 +116,8 @@ def script_of_cell(
         is_of_session = earlier in session_cells
         raw = session_cells.get(earlier, inputs[earlier] if earlier < len(inputs) else "")
         names = names_of(transform(raw))
-        if is_of_session or (names.assigned & needed and not raw.lstrip().startswith("%%")):
+        is_wanted = _is_wanted(names, needed, has_failed=earlier in failed)
+        if is_of_session or (is_wanted and not raw.lstrip().startswith("%%")):
             parts.append(_Part(f"In[{earlier}]", _plain(raw), is_of_session))
             # An assignment that depends on something leaves the one before it needed.
             needed = (needed - names.certain) | names.used
@@ -142,6 +154,14 @@ def script_of_cell(
             "it into a function, or into a cell of its own that the others do not need"
         ) from None
     return script
+
+
+def _is_wanted(names: CellNames, needed: set[str], *, has_failed: bool) -> bool:
+    """Whether a script that needs these names needs a cell of the notebook."""
+    if names.assigned & needed:
+        return True
+    has_changed = names.sets_seed or bool(names.changed & (needed | _OF_THE_PROCESS))
+    return has_changed and not has_failed
 
 
 def _block(part: _Part) -> str:

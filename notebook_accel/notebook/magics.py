@@ -28,6 +28,7 @@ from notebook_accel.notebook.cell_function import cell_function
 from notebook_accel.notebook.cell_script import script_of_cell
 from notebook_accel.notebook.completion import complete_magic
 from notebook_accel.notebook.doctor import diagnose
+from notebook_accel.notebook.failed_cells import failed_cells, watch_cells
 from notebook_accel.notebook.held_launch import end_held_launch, held_launch
 from notebook_accel.notebook.launcher import run_cell
 from notebook_accel.notebook.picker import config_picker
@@ -50,6 +51,7 @@ __all__ = ["AccelerateMagics", "CellSyntaxError", "load_ipython_extension"]
 def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Register the magics and start the template, so that the first launch finds it ready."""
     ipython.register_magics(AccelerateMagics)
+    watch_cells(ipython)
     complete_magic(
         ipython,
         AccelerateMagics.accelerate.parser,
@@ -196,6 +198,7 @@ class AccelerateMagics(Magics):
             inputs=shell.history_manager.input_hist_raw,
             session_cells={} if running is None else running.cells,
             left_out=left_out,
+            failed=failed_cells(shell) or (),
             namespace=shell.user_ns,
             transform=shell.transform_cell,
             world_size=running.world_size if running else config.num_processes or 1,

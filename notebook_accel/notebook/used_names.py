@@ -1,8 +1,9 @@
-"""Which names a cell uses from before, and which it assigns: read from its source.
+"""Which names a cell uses from before, assigns, and changes: read from its source.
 
     import math              assigns math
     total = rank + 1         uses rank, assigns total
     print(total)             uses print; total is the cell's own by now
+    rows.append(total)       uses rows and changes it
 
 What a cell does by ``exec`` or by magics is not seen, apart from names that stand in the text of a
 magic: in ``%time f(x)`` are ``f`` and ``x``.
@@ -11,6 +12,7 @@ magic: in ``%time f(x)`` are ``f`` and ``x``.
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import symtable
 from dataclasses import dataclass
@@ -24,6 +26,10 @@ __all__ = ["CellNames", "is_history", "names_of"]
 # IPython's own names for what was typed and shown.
 _HISTORY = re.compile(r"_+|_i+|_i?\d+|_[iods]h|_exit_code|In|Out")
 _IDENTIFIER = re.compile(r"[^\W\d]\w*")
+# Functions that change nothing that they are given.
+_ONLY_LOOK = frozenset(dir(builtins)) - {"delattr", "next", "setattr"} | {"display"}
+# Their ranks have copies.
+_LAUNCHERS = ("debug_launcher", "notebook_launcher")
 
 
 def is_history(name: str) -> bool:
@@ -40,11 +46,16 @@ class CellNames:
         assigned: those that it assigns or deletes at its top, or as ``global`` in a function.
         certain: of those, the ones that it has assigned whenever it comes to its end;
             loops are taken to run.
+        changed: those whose values it changes at its top: it assigns a part of them, or has a call
+            that stands alone and whose value nobody takes.
+        sets_seed: whether such a call sets the seed of random numbers, which have no name.
     """
 
     used: frozenset[str] = frozenset()
     assigned: frozenset[str] = frozenset()
     certain: frozenset[str] = frozenset()
+    changed: frozenset[str] = frozenset()
+    sets_seed: bool = False
 
 
 def names_of(text: str) -> CellNames:
@@ -62,7 +73,13 @@ def names_of(text: str) -> CellNames:
     reader.block(tree.body, certain)
     # The reader does not tell the arguments of a function from the names around it.
     used = (reader.used & looked_up) | reader.named_for_ipython
-    return CellNames(frozenset(used), frozenset(reader.assigned), frozenset(certain))
+    return CellNames(
+        used=frozenset(used),
+        assigned=frozenset(reader.assigned),
+        certain=frozenset(certain),
+        changed=frozenset(reader.changed),
+        sets_seed=reader.sets_seed,
+    )
 
 
 def _looked_up(table: symtable.SymbolTable) -> Iterator[str]:
@@ -87,6 +104,8 @@ class _Reader:
         self.used: set[str] = set()
         self.named_for_ipython: set[str] = set()
         self.assigned: set[str] = set()
+        self.changed: set[str] = set()
+        self.sets_seed = False
 
     def block(self, statements: Sequence[ast.stmt], own: set[str]) -> None:
         """Read statements that run one after the other; adds to ``own`` what they assign."""
@@ -94,6 +113,7 @@ class _Reader:
             self._statement(statement, own)
 
     def _statement(self, node: ast.stmt, own: set[str]) -> None:
+        self._note_call(node)
         blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
         blocks += [part.body for part in getattr(node, "handlers", [])]
         blocks += [part.body for part in getattr(node, "cases", [])]
@@ -111,6 +131,19 @@ class _Reader:
         # Whether a branch runs is not known: what it assigns is its own alone.
         for block in blocks:
             self.block(block, own if isinstance(node, (ast.With, ast.AsyncWith)) else set(own))
+        if isinstance(node, (ast.For, ast.AsyncFor)) and _names_in(node.target) & self.changed:
+            # ``for p in model.parameters(): p.requires_grad = False`` changes the model.
+            self.changed |= _stands_for(node.iter)
+
+    def _note_call(self, node: ast.stmt) -> None:
+        """Note what a call is there to change whose value nobody takes."""
+        value = node.value if isinstance(node, ast.Expr) else None
+        # ``_ = torch.manual_seed(0)`` only keeps it from being shown.
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_":
+            value = node.value
+        if isinstance(value, ast.Call):
+            self.changed |= _changed_by(value)
+            self.sets_seed |= "seed" in _called(value)
 
     def _read(self, node: ast.AST, own: set[str], skip: Iterable[ast.AST] = ()) -> None:
         """Note the names that a node reads, functions inside of it included."""
@@ -127,7 +160,10 @@ class _Reader:
                 self.named_for_ipython |= _names_for_ipython(part)
 
     def _bound(self, node: ast.AST, skip: Iterable[ast.AST] = ()) -> set[str]:
-        """The names that a statement assigns here, not those inside of functions and classes."""
+        """The names that a statement assigns here, not those inside of functions and classes.
+
+        Notes also those of which it assigns or deletes a part.
+        """
         found: set[str] = set()
         deleted: set[str] = set()
         for part in _walk_here(node, skip):
@@ -135,6 +171,9 @@ class _Reader:
                 found.add(part.id)
             elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Del):
                 deleted.add(part.id)
+            elif isinstance(part, (ast.Attribute, ast.Subscript)):
+                if not isinstance(part.ctx, ast.Load):
+                    self.changed |= _stands_for(part)
             elif isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 found.add(part.name)
             elif isinstance(part, ast.alias):
@@ -173,6 +212,60 @@ def _walk_here(node: ast.AST, skip: Iterable[ast.AST] = ()) -> Iterable[ast.AST]
             inner = [one for one in ast.walk(part) if isinstance(one, ast.NamedExpr)]
             inner = [one.target for one in inner]
         waiting += inner
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def _stands_for(node: ast.expr) -> set[str]:
+    """The names whose values change with that of the expression.
+
+    model.layers[0]            model
+    model.parameters()         model: what a method gives may be a part of its owner
+    zip(layers, names)         layers, names: and what a function gives, of what it was given
+    """
+    if isinstance(node, ast.Name):
+        return {node.id}
+    if isinstance(node, (ast.Attribute, ast.Subscript, ast.Starred)):
+        return _stands_for(node.value)
+    if isinstance(node, (ast.Tuple, ast.List)):
+        return _all_stand_for(node.elts)
+    if not isinstance(node, ast.Call):
+        return set()
+    if isinstance(node.func, ast.Attribute):
+        return _stands_for(node.func.value)
+    return _all_stand_for(_arguments(node))
+
+
+def _all_stand_for(nodes: Iterable[ast.expr]) -> set[str]:
+    return {name for node in nodes for name in _stands_for(node)}
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _called(call: ast.Call) -> str:
+    """The last name of what is called: ``eval`` of ``model.eval()``."""
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def _changed_by(call: ast.Call) -> set[str]:
+    """The names whose values a call changes, or may change, whose own value nobody takes.
+
+    model.eval()               model
+    freeze(model)              model: a function may change what it is given
+    init.zeros_(weight)        init, weight: torch ends names so of what changes its arguments
+    print(model)               nothing
+    """
+    name = _called(call)
+    if name in _LAUNCHERS:
+        return set()
+    if isinstance(call.func, ast.Attribute):
+        given = _arguments(call) if name.endswith("_") else []
+        return _stands_for(call.func.value) | _all_stand_for(given)
+    return set() if name in _ONLY_LOOK else _all_stand_for(_arguments(call))
 
 
 def _names_for_ipython(call: ast.Call) -> set[str]:

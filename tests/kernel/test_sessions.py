@@ -511,13 +511,16 @@ def test_a_cell_is_written_as_a_script_that_torchrun_runs(book: Notebook, tmp_pa
     book.run("unused = open('/dev/null')")
     book.run("scale = 10\ndef scaled(value):\n    return value * scale")
     book.run("%matplotlib inline\nwide = math.floor(3.5)")
+    book.run("sizes = []")
+    book.fails("sizes.append(nowhere)")
+    book.run("sizes.append(1)")
     book.fails("%%accelerate\npartial = 1\npartial // 0")
     book.run("%%accelerate --ranks 1\nsolo = 1")
     book.run("%%accelerate\nimport torch\nown = torch.tensor(scaled(rank + wide), device=device)")
     shown = book.run(f"""
         %%accelerate --write {target}
         total = accelerator.reduce(own)
-        total.item(), world_size
+        total.item(), world_size * len(sizes)
     """)
     others = r"In\[\d+\], which did not end well; In\[\d+\], which ran with --ranks"
     assert re.fullmatch(rf"wrote {target}, without {others}\nranks 0-1: \(70, 2\)\n", shown), shown
@@ -525,7 +528,8 @@ def test_a_cell_is_written_as_a_script_that_torchrun_runs(book: Notebook, tmp_pa
     text = target.read_text()
     assert "def scaled(value):\n    return value * scale\n" in text
     assert "unused" not in text
-    assert "print((total.item(), world_size))" in text
+    assert "nowhere" not in text
+    assert "print((total.item(), world_size * len(sizes)))" in text
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(target)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

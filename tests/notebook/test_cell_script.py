@@ -15,6 +15,7 @@ def script(text: str, *inputs: str, **changes: Any) -> str:
         "inputs": ["", *inputs],
         "session_cells": {},
         "left_out": {},
+        "failed": (),
         "namespace": (),
         "transform": TransformerManager().transform_cell,
         "world_size": 2,
@@ -49,6 +50,58 @@ def test_a_last_line_of_several_statements_is_kept() -> None:
     assert script("'é'; x = 2; x * 3").endswith("\n'é'; x = 2\nprint(x * 3)\n")
     assert script("x = '''a\nb'''; (x,\n 1)").endswith("x = '''a\nb'''\nprint((x,\n 1))\n")
     assert script("x = '\f'\nx").endswith("x = '\f'\nprint(x)\n")
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "cfg['lr'] = 1",
+        "cfg['lr'] += 1",
+        "del cfg['lr']",
+        "if cfg:\n    model.layers[0].bias = None",
+        "model.eval()",
+        "_ = model.to('cpu').eval()",
+        "freeze(model)",
+        "freeze(1, layers=[model.layers[0], *model.children()])",
+        "setattr(model, 'bias', None)",
+        "init.zeros_(model.weight)",
+        "for p in model.parameters():\n    p.requires_grad = False",
+        "for layer in model:\n    for _, p in zip('ab', layer):\n        p.zero_()",
+        "from somewhere import set_seed\nset_seed(1)",
+        "import os\nos.environ['A'] = '1'",
+    ],
+)
+def test_a_cell_that_may_change_what_is_needed_is_there(cell: str) -> None:
+    inputs = ["cfg = {}\nmodel = 1", "pass", cell]
+    text = script("use(model, cfg);", *inputs)
+    assert text.index("# ---- In[1]\n") < text.index(cell) < text.index("use(model, cfg);")
+    assert "# ---- In[2]" not in text
+    text = script("use(model, cfg);", *inputs, failed=[1, 3])
+    assert "In[1]" in text
+    assert "In[3]" not in text
+    if "import" not in cell:
+        text = script("use(model, cfg);", *inputs, "cfg = 2\nmodel = 3")
+        assert "In[3]" not in text, "what it changed has another value by now"
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "rows.append(model)",
+        "rows[model] = cfg",
+        "print(model)",
+        "sum(p.numel() for p in model.parameters())",
+        "model(rows)",
+        "for p in model.parameters():\n    print(p)",
+        "def later():\n    model.eval()",
+        "notebook_launcher(train, (model, cfg), num_processes=2)",
+        "notebook_accel.notebook_launcher(train, (model, cfg))",
+        "seed = 1",
+        "%matplotlib inline",
+    ],
+)
+def test_a_cell_that_changes_nothing_that_is_needed_is_left_out(cell: str) -> None:
+    assert "In[2]" not in script("use(model, cfg);", "cfg = {}\nmodel = 1", cell)
 
 
 def test_names_that_are_at_hand_in_a_session_are_made() -> None:
