@@ -35,6 +35,12 @@ __all__ = ["Conductor", "Run", "RunView"]
 
 # Between two looks at the person's interrupts; a view's ``poll`` is called as often.
 _SLICE_SECONDS = 0.05
+# How what the handle alone has is lost, and how to keep it.
+_LIVED = (
+    "lived as long as the handle that notebook_launcher gave, or, where that raised, while the run "
+    "was among the newest few that did. Keep the handle: run = notebook_launcher(...), or "
+    "run = find_run(id) by the id in its error"
+)
 
 E = TypeVar("E", bound=BaseException)
 
@@ -204,9 +210,8 @@ class Run:
         if self._results is None:
             raise self._about_this(
                 NotebookAccelError(
-                    f"the results of run {self.id} are gone: they lived as long as the handle that "
-                    "notebook_launcher gave; logs and metrics are still here. Keep the handle: "
-                    "run = notebook_launcher(...)"
+                    f"the results of run {self.id} are gone, unlike its logs and metrics: they "
+                    f"{_LIVED}"
                 )
             )
         try:
@@ -250,14 +255,16 @@ class Run:
             NotebookAccelError: it is gone with the results, whose handle nobody holds any more.
         """
         self._wait_for_end(None)
-        if self._results is None and self._conductor.rescued_as:
+        if self._results is None and self._has_rescued:
             raise self._about_this(
-                NotebookAccelError(
-                    f"what run {self.id} was training is gone: it lived as long as the handle that "
-                    "notebook_launcher gave. Keep the handle: run = notebook_launcher(...)"
-                )
+                NotebookAccelError(f"what run {self.id} was training is gone: it {_LIVED}")
             )
         return None if self._results is None else self._results.rescued()
+
+    @property
+    def _has_rescued(self) -> bool:
+        """Whether what was being trained was kept when the run ended."""
+        return bool(self._conductor.rescued_as)
 
     def _result_or_none(self, rank: int) -> Any:
         try:

@@ -28,6 +28,8 @@ __all__ = ["add", "discard", "expression", "find_run", "keep", "runs"]
 
 # Without its results a run is small: its last state, with the tails of its output.
 _MAX_RUNS = 50
+# With them it may hold gigabytes.
+_MAX_HANDLES = 3
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class _ListedRun:
 
     handle: weakref.ref[Run]
     run: Run
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the list itself holds the handle."""
+        return self.run is self.handle()
 
 
 _known: list[_ListedRun] = []
@@ -54,10 +61,19 @@ def _newest() -> list[_ListedRun]:
 
 
 def keep(run: Run) -> None:
-    """Have the list keep this very handle: its launch raised, and nobody else got it."""
+    """Have the list keep this very handle: its launch raised, and nobody else got it.
+
+    It keeps the newest few of launches that failed, and as many of trainings that were rescued,
+    which no failure after them pushes out.
+    """
     for index, known in enumerate(_known):
         if known.handle() is run:
             _known[index] = replace(known, run=run)
+    kept = [index for index, known in enumerate(_known) if known.is_kept]
+    rescued = [index for index in kept if _known[index].run._has_rescued]
+    failed = [index for index in kept if index not in rescued]
+    for index in (*rescued[:-_MAX_HANDLES], *failed[:-_MAX_HANDLES]):
+        _known[index] = replace(_known[index], run=_known[index].run._without_results())
 
 
 def discard(run: Run) -> None:
@@ -95,7 +111,8 @@ def find_run(run_id: str) -> Run:
 def runs(*, everywhere: bool = False) -> list[Run]:
     """The runs of this process, newest last; failed and interrupted ones too.
 
-    A run whose handle nobody holds any more has logs, metrics and state, but no results.
+    A run whose handle nobody holds any more has logs, metrics and state, but no results. Of
+    launches that raised, and so gave no handle, the newest few have theirs.
 
     Args:
         everywhere: also those on disk that other processes and earlier kernels left, by time.

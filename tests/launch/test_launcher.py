@@ -20,6 +20,7 @@ import pytest
 
 from notebook_accel import ConfigError, LaunchError, NotebookAccelError, RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch import run_list
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.engines import base, local
 from notebook_accel.launch.launcher import launch
@@ -530,6 +531,50 @@ def test_a_launch_that_raised_is_in_the_list_with_its_results() -> None:
     assert runs()[-1].results == [7, None]
     with pytest.raises(WorkerError, match="ValueError: no"):
         runs()[-1].wait()
+
+
+def test_of_launches_that_raised_the_newest_few_keep_what_they_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Given:
+        """What a rank has of a training, in its only form."""
+
+        def parts_to_rescue(self, num_steps: int) -> Iterator[Given]:
+            yield self
+
+        def join(self, others: list[Given]) -> str:
+            return "trained"
+
+    def train(given: Given, leaves: bool) -> None:
+        from notebook_accel.launch import rank
+
+        if leaves:
+            rank.current().note_training(given)
+            raise RunStopped("by its own decision")
+        raise ValueError("no")
+
+    def launched(*, leaves: bool) -> tuple[str, weakref.ref[Given]]:
+        given = Given()
+        with contextlib.suppress(WorkerError):
+            on_cpu(train, given, leaves, n=1)
+        return runs()[-1].id, weakref.ref(given)
+
+    monkeypatch.setattr(run_list, "_MAX_HANDLES", 1)
+    rescued, _ = launched(leaves=True)
+    older, held = launched(leaves=False)
+    run = find_run(older)
+    _, kept = launched(leaves=False)
+    gc.collect()
+    assert find_run(older) is run, "somebody holds it"
+    del run
+    gc.collect()
+    assert held() is None
+    assert kept() is not None
+    assert find_run(rescued).rescued == "trained", "failures do not push it out"
+    launched(leaves=True)
+    gc.collect()
+    with pytest.raises(NotebookAccelError, match=r"is gone.* among the newest few"):
+        _ = find_run(rescued).rescued
 
 
 def test_a_run_whose_handle_is_held_outlives_all_newer_ones(tmp_path: Path) -> None:
