@@ -140,9 +140,8 @@ class PlayedRun:
             labels={},
             folder=self.folder,
         )
-        self.pool.send_call(
-            supervisor, payload=wire.Packet(header=b""), fds=(), grace=0.1, last=last
-        )
+        message = wire.Call(payload=wire.Packet(header=b""), grace=0.1, last=last)
+        self.pool.send_call(supervisor, message, ())
         return supervisor
 
 
