@@ -5,6 +5,11 @@
 :func:`resolve` takes each setting from the first of these that gives it. An argument, a mapping
 and a YAML file give what is written in them, also where that is the default; a ``LaunchConfig``
 gives what differs from the defaults, since it cannot tell what was written.
+
+Mappings are no text: ``fsdp``, ``deepspeed`` and ``parallelism`` have a variable of Accelerate's
+launcher for each option (plugin_options.py), which ranks read by themselves. What the default
+config file says of such an option, or of such a variable in ``env``, holds only where the
+environment does not say it.
 """
 
 from __future__ import annotations
@@ -14,19 +19,29 @@ import contextlib
 import inspect
 import itertools
 import math
-import operator
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import platformdirs
 import yaml
 
+from notebook_accel import accelerate_yaml
 from notebook_accel.errors import ConfigError
 from notebook_accel.plugin_options import PLUGINS
+from notebook_accel.setting_checks import (
+    as_count,
+    as_devices,
+    as_seed,
+    check_choice,
+    check_enough,
+    check_env,
+    check_port,
+    check_seconds,
+)
 from notebook_accel.text_values import parse_flag, shown, value_of
 
 if TYPE_CHECKING:
@@ -34,8 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LaunchConfig",
-    "check_enough_devices",
-    "check_seconds",
     "choices_of",
     "default_config_path",
     "descriptions",
@@ -49,30 +62,17 @@ _PRECISIONS = ("no", "bf16", "fp16", "fp8")
 # Name of each backend, and whether it works on a CPU.
 _BACKENDS = {"nccl": False, "gloo": True}
 
-# What of Accelerate's YAML a launch uses, by our names.
-_ACCELERATE_NAMES = {
-    "num_processes": "num_processes",
-    "mixed_precision": "mixed_precision",
-    "debug": "debug",
-    "main_process_port": "use_port",
-    "gpu_ids": "devices",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-}
-# Values in that file that ask for what this package does not have.
-_ACCELERATE_ABSENT = {
-    "distributed_type": ("MEGATRON_LM", "XLA", "TPU"),
-}
-# What its distributed_type means where the section that says more is left out.
-_ACCELERATE_TYPES = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
+# Settings for which Accelerate's launcher has a variable.
 _ACCELERATE_VARIABLES = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "debug": "ACCELERATE_DEBUG_MODE",
     "devices": "ACCELERATE_USE_CPU",
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
 }
-# A mapping is no text: what these carry has variables of its own, which reach the ranks by
-# themselves.
 _NO_VARIABLE = ("env", *PLUGINS)
+_PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_")
+# Engines that are planned: whoever asks for one is told so.
+_ENGINES_TO_COME = ("xla", "elastic", "ray")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,23 +134,29 @@ class LaunchConfig:
     """Sizes of ``ParallelismConfig``, for every ``Accelerator`` that is not given one."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_processes", _as_count("num_processes", self.num_processes))
+        object.__setattr__(self, "num_processes", as_count("num_processes", self.num_processes))
+        is_to_come = isinstance(self.engine, str) and self.engine in _ENGINES_TO_COME
+        if is_to_come and self.engine not in _engines():
+            raise ConfigError(
+                f"engine={self.engine!r} is not there yet (TPUs, several machines, restarts and "
+                f"Ray are not built): expected one of {', '.join(map(repr, _engines()))}"
+            )
         for name, optional in (("mixed_precision", True), ("engine", False), ("backend", True)):
             choices = (*choices_of(name), None) if optional else choices_of(name)
-            _check_choice(name, getattr(self, name), choices)
-        _check_port(self.use_port)
-        _check_env(self.env)
+            check_choice(name, getattr(self, name), choices)
+        check_port(self.use_port)
+        check_env(self.env)
         check_seconds("grace", self.grace)
-        steps = _as_count("gradient_accumulation_steps", self.gradient_accumulation_steps)
+        steps = as_count("gradient_accumulation_steps", self.gradient_accumulation_steps)
         object.__setattr__(self, "gradient_accumulation_steps", steps)
-        object.__setattr__(self, "seed", _as_seed(self.seed))
+        object.__setattr__(self, "seed", as_seed(self.seed))
         for name, plugin in PLUGINS.items():
             object.__setattr__(self, name, plugin.check(name, getattr(self, name)))
         if not isinstance(self.debug, bool):
             raise ConfigError(f"debug={shown(self.debug)}: expected True or False")
         object.__setattr__(self, "grace", float(self.grace))
         object.__setattr__(self, "env", None if self.env is None else dict(self.env))
-        object.__setattr__(self, "devices", _as_devices(self.devices))
+        object.__setattr__(self, "devices", as_devices(self.devices))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -168,21 +174,41 @@ class LaunchConfig:
                 f"backend={self.backend!r} needs GPUs: with devices='cpu' take 'gloo'"
             )
         if isinstance(self.devices, tuple) and wanted is not None and self.backend != "gloo":
-            _check_enough(wanted, len(self.devices), f"devices={list(self.devices)}")
+            check_enough(wanted, len(self.devices), f"devices={list(self.devices)}")
+        # How many more there may be, a plugin that the function makes can say.
+        num_divided = math.prod((self.parallelism or {}).values())
+        if wanted is not None and wanted % num_divided:
+            raise ConfigError(
+                f"parallelism={self.parallelism} takes {num_divided} ranks, and num_processes="
+                f"{wanted}: make num_processes that, or a multiple of it"
+            )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LaunchConfig:
         """Read a YAML file, ours or one that ``accelerate config`` wrote.
 
+        Of Accelerate's, a warning names what a launch here does not use.
+
         Raises:
             ConfigError: the file is not there, is no mapping, or holds what we cannot use.
         """
-        return cls(**_settings_in_file(path))
+        settings, notices = _settings_in_file(path)
+        for notice in notices:
+            warnings.warn(notice, stacklevel=2)
+        return cls(**settings)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the settings that differ from the defaults as YAML."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+        """Write the settings that differ from the defaults as YAML.
+
+        The file's folder is made, and a file that is there is replaced.
+
+        Raises:
+            ConfigError: the path begins with "~", and there is no such home folder.
+            OSError: the file cannot be written.
+        """
+        file = _expanded(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(self.to_yaml(), encoding="utf-8")
 
     def to_yaml(self) -> str:
         """The settings that differ from the defaults as YAML."""
@@ -255,8 +281,9 @@ def write_basic_config(
 
     Raises:
         ConfigError: the precision makes no sense.
+        OSError: the file cannot be written.
     """
-    path = default_config_path() if save_location is None else Path(save_location)
+    path = default_config_path() if save_location is None else _expanded(save_location)
     config = LaunchConfig(mixed_precision=mixed_precision)
     if path.exists():
         return False
@@ -278,15 +305,15 @@ def resolve(
     Raises:
         ConfigError: a setting that makes no sense, or a name that is none.
     """
-    notices: list[str] = []
-    given = given_settings(arguments, config)
+    given, notices = _given(arguments, config)
     saved: dict[str, Any] = {}
     path: Path | None = None
     with contextlib.suppress(ConfigError):
         path = default_config_path()
     if path is not None and path.is_file():
-        notices.append(f"settings of {path} are used where the call gives none")
-        saved = _settings_in_file(path)
+        saved, not_used = _settings_in_file(path)
+        notices += [f"settings of {path} are used where the call gives none", *not_used]
+        saved = _left_open(saved, os.environ, given=given)
     found = {**saved, **_from_environment(os.environ, given=given), **given}
     return LaunchConfig(**found), notices
 
@@ -300,38 +327,28 @@ def given_settings(
     Raises:
         ConfigError: a name that is none, or a file that cannot be used.
     """
-    given = _given_by(config)
+    return _given(arguments, config)[0]
+
+
+def _given(
+    arguments: Mapping[str, Any],
+    config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
+) -> tuple[dict[str, Any], list[str]]:
+    """As :func:`given_settings`, and lines about what a file has beside them."""
+    given, notices = _given_by(config)
     given.update({name: value for name, value in arguments.items() if value is not None})
     _check_names(given)
-    return given
+    return given, notices
 
 
-def check_enough_devices(wanted: int, available: int) -> None:
-    """Refuse more ranks than accelerators.
-
-    Raises:
-        ConfigError: ``wanted`` is more than ``available``.
-    """
-    _check_enough(wanted, available, f"this machine has {available}")
-
-
-def _check_enough(wanted: int, available: int, why: str) -> None:
-    if wanted > available:
-        raise ConfigError(
-            f"num_processes={wanted}, but {why}: one accelerator a rank. Ask for "
-            f"num_processes={available}, or for devices='cpu', or let ranks share accelerators "
-            "with config=LaunchConfig(backend='gloo')"
-        )
-
-
-def _given_by(config: Any) -> dict[str, Any]:
-    """The settings that the argument ``config`` of a launch gives."""
+def _given_by(config: Any) -> tuple[dict[str, Any], list[str]]:
+    """The settings that the argument ``config`` of a launch gives, and lines about them."""
     if config is None:
-        return {}
+        return {}, []
     if isinstance(config, LaunchConfig):
-        return config.to_dict()
+        return config.to_dict(), []
     if isinstance(config, Mapping):
-        return dict(config)
+        return dict(config), []
     if isinstance(config, (str, os.PathLike)):
         return _settings_in_file(config)
     raise ConfigError(
@@ -357,6 +374,38 @@ def _from_environment(
     return found
 
 
+def _left_open(
+    saved: Mapping[str, Any], environment: Mapping[str, str], *, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The ``saved`` settings, without the variables that the environment sets itself.
+
+    A plugin that the environment turns off, or that does not compose with one that the environment
+    or the call asks for, is left out as a whole.
+    """
+    found = dict(saved)
+    for name, plugin in PLUGINS.items():
+        if saved.get(name) is not None and name not in given:
+            left = plugin.left_open(saved[name], environment)
+            is_off = plugin.asked_by(environment) is False or _is_beaten(name, environment, given)
+            found[name] = None if is_off else left
+    if saved.get("env"):
+        found["env"] = {
+            variable: text
+            for variable, text in saved["env"].items()
+            if not (variable.startswith(_PREFIXES) and environment.get(variable, "").strip())
+        }
+    return found
+
+
+def _is_beaten(name: str, environment: Mapping[str, str], given: Mapping[str, Any]) -> bool:
+    """Whether the call or the environment asks for a plugin that does not compose with this one."""
+    return any(
+        given.get(other) is not None or plugin.asked_by(environment)
+        for other, plugin in PLUGINS.items()
+        if other != name and not (plugin.composes and PLUGINS[name].composes)
+    )
+
+
 def _from_variable(name: str, variable: str, text: str) -> dict[str, Any]:
     if variable == "ACCELERATE_USE_CPU":
         return {"devices": "cpu"} if parse_flag(variable, text) else {}
@@ -376,25 +425,38 @@ def value_of_text(name: str, text: str) -> Any:
 # ---- YAML ----------------------------------------------------------------------------------
 
 
-def _settings_in_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The settings that a YAML file gives, checked."""
+def _settings_in_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings that a YAML file gives, checked; and lines about what else it has."""
+    name = f"config file {os.fspath(path)!r}"
+    not_used: list[str] = []
     try:
-        data = _read(path)
-        if "compute_environment" in data or "distributed_type" in data:
-            data = _from_accelerate(data)
+        data = _read(_expanded(path))
+        if accelerate_yaml.is_accelerates(data):
+            data, not_used = accelerate_yaml.settings_of(data)
         _check_names(data)
         LaunchConfig(**data)
     except ConfigError as error:
-        raise ConfigError(f"config file {os.fspath(path)!r}: {error}") from None
-    return data
+        raise ConfigError(f"{name}: {error}") from None
+    return data, [f"{name}: {line}" for line in not_used]
 
 
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    if Path(path).exists() and not Path(path).is_file():
+def _expanded(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{os.fspath(path)!r}: there is no such home folder") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():
         # Reading a FIFO or a terminal would wait for its writer for ever.
         raise ConfigError("it is no regular file")
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        # Without the line itself: it may have a secret of `env`.
+        line = "" if error.problem_mark is None else f" (line {error.problem_mark.line + 1})"
+        raise ConfigError(f"it cannot be read: {error.problem}{line}") from None
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise ConfigError(f"it cannot be read: {error}") from None
     except RecursionError:
@@ -418,118 +480,3 @@ def _check_names(data: Mapping[Any, Any]) -> None:
             f"no setting is called {', '.join(map(shown, unknown[:5]))}{more}; "
             f"there are {', '.join(known)}"
         )
-
-
-def _from_accelerate(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``accelerate config``'s YAML a launch here can use, by our names."""
-    absent = [
-        f"{name}: {data[name]}"
-        for name, values in _ACCELERATE_ABSENT.items()
-        if data.get(name) in values
-    ]
-    if data.get("num_machines") not in (None, 1):
-        absent.append(f"num_machines: {shown(data['num_machines'])}")
-    if absent:
-        raise ConfigError(
-            f"{', '.join(absent)}: not supported; expected one machine, and the "
-            "distributed_type NO, MULTI_CPU, MULTI_GPU, FSDP or DEEPSPEED"
-        )
-    found = {
-        ours: data[theirs]
-        for theirs, ours in _ACCELERATE_NAMES.items()
-        if data.get(theirs) not in (None, "all")
-    }
-    kind = _ACCELERATE_TYPES.get(str(data.get("distributed_type")))
-    # As for Accelerate, the section of another type than the file's counts for nothing.
-    unused = {name for name in _ACCELERATE_TYPES.values() if name != kind}
-    for name, plugin in PLUGINS.items():
-        if data.get(plugin.section) and name not in unused:
-            found[name] = plugin.from_accelerate(data[plugin.section])
-    if kind is not None:
-        found.setdefault(kind, {})
-    return {**found, "devices": "cpu"} if data.get("use_cpu") else found
-
-
-# ---- checks of one value -------------------------------------------------------------------
-
-
-def _as_count(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    number = _as_index(value)
-    if number is None or number < 1:
-        raise ConfigError(f"{name}={shown(value)}: expected a whole number, 1 or more")
-    return number
-
-
-def _as_index(value: Any) -> int | None:
-    """The whole number that ``value`` is (numpy's included), else None."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
-def _as_seed(value: Any) -> int | None:
-    number = None if value is None else _as_index(value)
-    if value is not None and (number is None or not 0 <= number < 2**63):
-        raise ConfigError(f"seed={shown(value)}: expected a whole number, 0 or more, below 2**63")
-    return number
-
-
-def check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:
-    """Refuse what is no number of seconds: text, flags, NaN, less than nothing.
-
-    Raises:
-        ConfigError: the message calls the value ``name``.
-    """
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or math.isnan(value) or value < 0 or (above_zero and not value):
-        expected = "a number of seconds above 0" if above_zero else "seconds, 0 or more"
-        raise ConfigError(f"{name}={shown(value)}: expected {expected}")
-
-
-def _check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
-    if not (value is None or isinstance(value, str)) or value not in choices:
-        named = ", ".join(repr(choice) for choice in choices if choice is not None)
-        raise ConfigError(f"{name}={shown(value)}: expected one of {named}")
-
-
-def _check_port(value: Any) -> None:
-    number = _as_index(value)
-    if value is not None and (number is None or not 0 < number < 65_536):
-        raise ConfigError(f"use_port={shown(value)}: expected None (a free port) or 1 to 65535")
-
-
-def _check_env(value: Any) -> None:
-    if value is None:
-        return
-    if not isinstance(value, Mapping) or not all(
-        isinstance(name, str) and isinstance(text, str) for name, text in value.items()
-    ):
-        raise ConfigError(f"env={shown(value)}: expected a mapping of names to texts")
-    if any(not name or "=" in name for name in value) or "\0" in "".join((*value, *value.values())):
-        raise ConfigError(f"env={shown(value)}: expected names without '=', and no NUL character")
-
-
-def _as_devices(value: Any) -> tuple[int, ...] | str | None:
-    if value is None or (isinstance(value, str) and value == "cpu"):
-        return value
-    devices = _as_indices(value)
-    if not devices or min(devices) < 0 or len(set(devices)) < len(devices):
-        raise ConfigError(
-            f"devices={shown(value)}: expected 'cpu', or different indices such as [0, 2]"
-        )
-    return devices
-
-
-def _as_indices(value: Any) -> tuple[int, ...]:
-    """The whole numbers in ``value``; none where anything else is in it."""
-    try:
-        parts = [int(part) for part in value.split(",")] if isinstance(value, str) else list(value)
-    except (TypeError, ValueError):
-        return ()
-    indices = [_as_index(part) for part in parts]
-    return tuple(index for index in indices if index is not None) if None not in indices else ()

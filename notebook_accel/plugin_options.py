@@ -9,12 +9,13 @@ that its YAML and its launcher mean the same here. Settings, picker and YAML all
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.text_values import value_of
+from notebook_accel.text_values import parse_flag, shown, value_of
 
 __all__ = ["PLUGINS", "Option", "Plugin"]
 
@@ -26,10 +27,11 @@ class Option:
     Attributes:
         name: the plugin's field.
         variable: what carries it to the ranks.
-        kind: its type; a number is a whole one of at least ``least``.
+        kind: its type; a number is a whole one from ``least`` to ``most``.
         about: what it does, for the picker.
         choices: the texts that it may be; none for any.
         least: the smallest number.
+        most: the largest one; None for any.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Option:
     about: str
     choices: tuple[str, ...] = ()
     least: int = 1
+    most: int | None = None
 
     def check(self, value: object, plugin: str) -> None:
         """Refuse a value of another type, or one that is no choice.
@@ -51,13 +54,16 @@ class Option:
             fits = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
             expected = "a number above 0"
         elif self.kind is int:
-            fits = isinstance(value, int) and not isinstance(value, bool) and value >= self.least
-            expected = f"a whole number, {self.least} or more"
+            most = math.inf if self.most is None else self.most
+            is_flag = isinstance(value, bool)
+            fits = not is_flag and isinstance(value, int) and self.least <= value <= most
+            last = "or more" if self.most is None else f"to {self.most}"
+            expected = f"a whole number, {self.least} {last}"
         else:
             fits = isinstance(value, self.kind)
             expected = "True or False" if self.kind is bool else "text"
         if not fits:
-            raise ConfigError(f"{plugin}={{{self.name!r}: {value!r}}}: expected {expected}")
+            raise ConfigError(f"{plugin}={{{self.name!r}: {shown(value)}}}: expected {expected}")
 
     def from_text(self, text: Any) -> Any:
         """The value that a YAML file means, which may have written a flag or a number as text."""
@@ -105,14 +111,14 @@ class Plugin:
             return None
         if not isinstance(given, Mapping):
             raise ConfigError(
-                f"{name}={given!r}: expected a mapping of {self.plugin_class}'s fields, {{}} for "
-                "its defaults"
+                f"{name}={shown(given)}: expected a mapping of {self.plugin_class}'s fields, {{}} "
+                "for its defaults"
             )
         options = {option.name: option for option in self.options}
         for key, value in given.items():
             if key not in options:
                 raise ConfigError(
-                    f"{name}={{{key!r}: ...}}: no option is called so; there are "
+                    f"{name}={{{shown(key)}: ...}}: no option is called so; there are "
                     f"{', '.join(options)}. Others are fields of {self.plugin_class}, which the "
                     "function gives to its Accelerator"
                 )
@@ -130,6 +136,22 @@ class Plugin:
         }
         return {self.switch: "true", **texts}
 
+    def asked_by(self, environment: Mapping[str, str]) -> bool | None:
+        """Whether the environment turns it on or off; None where it says neither.
+
+        Raises:
+            ConfigError: its switch is no flag.
+        """
+        text = environment.get(self.switch, "").strip()
+        return parse_flag(self.switch, text) if text else None
+
+    def left_open(self, given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+        """The given options of which the environment says nothing itself."""
+        set_there = {
+            option.name for option in self.options if environment.get(option.variable, "").strip()
+        }
+        return {name: value for name, value in given.items() if name not in set_there}
+
     def from_accelerate(self, section: object) -> dict[str, Any]:
         """The options that this part of Accelerate's YAML gives.
 
@@ -139,7 +161,9 @@ class Plugin:
         if section is None:
             return {}
         if not isinstance(section, Mapping):
-            raise ConfigError(f"{self.section}: expected names with values below it")
+            raise ConfigError(
+                f"{self.section}: {shown(section)}: expected names with values below it"
+            )
         by_name = {option.variable.lower(): option for option in self.options}
         for other, variable in self.other_names.items():
             by_name[other] = by_name[variable.lower()]
@@ -236,6 +260,7 @@ PLUGINS: Mapping[str, Plugin] = {
                 variable="FSDP_VERSION",
                 kind=int,
                 about="1 or 2: the defaults of checkpoints; both train by FSDP2",
+                most=2,
             ),
         ),
         without_effect=(
@@ -259,6 +284,7 @@ PLUGINS: Mapping[str, Plugin] = {
                 kind=int,
                 about="in parts: 1 optimizer states, 2 gradients too, 3 weights too",
                 least=0,
+                most=3,
             ),
             Option(
                 name="gradient_accumulation_steps",

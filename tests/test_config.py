@@ -11,13 +11,9 @@ import pytest
 import yaml
 
 from notebook_accel import ConfigError
-from notebook_accel.config import (
-    LaunchConfig,
-    check_enough_devices,
-    default_config_path,
-    resolve,
-)
+from notebook_accel.config import LaunchConfig, default_config_path, resolve, write_basic_config
 from notebook_accel.plugin_options import PLUGINS
+from notebook_accel.setting_checks import check_enough_devices
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +31,7 @@ FULL = LaunchConfig(
     gradient_accumulation_steps=2,
     seed=7,
     fsdp={"cpu_offload": True},
-    parallelism={"dp_shard_size": 3},
+    parallelism={"dp_shard_size": 2},
 )
 
 
@@ -47,6 +43,9 @@ def _settings_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         monkeypatch.delenv(f"NOTEBOOK_ACCEL_{field.name.upper()}", raising=False)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    for plugin in PLUGINS.values():
+        for variable in (plugin.switch, *(option.variable for option in plugin.options)):
+            monkeypatch.delenv(variable, raising=False)
 
 
 # ---- values --------------------------------------------------------------------------------
@@ -63,9 +62,10 @@ def _settings_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         ("mixed_precision", "fp7", "'bf16'"),
         ("mixed_precision", "float16", "'fp16'"),
         ("mixed_precision", 16, "'fp16'"),
-        ("engine", "xla", "'local', 'inline'"),
-        ("engine", "elastic", "'auto'"),
+        ("engine", "xla", "not there yet (TPUs"),
+        ("engine", "elastic", "'local', 'inline'"),
         ("engine", "ray", "'auto'"),
+        ("engine", "mpi", "expected one of 'auto'"),
         ("engine", None, "'auto'"),
         ("devices", [], "different indices"),
         ("devices", [0, 0], "different indices"),
@@ -81,11 +81,6 @@ def _settings_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         ("use_port", 65_536, "1 to 65535"),
         ("use_port", "29500", "1 to 65535"),
         ("use_port", True, "1 to 65535"),
-        ("env", ["A=1"], "mapping of names to texts"),
-        ("env", {"A": 1}, "mapping of names to texts"),
-        ("env", {"": "1"}, "name"),
-        ("env", {"A=B": "1"}, "name"),
-        ("env", {"A": "1\x00"}, "NUL"),
         ("grace", -1, "0 or more"),
         ("grace", "long", "0 or more"),
         ("grace", None, "0 or more"),
@@ -110,7 +105,34 @@ def test_a_bad_value_is_named_with_what_was_expected(name: str, value: Any, expe
 
 def test_each_field_has_a_bad_value_in_the_test_above() -> None:
     marks = test_a_bad_value_is_named_with_what_was_expected.pytestmark
-    assert {row[0] for row in marks[0].args[1]} == {field.name for field in fields(LaunchConfig)}
+    tried = {row[0] for row in marks[0].args[1]}
+    assert {*tried, "env"} == {field.name for field in fields(LaunchConfig)}
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (["KEY=secret"], "env is a list: expected a mapping of names to texts"),
+        ({"KEY": b"secret"}, "env has 'KEY' of type bytes: expected a mapping"),
+        ({"KEY": "secret", "N": 4}, "env has 'N' of type int: expected a mapping"),
+        ({"KEY": "secret", 4: "4"}, "env has a name of type int"),
+        ({"KEY": "secret", "": "1"}, "env has the name ''"),
+        ({"KEY=secret": "1"}, "env has the name 'KEY='"),
+        ({"KEY": "secret\x00"}, "env has 'KEY' with a NUL character"),
+    ],
+)
+def test_bad_variables_are_named_without_their_texts(env: Any, said: str) -> None:
+    """A text may be a secret, and a notebook is saved with its errors."""
+    with pytest.raises(ConfigError) as caught:
+        LaunchConfig(env=env)
+    assert said in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_line_of_a_file_is_named_without_its_text(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("env:\n  KEY: secret: 1\n")
+    with pytest.raises(ConfigError, match=r"mapping values are not allowed here \(line 2\)"):
+        LaunchConfig.load(tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize(
@@ -120,6 +142,8 @@ def test_each_field_has_a_bad_value_in_the_test_above() -> None:
         ({"fsdp": {"sharding_strategy": "ALL"}}, "expected one of 'FULL_SHARD', 'SHARD_GRAD_OP'"),
         ({"fsdp": {"shards": 2}}, "no option is called so; there are sharding_strategy"),
         ({"fsdp": {"min_num_params": 0}}, "expected a whole number, 1 or more"),
+        ({"fsdp": {"fsdp_version": 3}}, "{'fsdp_version': 3}: expected a whole number, 1 to 2"),
+        ({"deepspeed": {"zero_stage": 4}}, "expected a whole number, 0 to 3"),
         ({"parallelism": {"tp_size": True}}, "expected a whole number, 1 or more"),
     ],
 )
@@ -199,6 +223,15 @@ def test_more_ranks_than_devices() -> None:
     check_enough_devices(2, 2)
 
 
+def test_a_mesh_that_the_ranks_do_not_fill() -> None:
+    sizes = {"tp_size": 2, "dp_shard_size": 2}
+    with pytest.raises(ConfigError, match=r"parallelism=.*takes 4 ranks, and num_processes=6"):
+        LaunchConfig(num_processes=6, parallelism=sizes)
+    # A plugin that the function makes may spread the weights over the ranks that are left.
+    assert LaunchConfig(num_processes=8, parallelism=sizes).parallelism == sizes
+    assert LaunchConfig(parallelism=sizes).num_processes is None
+
+
 def test_nccl_on_the_cpu() -> None:
     with pytest.raises(ConfigError, match="backend='nccl'") as caught:
         LaunchConfig(devices="cpu", backend="nccl")
@@ -220,6 +253,18 @@ def test_only_what_differs_is_saved(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     LaunchConfig(num_processes=1, devices=[1]).save(path)
     assert path.read_text() == "num_processes: 1\ndevices:\n- 1\n"
+
+
+def test_a_path_in_the_home_folder(tmp_path: Path) -> None:
+    config = LaunchConfig(num_processes=2)
+    config.save("~/deep/config.yaml")
+    assert (tmp_path / "home" / "deep" / "config.yaml").is_file()
+    assert LaunchConfig.load("~/deep/config.yaml") == config
+    assert resolve({}, "~/deep/config.yaml")[0] == config
+    assert write_basic_config(save_location="~/deep/config.yaml") is False
+    for call in (LaunchConfig.load, config.save):
+        with pytest.raises(ConfigError, match=r"nobody-at-all.*: there is no such home"):
+            call("~nobody-at-all/a.yaml")
 
 
 def test_a_file_written_by_hand(tmp_path: Path) -> None:
@@ -375,6 +420,45 @@ def test_accelerates_file_for_deepspeed(tmp_path: Path) -> None:
         LaunchConfig(deepspeed={}, fsdp={})
 
 
+def test_how_accelerates_file_compiles_and_computes_in_8_bits(tmp_path: Path) -> None:
+    """What reaches its ranks by variables reaches ours by them; what nothing reads is named."""
+    path = tmp_path / "default_config.yaml"
+    path.write_text(
+        "compute_environment: LOCAL_MACHINE\n"
+        "downcast_bf16: 'yes'\n"
+        "dynamo_config:\n"
+        "  dynamo_backend: INDUCTOR\n"
+        "  dynamo_use_dynamic: false\n"
+        "fp8_config:\n"
+        "  backend: AO\n"
+        "  enable_fsdp_float8_all_gather: false\n"
+        "  margin: 2\n"
+        "  pad_inner_dim: false\n"
+        "mixed_precision: fp8\n"
+        "mpirun_config: {}\n"
+    )
+    variables = {
+        "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+        "ACCELERATE_FP8_PAD_INNER_DIM": "False",
+    }
+    line = f"config file {str(path)!r}: fp8_margin=2, downcast_bf16: not used here"
+    config, notices = resolve({}, path)
+    assert config == LaunchConfig(mixed_precision="fp8", env=variables)
+    assert notices == [line]
+    with pytest.warns(UserWarning, match="not used here") as caught:
+        assert LaunchConfig.load(path) == config
+    assert [str(one.message) for one in caught] == [line]
+    assert [one.filename for one in caught] == [__file__]
+    path.write_text(
+        "distributed_type: 'NO'\ndynamo_config:\n  backend: NO\nfp8_config: {margin: 2}\n"
+    )
+    assert resolve({}, path) == (LaunchConfig(), []), "neither is asked for"
+    path.write_text("distributed_type: 'NO'\ndynamo_config: 3\n")
+    with pytest.raises(ConfigError, match="dynamo_config: 3: expected names with values below it"):
+        LaunchConfig.load(path)
+
+
 def test_accelerates_own_writer(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate.utils")
     path = tmp_path / "default_config.yaml"
@@ -403,6 +487,33 @@ def test_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(config={"mixed_precision": "fp16"}, mixed_precision="bf16") == "bf16"
     # Settings that nobody else gives come from further back, each on its own.
     assert resolve({"mixed_precision": "no"})[0].grace == 3
+
+
+def test_variables_of_a_plugin_go_before_the_saved_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsdp = {"sharding_strategy": "FULL_SHARD", "cpu_offload": True}
+    env = {"ACCELERATE_LOG_LEVEL": "info", "MINE": "1"}
+    LaunchConfig(fsdp=fsdp, env=env).save(default_config_path())
+    assert resolve({})[0] == LaunchConfig(fsdp=fsdp, env=env)
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP")
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "debug")
+    monkeypatch.setenv("MINE", "2")
+    expected = LaunchConfig(fsdp={"cpu_offload": True}, env={"MINE": "1"})
+    assert resolve({})[0] == expected, "ranks have the others from the environment"
+    assert resolve({}, {"fsdp": fsdp, "env": env})[0] == LaunchConfig(fsdp=fsdp, env=env)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    assert resolve({})[0].fsdp is None
+    assert resolve({"fsdp": {}})[0].fsdp == {}
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "maybe")
+    with pytest.raises(ConfigError, match="ACCELERATE_USE_FSDP='maybe'"):
+        resolve({})
+
+
+def test_a_plugin_of_the_saved_file_gives_way_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    LaunchConfig(fsdp={}).save(default_config_path())
+    assert resolve({"deepspeed": {}})[0] == LaunchConfig(deepspeed={})
+    assert resolve({"parallelism": {"tp_size": 2}})[0].fsdp == {}
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert resolve({})[0].fsdp is None
 
 
 def test_every_form_of_config(tmp_path: Path) -> None:

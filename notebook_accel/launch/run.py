@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from notebook_accel.config import check_seconds
 from notebook_accel.errors import NotebookAccelError, RunStopped, WorkerError
 from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.plotting import number_steps, plot_metrics
 from notebook_accel.launch.control.state import Progress
+from notebook_accel.setting_checks import check_seconds
 
 if TYPE_CHECKING:
     import os

@@ -113,7 +113,13 @@ def _check_same(running: NotebookSession, given: Mapping[str, Any]) -> None:
     command = " ".join(["%accelerate restart", *options])
     if len(options) < len(other):
         command = "%accelerate stop"
-    held = ", ".join(f"{name}={getattr(has, name)!r}" for name in other)
+    # Texts of variables may be secrets, and a notebook is saved with its errors.
+    held = ", ".join(
+        f"env of {', '.join(has.env or ()) or 'nothing'}"
+        if name == "env"
+        else f"{name}={getattr(has, name)!r}"
+        for name in other
+    )
     raise ConfigError(
         f"the session was started with {held}: `{command}` ends it, with all its names, for one "
         "with other settings; `%%accelerate --fresh` runs a cell in workers of its own"

@@ -96,7 +96,7 @@ def test_what_the_line_magic_says_without_a_session(
 def test_only_what_a_call_itself_gives_must_fit_the_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    has = LaunchConfig(debug=True, grace=3, devices=[0, 1])
+    has = LaunchConfig(debug=True, grace=3, devices=[0, 1], env={"KEY": "secret"})
     running = SimpleNamespace(config=has, world_size=2)
     monkeypatch.setattr(kernel_session, "_session", running)
     monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "5")
@@ -107,9 +107,11 @@ def test_only_what_a_call_itself_gives_must_fit_the_session(
         ({"debug": False}, "debug=True: `%accelerate stop`"),
         ({"grace": 10.0}, "grace=3.0: `%accelerate stop`"),
         ({"num_processes": 3}, "num_processes=2: `%accelerate restart -n 3`"),
+        ({"env": {"KEY": "other"}}, "env of KEY: `%accelerate stop`"),
     ):
-        with pytest.raises(ConfigError, match=f"was started with {held}"):
+        with pytest.raises(ConfigError, match=f"was started with {held}") as caught:
             kernel_session.session_for(shell, {}, given)
+        assert "secret" not in str(caught.value)
 
 
 def test_tab_completes_commands_options_and_names_of_the_session(

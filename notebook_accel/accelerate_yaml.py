@@ -1,0 +1,120 @@
+"""What a launch here makes of the YAML that ``accelerate config`` writes.
+
+    the file's names --settings_of--> settings by our names, and lines about what is not used
+
+What Accelerate's launcher tells its ranks by variables that are no setting here (``dynamo_config``,
+``fp8_config``) becomes ``env``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.plugin_options import PLUGINS
+from notebook_accel.text_values import shown
+
+__all__ = ["is_accelerates", "settings_of"]
+
+# What of the file a launch uses, by our names.
+_NAMES = {
+    "num_processes": "num_processes",
+    "mixed_precision": "mixed_precision",
+    "debug": "debug",
+    "main_process_port": "use_port",
+    "gpu_ids": "devices",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+# Values in the file that ask for what this package does not have.
+_ABSENT = {
+    "distributed_type": ("MEGATRON_LM", "XLA", "TPU"),
+}
+# What its distributed_type means where the section that says more is left out.
+_TYPES = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
+# Names with which nothing is done here: a training goes on without them, so they are no error.
+_WITHOUT_EFFECT = ("mpirun_config", "ipex_config", "enable_cpu_affinity", "downcast_bf16")
+_NOTHING: tuple[Any, ...] = (None, False, "", "no", "NO", {}, [])
+# What of `dynamo_config` and `fp8_config` an Accelerator in a rank reads, as ACCELERATE_*.
+_READ_BY_RANKS = (
+    "dynamo_backend",
+    "dynamo_mode",
+    "dynamo_use_fullgraph",
+    "dynamo_use_dynamic",
+    "dynamo_use_regional_compilation",
+    "fp8_pad_inner_dim",
+)
+
+
+def is_accelerates(data: Mapping[str, Any]) -> bool:
+    """Whether a file's contents are Accelerate's rather than ours."""
+    return "compute_environment" in data or "distributed_type" in data
+
+
+def settings_of(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What of the file a launch here can use, by our names; and lines about what it does not use.
+
+    Raises:
+        ConfigError: it asks for what is not there, or a section makes no sense.
+    """
+    _check_possible(data)
+    found = {
+        ours: data[theirs]
+        for theirs, ours in _NAMES.items()
+        if data.get(theirs) not in (None, "all")
+    }
+    asked = data.get("distributed_type")
+    kind = _TYPES.get(asked) if isinstance(asked, str) else None
+    # As for Accelerate, the section of another type than the file's counts for nothing.
+    unused = {name for name in _TYPES.values() if name != kind}
+    for name, plugin in PLUGINS.items():
+        if data.get(plugin.section) and name not in unused:
+            found[name] = plugin.from_accelerate(data[plugin.section])
+    if kind is not None:
+        found.setdefault(kind, {})
+    if data.get("use_cpu"):
+        found["devices"] = "cpu"
+    variables, ignored = _variables(data)
+    if variables:
+        found["env"] = variables
+    ignored += [name for name in _WITHOUT_EFFECT if data.get(name) not in _NOTHING]
+    return found, [f"{', '.join(ignored)}: not used here"] if ignored else []
+
+
+def _check_possible(data: Mapping[str, Any]) -> None:
+    absent = [
+        f"{name}: {data[name]}" for name, values in _ABSENT.items() if data.get(name) in values
+    ]
+    if data.get("num_machines") not in (None, 1):
+        absent.append(f"num_machines: {shown(data['num_machines'])}")
+    if absent:
+        raise ConfigError(
+            f"{', '.join(absent)}: not supported; expected one machine, and the "
+            "distributed_type NO, MULTI_CPU, MULTI_GPU, FSDP or DEEPSPEED"
+        )
+
+
+def _variables(data: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """How to compile, and how to compute in 8 bits, as variables; and names that nothing reads."""
+    compiling = _section(data, "dynamo_config")
+    if compiling.get("dynamo_backend") in _NOTHING:
+        compiling = {}
+    in_8_bits = _section(data, "fp8_config") if data.get("mixed_precision") == "fp8" else {}
+    found: dict[str, str] = {}
+    ignored: list[str] = []
+    for name, value in {**compiling, **in_8_bits}.items():
+        if name in _READ_BY_RANKS and isinstance(value, (str, bool)):
+            found[f"ACCELERATE_{name.upper()}"] = str(value)
+        # "AO", torchao, is what computes in 8 bits here.
+        elif value not in _NOTHING and (name, value) != ("fp8_backend", "AO"):
+            ignored.append(f"{name}={shown(value)}")
+    return found, ignored
+
+
+def _section(data: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """What stands below ``section``, by names that begin with its own, as not all files have."""
+    given = data.get(section) or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{section}: {shown(given)}: expected names with values below it")
+    prefix = section.removesuffix("config")
+    return {prefix + str(name).removeprefix(prefix): value for name, value in given.items()}
