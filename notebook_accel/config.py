@@ -120,7 +120,7 @@ class LaunchConfig:
 
     seed: int | None = None
     """Of Python's, numpy's and torch's random numbers in every rank, as ``set_seed`` would; None:
-    they go on from where the notebook's stand."""
+    they go on from where the notebook's stand. With engine="inline" they are the notebook's own."""
 
     fsdp: Mapping[str, Any] | None = None
     """Fields of ``FullyShardedDataParallelPlugin``, for every ``Accelerator`` that is not given

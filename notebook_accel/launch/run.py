@@ -52,7 +52,8 @@ class Conductor:
         state: the newest state.
         results: what the ranks return; None once the run has ended, when only handles have it.
         ended: set once the run has ended and the view has drawn its end.
-        timed_out: whether the run's own time-out ended it.
+        timeout: seconds after which the run is ended; None for never.
+        timed_out: whether that has ended it.
         curves: its metrics while it goes on; None where nobody collects them.
         number: of the call among those of its ranks; 0 before it was sent.
         rescued_as: what a person types for what was being trained when it was stopped; "" where
@@ -63,6 +64,7 @@ class Conductor:
     curves: LiveCurves | None = None
     results: Results | None = None
     ended: Latch
+    timeout: float | None = None
     timed_out = False
     number = 0
     rescued_as = ""
@@ -344,12 +346,17 @@ class Run:
         failure = self.state.failure
         if failure is not None:
             return self._about_this(self._worker_error(failure))
-        if self._conductor.timed_out and self.status == "stopped":
-            return self._about_this(TimeoutError("the run was ended by its time-out"))
-        has_result = any(rank.returned for rank in self.state.ranks)
-        if self.status == "stopped" and not has_result:
-            kept = self._conductor.rescued_as
-            kept = f"; what was being trained is kept: {kept}" if kept else ""
+        if self.status != "stopped":
+            return None
+        kept = self._conductor.rescued_as
+        kept = f"; what was being trained is kept: {kept}" if kept else ""
+        if self._conductor.timed_out:
+            text = (
+                f"the run was ended after timeout={self._conductor.timeout:g} s: pass a larger "
+                f"timeout=, or leave it out{kept}"
+            )
+            return self._about_this(TimeoutError(text))
+        if not any(rank.returned for rank in self.state.ranks):
             return self._about_this(RunStopped(f"the run was stopped before it had a result{kept}"))
         return None
 
@@ -477,7 +484,19 @@ class Run:
         return plot_metrics(self.metrics, names)
 
     def stacks(self, rank: int | None = None) -> str:
-        """Where each rank's Python stands now; works while a rank hangs or holds the GIL."""
+        """Where each rank's Python stands now, as text.
+
+        It works while a rank hangs or holds the GIL, and takes a few seconds at most.
+
+        Args:
+            rank: one rank; None for all.
+
+        Raises:
+            IndexError: there is no such rank.
+        """
+        if rank is not None:
+            self._check_rank(rank)
+            rank %= len(self)
         return self._conductor.stacks(rank)
 
     def export(self, path: str | os.PathLike[str]) -> Path:
@@ -488,6 +507,7 @@ class Run:
         Raises:
             NotebookAccelError: this is no handle that the launch gave, but one of ``runs()``; or
                 the function uses a value that cannot be pickled.
+            OSError: the file cannot be written.
         """
         if self._source is None:
             raise self._about_this(
@@ -496,7 +516,7 @@ class Run:
                     "notebook_launcher gave. Launch again, and export from that handle"
                 )
             )
-        target = Path(path)
+        target = Path(path).expanduser()
         target.write_text(self._source(target.name), encoding="utf-8")
         return target
 

@@ -173,7 +173,7 @@ def notebook_launcher(
                 view=view,
                 block=block,
                 timeout=timeout,
-                notices=_unused(changed, ranks.config.engine),
+                notices=_unused(changed, ranks.config),
             )
     chosen, notices = resolve(settings, config)
     holds = (
@@ -191,7 +191,7 @@ def notebook_launcher(
             sources=cell_sources(get_ipython()),
             block=block,
             timeout=timeout,
-            notices=[*notices, *_unused(changed, chosen.engine)],
+            notices=[*notices, *_unused(changed, chosen)],
             name=name,
         )
 
@@ -304,10 +304,10 @@ def _as_port(text: str) -> int:
     return int(text)
 
 
-def _unused(given: Mapping[str, Any], engine: str) -> list[str]:
-    """One line about the arguments for which the engine has no use."""
-    chosen = engine_named(engine)
-    names = [name for name in given if name in chosen.unused]
+def _unused(given: Mapping[str, Any], config: LaunchConfig) -> list[str]:
+    """One line about the arguments and settings for which the engine has no use."""
+    chosen = engine_named(config.engine)
+    names = [name for name in {**given, **config.to_dict()} if name in chosen.unused]
     if not names:
         return []
     verb = "is" if len(names) == 1 else "are"

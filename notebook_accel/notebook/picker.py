@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import ipywidgets
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
-from notebook_accel.config import LaunchConfig, default_config_path, resolve
+from notebook_accel.config import LaunchConfig, default_config_path, given_settings, resolve
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.notebook.display_slot import DisplaySlot
@@ -40,8 +40,7 @@ from notebook_accel.notebook.style import style_element
 from notebook_accel.plugin_options import PLUGINS
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.picker_fields import Row
@@ -327,7 +326,7 @@ class ConfigPicker:
 
 
 def config_picker(
-    config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config: LaunchConfig | Mapping[str, Any] | str | PathLike[str] | None = None,
 ) -> ConfigPicker:
     """A form in the notebook for the settings of a launch.
 
@@ -346,11 +345,9 @@ def config_picker(
     """
     if config is None:
         return ConfigPicker(recall() or LaunchConfig())
-    if isinstance(config, LaunchConfig):
-        return ConfigPicker(config)
-    if isinstance(config, Mapping):
-        return ConfigPicker(LaunchConfig(**config))
-    return ConfigPicker(LaunchConfig.load(config))
+    if isinstance(config, (str, PathLike)):
+        return ConfigPicker(LaunchConfig.load(config))
+    return ConfigPicker(LaunchConfig(**given_settings({}, config)))
 
 
 def _namespace() -> dict[str, Any]:

@@ -685,7 +685,7 @@ class EngineContract:
                 os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(600)
 
-        with pytest.raises(TimeoutError, match="ended by its time-out") as caught:
+        with pytest.raises(TimeoutError, match=r"ended after timeout=0\.5 s") as caught:
             self.launch(train, timeout=0.5, grace=0.3)
         assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
 
@@ -807,7 +807,11 @@ class EngineContract:
             text = run.stacks()
             assert "rank 0" in text
             assert text.count("in train") == 2
-            assert "in train" in run.stacks(1)
+            for rank in (1, -1):
+                assert run.stacks(rank).startswith("rank 1\n")
+                assert "in train" in run.stacks(rank)
+            with pytest.raises(IndexError, match="rank 2: this run has the ranks 0 to 1"):
+                run.stacks(2)
         finally:
             run.kill()
         with pytest.raises(RunStopped):

@@ -103,6 +103,18 @@ def test_two_settings_that_do_not_go_together_are_told() -> None:
     assert "engine=&#39;inline&#39; has 1 rank" in row(picker, "engine")._note.value
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"num_gpus": 2}, "no setting is called 'num_gpus'"),
+        (5, "config=5: expected a LaunchConfig, a mapping"),
+    ],
+)
+def test_what_it_cannot_start_with_is_named(config: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config_picker(config)
+
+
 def test_options_unfold_with_their_strategy_and_are_checked() -> None:
     picker = config_picker()
     boxes = picker._plugin_boxes

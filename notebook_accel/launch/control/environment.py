@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from notebook_accel.errors import LaunchError
+from notebook_accel.errors import ConfigError
 from notebook_accel.plugin_options import PLUGINS
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def rank_environment(
         of_engine: what the engine adds, once it has planned the ranks.
 
     Raises:
-        LaunchError: the settings choose accelerators that the notebook does not see.
+        ConfigError: the settings choose accelerators that the notebook does not see.
     """
     kept = {
         name: text
@@ -102,14 +102,15 @@ def _among_visible(devices: Sequence[int]) -> str:
         return ",".join(map(str, devices))
     visible = [name for name in given.split(",") if name]
     if not visible:
-        raise LaunchError(
+        raise ConfigError(
             f"devices={list(devices)}, but {_VISIBLE}={given!r} hides all accelerators from the "
             f"notebook: del os.environ[{_VISIBLE!r}] before, or launch with devices='cpu'"
         )
     if max(devices) >= len(visible):
-        raise LaunchError(
+        raise ConfigError(
             f"devices={list(devices)}, but {_VISIBLE}={','.join(visible)} leaves only "
-            f"the indices 0 to {len(visible) - 1}"
+            f"the indices 0 to {len(visible) - 1}: choose among these, or leave devices= out for "
+            "all of them"
         )
     return ",".join(visible[index] for index in devices)
 

@@ -92,6 +92,7 @@ class Supervisor(Conductor):
         self._folder = folder
         self._metrics = metrics
         self._view = view
+        self.timeout = timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._closing_notices = closing_notices
         self._labels = labels

@@ -18,8 +18,9 @@ from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.state import Failure, apply
 from notebook_accel.launch.control.terminal_text import plain_text
 from notebook_accel.launch.engines.base import Engine, RankPlan
-from notebook_accel.launch.payload import Registry
+from notebook_accel.launch.payload import Registry, notebook_state
 from notebook_accel.launch.run import Conductor
+from notebook_accel.launch.worker.apply_notebook_state import apply_generators
 from notebook_accel.launch.worker.tracebacks import error_text, format_error, shorten
 
 if TYPE_CHECKING:
@@ -78,9 +79,16 @@ class _Inline(Conductor):
         self.ended = Latch()
         self._kept = self.results = Results(Registry())
 
+    def stacks(self, rank: int | None = None) -> str:
+        if self.state.has_ended:
+            return "rank 0\nthe rank has ended\n"
+        return "rank 0\nit runs in the notebook's own process: its stack is that of the cell\n"
+
     def call(self, request: CallRequest) -> None:
         self._become("running", pid=os.getpid())
         try:
+            if request.config.seed is not None:
+                apply_generators(notebook_state.capture(request.config.seed))
             self._kept.put(0, request.function(*request.args, **request.kwargs))
         except KeyboardInterrupt:
             raise

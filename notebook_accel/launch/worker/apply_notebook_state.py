@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         NotebookState,
     )
 
-__all__ = ["apply_notebook_state"]
+__all__ = ["apply_generators", "apply_notebook_state"]
 
 
 def apply_notebook_state(state: NotebookState) -> None:
@@ -30,10 +30,11 @@ def apply_notebook_state(state: NotebookState) -> None:
     for logger in state.loggers:
         _apply_logger(logger)
     _apply_torch_settings(state)
-    _apply_generators(state)
+    apply_generators(state)
 
 
-def _apply_generators(state: NotebookState) -> None:
+def apply_generators(state: NotebookState) -> None:
+    """Make this process's random numbers begin where the state says."""
     import numpy as np
     import torch
 

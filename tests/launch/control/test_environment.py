@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from notebook_accel import LaunchError
+from notebook_accel import ConfigError
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.control.environment import num_threads_of, rank_environment
 
@@ -52,13 +52,13 @@ def test_devices_are_counted_among_those_that_the_notebook_sees(
 
 def test_a_device_that_the_notebook_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    with pytest.raises(LaunchError, match=r"devices=\[2\].*0 to 1"):
+    with pytest.raises(ConfigError, match=r"devices=\[2\].*0 to 1: choose among these"):
         rank_environment(LaunchConfig(devices=[2]))
 
 
 def test_devices_that_are_all_hidden_from_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(LaunchError, match=r"devices=\[0\].*'' hides all.*devices='cpu'"):
+    with pytest.raises(ConfigError, match=r"devices=\[0\].*'' hides all.*devices='cpu'"):
         rank_environment(LaunchConfig(devices=[0]))
 
 

@@ -174,10 +174,19 @@ def test_presses_grow_harder(run: PlayedRun) -> None:
 def test_a_time_out_stops_and_then_presses(run: PlayedRun) -> None:
     (agent,) = run.agents
     call = run.begin_call(timeout=0.1)
+    handle = listed(call, run.folder, call._metrics)
     agent.next()
     kinds = [type(agent.next()) for _ in range(4)]
     assert kinds == [wire.Stop, wire.Interrupt, wire.Terminate, wire.Kill]
     assert call.timed_out
+    for rank in (0, 1):
+        agent.tell(wire.Raised, rank=rank, **raised(kind="stopped"))
+    assert call.ended.wait(SECONDS)
+    with pytest.raises(TimeoutError, match=r"ended after timeout=0\.1 s: pass a larger timeout="):
+        handle.wait()
+    call.rescued_as = "run.rescued"
+    with pytest.raises(TimeoutError, match=r"; what was being trained is kept: run\.rescued$"):
+        handle.wait()
 
 
 def test_a_stop_while_processes_exit_takes_no_result_back(run: PlayedRun) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+import torch
 
 from notebook_accel import ConfigError, RunStopped, WorkerError, notebook_launcher
 from notebook_accel.config import LaunchConfig
@@ -21,6 +24,7 @@ from tests.engines.processes import below
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.run import Run
@@ -92,6 +96,43 @@ def test_it_returns_what_the_function_returned_and_not_a_copy() -> None:
 def test_what_cannot_travel_needs_not_to() -> None:
     lock = threading.Lock()
     assert inline(lambda: lock)[0] is lock
+
+
+def test_the_seed_is_that_of_the_function() -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    random.seed(7)
+    np.random.seed(7)
+    torch.manual_seed(7)
+    seeded = draw()
+    assert inline(draw, settings={"seed": 7})[0] == seeded
+    assert inline(draw)[0] != seeded
+
+
+def test_its_stack_is_that_of_the_cell() -> None:
+    def look() -> str:
+        return runs()[-1].stacks(-1)
+
+    run = inline(look)
+    assert run[0] == (
+        "rank 0\nit runs in the notebook's own process: its stack is that of the cell\n"
+    )
+    assert run.stacks() == "rank 0\nthe rank has ended\n"
+    with pytest.raises(IndexError, match="rank 1: this run has the ranks 0 to 0"):
+        run.stacks(1)
+
+
+def one() -> int:
+    return 1
+
+
+def test_its_script_may_go_to_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert inline(one).export("~/script.py") == tmp_path / "script.py"
+    assert "one" in (tmp_path / "script.py").read_text()
 
 
 def test_what_it_prints_stays_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,6 +297,8 @@ def test_arguments_that_the_engine_does_not_use_are_named_in_one_line() -> None:
     unknown = {"num_processes", "mixed_precision", "use_port", "env", "debug"}
     assert not [name for name in unknown if name in line]
     assert notebook_launcher(lambda: 1, engine="inline", view="none").state.notices == ()
+    run = notebook_launcher(lambda: 1, engine="inline", view="none", config={"grace": 3.0})
+    assert run.state.notices[0].startswith("grace is not used by engine='inline'")
 
 
 def test_two_processes_are_refused() -> None:
