@@ -11,7 +11,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import preflight, run_list
 from notebook_accel.launch.control import state
 from notebook_accel.launch.control.environment import rank_environment
-from notebook_accel.launch.control.export import script_of
+from notebook_accel.launch.control.export import Origins, script_of
 from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
@@ -59,6 +59,7 @@ def launch(
     notices: Sequence[str] = (),
     advise: bool = True,
     name: str | None = None,
+    origins: Callable[[], Origins] = Origins,
 ) -> Run:
     """Call ``function(*args, **kwargs)`` on every rank of a new run.
 
@@ -75,6 +76,7 @@ def launch(
         notices: lines for the person that are known already.
         advise: say at the end what a training function seems to have forgotten.
         name: what the person calls the run; None: as the function.
+        origins: gives where the values came from, for a script that makes them again.
 
     Raises:
         ConfigError: an argument makes no sense, or there are more ranks than accelerators.
@@ -93,6 +95,7 @@ def launch(
         imports=tuple(imports),
         advise=advise,
         name=name,
+        origins=origins,
     )
     try:
         begin = _prepare_launch(request, list(notices))
@@ -175,6 +178,7 @@ class Session:
         notices: Sequence[str] = (),
         advise: bool = False,
         name: str | None = None,
+        origins: Callable[[], Origins] = Origins,
         asked: frozenset[int] | None = None,
         brings_globals: bool = False,
         keeps_error: bool = False,
@@ -205,6 +209,7 @@ class Session:
             environment=self._request.environment,
             advise=advise,
             name=name,
+            origins=origins,
             keeps_error=keeps_error,
         )
         self._pool.check_free()
@@ -332,6 +337,7 @@ def _checked_request(
     imports: tuple[str, ...] = (),
     name: str | None = None,
     keeps_error: bool = False,
+    origins: Callable[[], Origins] = Origins,
 ) -> CallRequest:
     """What is called, by arguments that make sense; an ``environment`` of None is a new one."""
     preflight.check_wait(block=block, timeout=timeout)
@@ -352,6 +358,7 @@ def _checked_request(
         imports=imports,
         advise=advise,
         keeps_error=keeps_error,
+        origins=origins,
     )
 
 
@@ -497,4 +504,5 @@ def _script(request: CallRequest, world_size: int, file: str) -> str:
         world_size=world_size,
         file=file,
         sources=request.sources,
+        origins=request.origins(),
     )

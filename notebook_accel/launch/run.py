@@ -502,7 +502,9 @@ class Run:
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write the function, with what it needs, as a script that torchrun runs; gives the path.
 
-        What was written in cells is copied as it is now in the notebook.
+        What was written in cells is copied as it is now in the notebook. A value that a cell has
+        made is made in the same words, random numbers after the newest seed before the launch;
+        one that was changed since is pickled, and a comment says so.
 
         Raises:
             NotebookAccelError: this is no handle that the launch gave, but one of ``runs()``; or

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.control.export import Origins
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Run
     from notebook_accel.launch.view import View
@@ -88,6 +89,7 @@ def launch_for_debugger(
     timeout: float | None,
     notices: Sequence[str],
     name: str | None,
+    origins: Callable[[], Origins],
 ) -> Run:
     """Launch as ``launch.launcher.launch``, and hold the ranks if one of them raises.
 
@@ -117,6 +119,7 @@ def launch_for_debugger(
             name=name,
             brings_globals=True,
             keeps_error=True,
+            origins=origins,
         )
     except BaseException as error:
         if session.newest_call is None:

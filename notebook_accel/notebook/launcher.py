@@ -17,6 +17,7 @@ from notebook_accel.notebook.clicks import clicks_for, find_kernel
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.held_launch import end_held_launch, launch_for_debugger
 from notebook_accel.notebook.kernel_session import session_for
+from notebook_accel.notebook.origins import origins_of_launch
 from notebook_accel.notebook.sources import cell_sources
 from notebook_accel.notebook.tracebacks import show_in_short
 from notebook_accel.notebook.views import choose_view
@@ -193,6 +194,7 @@ def notebook_launcher(
             timeout=timeout,
             notices=[*notices, *_unused(changed, chosen)],
             name=name,
+            origins=origins_of_launch(get_ipython(), function),
         )
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["cell_sources"]
+__all__ = ["cell_numbers", "cell_sources"]
 
 # Of a long session only the newest cells travel with each launch.
 _MAX_CHARACTERS = 1_000_000
@@ -22,7 +22,7 @@ def cell_sources(shell: InteractiveShell | None) -> list[CellSource]:
     """The cells that ``shell`` has run, newest first; none where ``shell`` is None."""
     if shell is None:
         return []
-    numbers = _cell_numbers(shell)
+    numbers = cell_numbers(shell)
     newest = sorted(numbers, key=lambda filename: numbers[filename], reverse=True)
     found: list[CellSource] = []
     room = _MAX_CHARACTERS
@@ -35,7 +35,7 @@ def cell_sources(shell: InteractiveShell | None) -> list[CellSource]:
     return found
 
 
-def _cell_numbers(shell: InteractiveShell) -> Mapping[str, int]:
+def cell_numbers(shell: InteractiveShell) -> Mapping[str, int]:
     """The number of the cell that each file name stands for."""
     known: Mapping[str, int] | None = getattr(shell.compile, "_filename_map", None)
     if known is not None:

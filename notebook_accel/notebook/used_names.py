@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["CellNames", "is_history", "names_of"]
+__all__ = ["LAUNCHERS", "CellNames", "called", "is_history", "names_of"]
 
 # IPython's own names for what was typed and shown.
 _HISTORY = re.compile(r"_+|_i+|_i?\d+|_[iods]h|_exit_code|In|Out")
 _IDENTIFIER = re.compile(r"[^\W\d]\w*")
 # Functions that change nothing that they are given.
 _ONLY_LOOK = frozenset(dir(builtins)) - {"delattr", "next", "setattr"} | {"display"}
-# Their ranks have copies.
-_LAUNCHERS = ("debug_launcher", "notebook_launcher")
+# Functions whose ranks have copies of what they are given.
+LAUNCHERS = ("debug_launcher", "notebook_launcher")
 
 
 def is_history(name: str) -> bool:
@@ -143,7 +143,7 @@ class _Reader:
             value = node.value
         if isinstance(value, ast.Call):
             self.changed |= _changed_by(value)
-            self.sets_seed |= "seed" in _called(value)
+            self.sets_seed |= "seed" in called(value)
 
     def _read(self, node: ast.AST, own: set[str], skip: Iterable[ast.AST] = ()) -> None:
         """Note the names that a node reads, functions inside of it included."""
@@ -246,7 +246,7 @@ def _arguments(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
-def _called(call: ast.Call) -> str:
+def called(call: ast.Call) -> str:
     """The last name of what is called: ``eval`` of ``model.eval()``."""
     return ast.unparse(call.func).rpartition(".")[2]
 
@@ -259,8 +259,8 @@ def _changed_by(call: ast.Call) -> set[str]:
     init.zeros_(weight)        init, weight: torch ends names so of what changes its arguments
     print(model)               nothing
     """
-    name = _called(call)
-    if name in _LAUNCHERS:
+    name = called(call)
+    if name in LAUNCHERS:
         return set()
     if isinstance(call.func, ast.Attribute):
         given = _arguments(call) if name.endswith("_") else []

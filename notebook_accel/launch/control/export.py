@@ -1,7 +1,8 @@
 """A run's function as a script that torchrun starts.
 
 What was written in cells is copied as source, what was imported is imported, plain values are
-written down; only what has no readable form is carried along pickled.
+written down, others made as the notebook made them; only what has no readable form is carried along
+pickled.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.payload import CellSource
 
-__all__ = ["script_of"]
+__all__ = ["Origin", "Origins", "is_public_name", "script_of"]
 
 # The attribute by which something that is called says why no script can call it, and what to do.
 _NO_SCRIPT = "_notebook_accel_no_script"
@@ -39,6 +40,7 @@ Run it with: torchrun --nproc_per_node={world_size} {file}
 """
 '''
 _LOAD = """
+# What follows pickled has no text that makes it again, or was changed since it was made.
 def _unpickled(text):
     import base64, pickle
     return pickle.loads(base64.b85decode(text))
@@ -46,6 +48,37 @@ def _unpickled(text):
 # As symbol tables name them, between angle brackets or not.
 _COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp", "genexpr")
 _FUTURE = "from __future__ import annotations\n"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A text of the notebook that makes a value once more.
+
+    Attributes:
+        text: a statement, or the expression of an argument.
+        names: what it reads, with the values that the notebook has.
+        order: its place among the notebook's statements.
+    """
+
+    text: str
+    names: Mapping[str, Any]
+    order: int
+
+
+class Origins:
+    """Where the values of a launch came from; of this class, nobody knows."""
+
+    def of_argument(self, key: int | str) -> Origin | None:
+        """The expression of an argument, by its place or name."""
+        return None
+
+    def of_global(self, name: str, value: Any) -> Origin | None:
+        """The statement that made the value which the notebook has under that name, as it is."""
+        return None
+
+    def of_seed(self) -> Origin | None:
+        """The statement before the launch that set the seed of random numbers."""
+        return None
 
 
 def script_of(
@@ -56,6 +89,7 @@ def script_of(
     world_size: int,
     file: str,
     sources: Sequence[CellSource] = (),
+    origins: Origins | None = None,
 ) -> str:
     """The text of a script that calls ``function(*args, **kwargs)``.
 
@@ -65,6 +99,7 @@ def script_of(
         world_size: the number of processes that the script's first lines propose.
         file: the name that they call the script.
         sources: the notebook's cells, newest first: where classes without methods are found.
+        origins: where the values came from.
 
     Raises:
         NotebookAccelError: the function says that no script can call it, or a value that is used
@@ -73,41 +108,58 @@ def script_of(
     refusal = getattr(function, _NO_SCRIPT, None)
     if refusal is not None:
         raise NotebookAccelError(refusal)
-    script = _Script(cells=[source.text for source in sources])
+    origins = origins or Origins()
+    script = _Script(cells=[source.text for source in sources], origins=origins)
     name = getattr(function, "__name__", "function")
     called = script.value(name, function)
-    given = [script.value(f"args[{index}]", arg) for index, arg in enumerate(args)]
-    given += [f"{key}={script.value(key, value)}" for key, value in kwargs.items()]
+    given = [
+        script.value(f"args[{index}]", arg, origins.of_argument(index))
+        for index, arg in enumerate(args)
+    ]
+    given += [
+        f"{key}={script.value(key, value, origins.of_argument(key))}"
+        for key, value in kwargs.items()
+    ]
+    script.add_seed()
     head = _HEAD.format(name=name, world_size=world_size, file=file)
     return script.text(head, f"{called}({', '.join(given)})")
 
 
+# The places of definitions, and of the call that sets the seed.
+_FIRST = -2
+_SEED = -1
+
+
 @dataclass(frozen=True)
 class _Definition:
-    """A function or class that is copied.
+    """A function or class that is copied, or the statement of another value.
 
     Attributes:
         source: its statement.
         read: the globals that it looks up, at any time.
         needed: those of them that it looks up while the statement runs: decorators, bases,
             defaults, and what the body of a class does.
+        order: its place after the functions and classes; theirs is `_FIRST`.
     """
 
     source: str
     read: frozenset[str]
     needed: frozenset[str]
+    order: int
 
 
 @dataclass
 class _Script:
     """Parts of the script, in the order in which they are written."""
 
-    cells: Sequence[str] = ()
+    cells: Sequence[str]
+    origins: Origins
     imports: dict[str, None] = field(default_factory=dict)
     values: list[str] = field(default_factory=list)
     definitions: dict[str, _Definition] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     needs_load: bool = False
+    makes_values: bool = False
 
     def define(self, name: str, value: Any) -> None:
         """Give the script a global of that name."""
@@ -118,7 +170,7 @@ class _Script:
             module = value.__name__
             line = f"import {module}" if module == name else f"import {module} as {name}"
             self.imports[line] = None
-        elif _is_public_name(value):
+        elif is_public_name(value):
             own = value.__qualname__
             alias = own if own == name else f"{own} as {name}"
             self.imports[f"from {_public_module(value)} import {alias}"] = None
@@ -128,11 +180,14 @@ class _Script:
             and (source := _source(value, self.cells))
         ):
             self._copy_source(value, source)
+        elif _is_plain(value):
+            self.values.append(f"{name} = {value!r}")
+        elif origin := self.origins.of_global(name, value):
+            self._copy_statement(name, origin, origin.order)
         else:
-            expression = repr(value) if _is_plain(value) else self._pickled(name, value)
-            self.values.append(f"{name} = {expression}")
+            self.values.append(f"{name} = {self._pickled(name, value)}")
 
-    def value(self, label: str, value: Any) -> str:
+    def value(self, label: str, value: Any, origin: Origin | None = None) -> str:
         """An expression for a value, which an error calls by the label."""
         if _is_plain(value):
             return repr(value)
@@ -140,7 +195,27 @@ class _Script:
         if name.isidentifier() and _is_definition(value):
             self.define(name, value)
             return str(name)
-        return self._pickled(label, value)
+        if origin is None:
+            return self._pickled(label, value)
+        self.makes_values = True
+        self._define_all(origin.names)
+        return origin.text
+
+    def add_seed(self) -> None:
+        """Set the seed as the notebook did, where the script makes values: they may be random."""
+        origin = self.origins.of_seed() if self.makes_values else None
+        if origin is not None:
+            self._copy_statement(origin.text, origin, _SEED)
+
+    def _define_all(self, names: Mapping[str, Any]) -> None:
+        for name, value in names.items():
+            self.define(name, value)
+
+    def _copy_statement(self, name: str, origin: Origin, order: int) -> None:
+        self.makes_values = True
+        read = frozenset(origin.names)
+        self.definitions[name] = _Definition(origin.text, read, needed=read, order=order)
+        self._define_all(origin.names)
 
     def _pickled(self, label: str, value: Any) -> str:
         self.needs_load = True
@@ -158,10 +233,9 @@ class _Script:
         read = frozenset(_globals_read(symtable.symtable(source, "", "exec")))
         # Under the import that the script begins with, annotations are not looked up.
         needed = frozenset(_globals_needed(symtable.symtable(_FUTURE + source, "", "exec")))
-        self.definitions[value.__name__] = _Definition(source, read, needed)
+        self.definitions[value.__name__] = _Definition(source, read, needed, order=_FIRST)
         known = _globals_of(value)
-        for used in sorted(read & known.keys()):
-            self.define(used, known[used])
+        self._define_all({used: known[used] for used in sorted(read & known.keys())})
 
     def _sources(self) -> list[str]:
         """The definitions, each after those that must be there when its statement runs.
@@ -184,10 +258,12 @@ class _Script:
                     write(used)
             written[name] = self.definitions[name].source
 
-        # What was found last is used by what was found before it.
-        for name in reversed(self.definitions):
+        # What was found last is used by what was found before it; the sort keeps that order.
+        found = reversed(self.definitions)
+        for name in sorted(found, key=lambda name: self.definitions[name].order):
             write(name)
-        return list(written.values())
+        # Of several names that one statement assigns each has it.
+        return list(dict.fromkeys(written.values()))
 
     def _reached(
         self, names: Iterable[str], of: Callable[[_Definition], frozenset[str]]
@@ -220,7 +296,7 @@ def _is_definition(value: Any) -> bool:
     return isinstance(value, (type, types.FunctionType))
 
 
-def _is_public_name(value: Any) -> bool:
+def is_public_name(value: Any) -> bool:
     """Whether the value is a class or function that its module has under its own name."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     name = getattr(value, "__qualname__", "")

@@ -35,6 +35,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.launch import run_list, wire
 from notebook_accel.launch.control.advice import closing_advice
 from notebook_accel.launch.control.environment import num_threads_of, rank_environment
+from notebook_accel.launch.control.export import Origins
 from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.results import Results
@@ -109,6 +110,7 @@ class CallRequest(StartRequest):
         timeout: seconds after which the call is ended; None for never.
         advise: say at the end what a training function seems to have forgotten.
         keeps_error: a rank keeps what the call raises, for a debugger.
+        origins: gives where the values came from, whenever it is called.
     """
 
     function: Callable[..., Any]
@@ -118,6 +120,7 @@ class CallRequest(StartRequest):
     timeout: float | None
     advise: bool = True
     keeps_error: bool = False
+    origins: Callable[[], Origins] = Origins
 
 
 @dataclass(frozen=True, kw_only=True)

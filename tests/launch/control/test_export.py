@@ -67,6 +67,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 CELLS = '''
+%load_ext notebook_accel
+#---
 class M:
     size = 1
 #---
@@ -94,12 +96,29 @@ class Net(torch.nn.Module):
     @torch.no_grad()
     def forward(self, x):
         return Linear(1, M.size)(x)
-def train():
-    known = [Accelerator.__name__, M.size, N().f(), D(4).f(), Net()(torch.zeros(1)).shape[0]]
-    print(*known)
+SIDE = 3
+TABLE, LIMIT = torch.arange(SIDE), torch.tensor(SIDE)
+shift = lambda x: x + int(LIMIT)
+layer = Linear(2, 1)
+repr(layer);
 #---
-run = notebook_launcher(train, num_processes=1, devices="cpu", view="none")
-path = run.export(os.environ["TARGETS"] + "/cells.py")
+def train(given, side):
+    known = [Accelerator.__name__, M.size, N().f(), D(4).f(), Net()(torch.zeros(1)).shape[0]]
+    print(*known, shift(int(TABLE.sum())), int(side.sum()), layer(given.weight).item())
+#---
+torch.manual_seed(3)
+layer = Linear(2, 1)
+run = notebook_launcher(
+    train, (Linear(2, 1),), 1, kwargs={"side": torch.ones(SIDE)}, devices="cpu", view="none"
+)
+folder = os.environ["TARGETS"]
+run.export(folder + "/cells.py")
+with open(folder + "/printed", "w") as file:
+    file.write(run.logs(0))
+#---
+LIMIT += 1
+layer.bias.data.zero_()
+run.export(folder + "/changed.py");
 '''
 shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
 for cell in CELLS.split("#---"):
@@ -130,13 +149,22 @@ def test_torchrun_runs_what_was_exported(folder: Path) -> None:
     assert sorted(said.splitlines()) == ["16 9 3 of 2"] * 2
 
 
-def test_classes_of_a_notebooks_cells_are_copied_as_source(folder: Path) -> None:
+def test_what_a_notebooks_cells_made_is_copied_as_source(folder: Path) -> None:
     text = (folder / "cells.py").read_text()
     assert "_unpickled" not in text
     assert "class M:\n    size = 1\n" in text
     assert "@dataclass\nclass D(N):" in text
     assert "from notebook_accel import Accelerator\nfrom torch.nn import Linear\n" in text
-    assert _run(sys.executable, str(folder / "cells.py")) == "Accelerator 1 3 3 1\n"
+    assert text.index("torch.manual_seed(3)\n") < text.index("layer = Linear(2, 1)\n")
+    assert "    train(Linear(2, 1), side=torch.ones(SIDE))\n" in text
+    printed = (folder / "printed").read_text()
+    assert printed.startswith("Accelerator 1 3 3 1 6 3 ")
+    assert _run(sys.executable, str(folder / "cells.py")) == printed
+    # What was changed since is as it is by now.
+    text = (folder / "changed.py").read_text()
+    for name in ("TABLE", "shift", "layer"):
+        assert f"{name} = _unpickled(" in text
+    assert "has no text that makes it again" in text
 
 
 def _function(text: str, **names: Any) -> Any:

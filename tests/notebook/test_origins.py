@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from ipykernel.compiler import XCachingCompiler
+from IPython.core.getipython import get_ipython
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from notebook_accel.notebook.failed_cells import watch_cells
+from notebook_accel.notebook.origins import origins_of_launch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from notebook_accel.launch.control.export import Origin, Origins
+
+
+def accelerate(line: str, cell: str = "") -> None:
+    """As the magic does, keep the cell's own text beside what IPython made of it."""
+    shell: Any = get_ipython()
+    shell.compile.cache(f"%%accelerate {line}\n{cell}", len(shell.user_ns["In"]) - 1)
+
+
+class Notebook:
+    """Cells that run here, and in which launches start nothing."""
+
+    def __init__(self) -> None:
+        config = Config(HistoryManager={"enabled": False})
+        # As a kernel does, it names cells by their text.
+        self.shell: Any = InteractiveShell.instance(config=config, compiler_class=XCachingCompiler)
+        watch_cells(self.shell)
+        self.shell.register_magic_function(accelerate, "line_cell")
+        self.launches: list[Callable[[], Origins]] = []
+        self.shell.user_ns["notebook_launcher"] = self._launch
+        self.run(
+            "class Net:\n    def __init__(self, width=1): self.parts = [width]",
+            "class Learns(Net):\n    state_dict = dict",
+            "def train(*args, **kwargs): ...\ndef make(n=2): return [object()] * n",
+        )
+
+    def _launch(self, function: Any, args: Any = (), **options: Any) -> None:
+        self.launches.append(origins_of_launch(self.shell, function))
+
+    def run(self, *cells: str) -> None:
+        for cell in cells:
+            self.shell.run_cell(cell, store_history=True)
+
+    def text_of_global(self, name: str) -> str | None:
+        origins = origins_of_launch(self.shell, print)()
+        return text_of(origins.of_global(name, self.shell.user_ns[name]))
+
+    def text_of_argument(self, launch: int, key: int | str) -> str | None:
+        return text_of(self.launches[launch]().of_argument(key))
+
+
+def text_of(origin: Origin | None) -> str | None:
+    return None if origin is None else origin.text
+
+
+@pytest.fixture
+def notebook() -> Iterator[Notebook]:
+    main = sys.modules["__main__"]
+    yield Notebook()
+    InteractiveShell.clear_instance()
+    sys.modules["__main__"] = main
+
+
+@pytest.mark.parametrize(
+    ("cells", "text"),
+    [
+        (["it = make()"], "it = make()"),
+        (["n = 1; it, other = make(\n  n), 2", "print(it)"], "it, other = make(\n  n), 2"),
+        (["it = 1", "it = lambda x: x"], "it = lambda x: x"),
+        (["n = 1", "it = make(n)", "n = 2"], None),
+        (["it = make()", "it = 1 / 0"], None),
+        (["it = make()", "it = list(it)"], None),
+        (["it = make()", "it[0] = 1"], None),
+        (["it = make()", "it.reverse()"], None),
+        (["it = make()", "%time it.reverse()"], None),
+        (["it = make()", "%%accelerate -n 2\nit.reverse()"], "it = make()"),
+        (["it = make()", "%accelerate pull it"], None),
+        (["it, other = make(), make()", "other.reverse()"], None),
+        (["it = make()", "def make(): ..."], None),
+        (["for it in make(): pass"], None),
+        (["async def later(): return []", "it = await later()"], None),
+        (["it = Net()", "other = it.parts"], "it = Net()"),
+        # Of what learns, any use counts but these.
+        (["it = Learns()", "other = it.parts"], None),
+        (
+            ["it = Learns()", "print(it)\nit", "run = notebook_launcher(train, (it,))"],
+            "it = Learns()",
+        ),
+    ],
+)
+def test_a_global_has_the_statement_that_would_make_it_again(
+    notebook: Notebook, cells: list[str], text: str | None
+) -> None:
+    notebook.run(*cells)
+    assert notebook.text_of_global("it") == text
+
+
+def test_an_argument_has_its_expression_where_it_would_give_the_same(notebook: Notebook) -> None:
+    width = "width = object()"
+    launch = "run = notebook_launcher(train, (1, Net(width)), kwargs={'net': Net(\n7)})"
+    notebook.run(width, launch, "notebook_launcher(function=train, args=[Net()])")
+    assert notebook.text_of_argument(0, 1) == "Net(width)"
+    assert notebook.text_of_argument(0, "net") == "Net(\n7)"
+    assert notebook.text_of_argument(0, "other") is None
+    assert notebook.text_of_argument(1, 0) == "Net()"
+    notebook.run(width, launch)
+    assert notebook.text_of_argument(0, 1) is None, "it was another one then"
+    assert notebook.text_of_argument(0, "net") == "Net(\n7)"
+    assert notebook.text_of_argument(2, 1) == "Net(width)"
+
+
+def test_a_launch_that_no_statement_makes_by_itself_has_no_expressions(notebook: Notebook) -> None:
+    notebook.run(
+        "for n in (1, 2): notebook_launcher(train, (Net(n),))",
+        "[notebook_launcher(train, (Net(n),)) for n in (1, 2)]",
+        "def go(): notebook_launcher(train, (Net(),))",
+        "go()",
+        "both = notebook_launcher(train, (Net(),)), notebook_launcher(train, (Net(2),))",
+        "notebook_launcher(train, (*[Net()],), kwargs={**{'net': 2}, 'net': Net()})",
+    )
+    assert len(notebook.launches) == 8
+    for launch in range(8):
+        assert notebook.text_of_argument(launch, 0) is None
+        assert notebook.text_of_argument(launch, "net") is None
+
+
+def test_the_seed_is_the_newest_before_the_launch(notebook: Notebook) -> None:
+    notebook.run(
+        "def set_seed(n): ...\nSEED = 3",
+        "set_seed(0)",
+        "set_seed(SEED)\nrun = notebook_launcher(train, (Net(),))\nset_seed(4)",
+    )
+    assert text_of(notebook.launches[0]().of_seed()) == "set_seed(SEED)"
+    notebook.run("SEED = 5")
+    assert notebook.launches[0]().of_seed() is None, "nor an older one, which was not in force"
