@@ -29,7 +29,8 @@ def compare(*runs: Run, names: Sequence[str] = ()) -> Any:
         The axes, in the order of the names.
 
     Raises:
-        ConfigError: no run was given, or what is no run, or no run has a metric of that name.
+        ConfigError: no run was given, or what is no run, or ``names`` is a text, or no run has a
+            metric of that name.
         FileNotFoundError: a run was deleted from disk.
         ImportError: matplotlib is not installed.
     """
@@ -40,6 +41,8 @@ def compare(*runs: Run, names: Sequence[str] = ()) -> Any:
             f"compare() got {given}: expected runs, as compare(run1, run2) or "
             "compare(*notebook_accel.runs()[-3:])"
         )
+    if isinstance(names, str):
+        raise ConfigError(f"names={shown(names)}: expected a list, such as names=[{shown(names)}]")
     all_names = [run.name for run in runs]
     labels = [
         run.name if all_names.count(run.name) == 1 else f"{run.name} ({run.id})" for run in runs

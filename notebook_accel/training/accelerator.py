@@ -187,7 +187,9 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
             ConfigError: ``device_placement`` has not one entry an object.
             TypeError: an object belongs to another framework.
         """
-        placement: Sequence[bool | None] = device_placement or [None] * len(args)
+        placement: Sequence[bool | None] = [None] * len(args)
+        if device_placement is not None:
+            placement = device_placement
         ready = self._prepared.prepare(args, placement)
         return ready[0] if len(ready) == 1 else tuple(ready)
 

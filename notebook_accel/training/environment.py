@@ -164,8 +164,12 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """A variable as a flag, or the default where it is not set."""
-    return bool(str_to_bool(os.environ.get(key, str(default)), to_bool=True))
+    """A variable as a flag, or the default where it is not set.
+
+    Raises:
+        ConfigError: its text is no flag.
+    """
+    return parse_flag(key, os.environ[key]) if key in os.environ else default
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:

@@ -39,6 +39,13 @@ def _flag(name: str, default: bool = False) -> bool:
     return parse_flag(name, text) if text else default
 
 
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "").strip()
+    if text and not text.isdecimal():
+        raise ConfigError(f"{name}={text!r}: expected a whole number, 0 or more")
+    return int(text) if text else default
+
+
 @dataclass
 class FullyShardedDataParallelPlugin:
     """Weights, gradients and optimizer states in parts, one a rank (torch's ``fully_shard``).
@@ -110,7 +117,7 @@ class FullyShardedDataParallelPlugin:
         from torch.distributed.fsdp import ShardingStrategy
 
         if self.fsdp_version is None:
-            self.fsdp_version = int(os.environ.get("FSDP_VERSION", "1"))
+            self.fsdp_version = _number("FSDP_VERSION", 1)
         if self.fsdp_version not in (1, 2):
             raise ConfigError(f"fsdp_version={self.fsdp_version!r}: expected 1 or 2")
         given = self.sharding_strategy or os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
@@ -148,7 +155,7 @@ class FullyShardedDataParallelPlugin:
             names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
             self.transformer_cls_names_to_wrap = [n.strip() for n in names.split(",") if n] or None
         if self.min_num_params is None:
-            self.min_num_params = int(os.environ.get("FSDP_MIN_NUM_PARAMS", "0"))
+            self.min_num_params = _number("FSDP_MIN_NUM_PARAMS", 0)
 
     def _resolve_state_dicts(self) -> None:
         from torch.distributed import fsdp
@@ -226,8 +233,22 @@ class FullyShardedDataParallelPlugin:
         if given is None:
             return set()
         if isinstance(given, str):
-            pattern = re.compile(given)
-            given = [part for name, part in model.named_modules() if pattern.fullmatch(name)]
+            try:
+                pattern = re.compile(given)
+            except re.error as error:
+                raise ConfigError(
+                    f"ignored_modules={given!r}: expected modules, or a regular expression of "
+                    f"their names: {error}"
+                ) from None
+            found = [part for name, part in model.named_modules() if pattern.fullmatch(name)]
+            if not found:
+                # No error: of two models that are prepared, one may have no such modules.
+                notice_once(
+                    f"ignore {type(model).__name__}",
+                    f"ignored_modules={given!r} matches the name of no module of "
+                    f"{type(model).__name__}: all its weights are sharded",
+                )
+            given = found
         return {weight for part in given for weight in part.parameters()}
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.settings import DistributedType
+from notebook_accel.training.settings import DistributedType, check_steps
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -80,8 +80,7 @@ class LocalSGD:
                 f"LocalSGD under {_kind_of(accelerator)}: it averages whole models, and here each "
                 "rank has a part of one. Leave it out, or train with DDP"
             )
-        if local_sgd_steps < 1:
-            raise ConfigError(f"local_sgd_steps is {local_sgd_steps}: expected at least 1")
+        check_steps("local_sgd_steps", local_sgd_steps)
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps

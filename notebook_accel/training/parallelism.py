@@ -77,7 +77,7 @@ class ParallelismConfig:
     cp_backend: str | None = None
     """Accepted."""
     sp_size: int | None = None
-    """Ranks of DeepSpeed's sequence parallelism: not there yet beyond 1."""
+    """Refused beyond 1: sequences are divided by ``cp_size``."""
     sp_backend: str | None = None
     """Accepted."""
     tp_handler: Any = None
@@ -99,21 +99,24 @@ class ParallelismConfig:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            value = getattr(self, name)
+            value, shown = getattr(self, name), f"ParallelismConfig({name}={getattr(self, name)!r})"
             if value is None:
-                text = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "").strip() or "1"
-                value = int(text) if text.isdecimal() else text
+                variable = f"PARALLELISM_CONFIG_{name.upper()}"
+                text = os.environ.get(variable, "").strip() or "1"
+                value, shown = int(text) if text.isdecimal() else text, f"{variable}={text!r}"
                 setattr(self, name, value)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"ParallelismConfig({name}={value!r}): expected 1 or more")
+                raise ConfigError(f"{shown}: expected a whole number, 1 or more")
         self._check_context()
         if self.pp_schedule not in _SCHEDULES:
             raise ConfigError(
                 f"ParallelismConfig(pp_schedule={self.pp_schedule!r}): expected one of {_SCHEDULES}"
             )
-        if self.num_microbatches is not None and self.num_microbatches < 1:
+        number = self.num_microbatches
+        if number is not None and (not isinstance(number, int) or number < 1):
             raise ConfigError(
-                f"ParallelismConfig(num_microbatches={self.num_microbatches}): expected 1 or more"
+                f"ParallelismConfig(num_microbatches={number!r}): expected a whole number, 1 or "
+                "more, or None"
             )
         if self.pp_enabled and self.cp_enabled:
             raise ConfigError(

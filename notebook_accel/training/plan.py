@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ from notebook_accel.training.strategies import Request, Strategy, make_strategy
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from notebook_accel.training.compiling import TorchDynamoPlugin
     from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugins
@@ -110,6 +111,11 @@ def make_plan(
         ConfigError: a setting makes no sense.
     """
     checked = _check_handlers(handlers)
+    _check_type("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
+    if isinstance(rng_types, str):
+        raise ConfigError(
+            f'rng_types={rng_types!r}: expected a list of names, such as ["torch", "generator"]'
+        )
     if plugin is not None and num_steps not in (None, 1):
         raise ConfigError(
             f"gradient_accumulation_steps={num_steps} and a gradient_accumulation_plugin were "
@@ -138,7 +144,11 @@ def make_plan(
     window = resolve_plugin(None if plugin else num_steps, plugin)
     found = topology.establish(cpu=cpu, options=pick_handler(checked, InitProcessGroupKwargs))
     if cpu and found.device.type != "cpu":
-        notice_once("cpu", f"cpu=True came too late: this rank computes on {found.device}")
+        notice_once(
+            "cpu",
+            f"cpu=True came too late: this rank computes on {found.device}. Make the rank's first "
+            "Accelerator (or PartialState) with cpu=True, or launch with devices='cpu'",
+        )
     precision = make_precision(
         precision_name,
         found.device,
@@ -177,7 +187,12 @@ def make_plan(
 def resolve_loaders(
     config: DataLoaderConfiguration | None, **given: bool | None
 ) -> DataLoaderConfiguration:
-    """The configuration with what was given as an argument of its own."""
+    """The configuration with what was given as an argument of its own.
+
+    Raises:
+        ConfigError: ``config`` is none.
+    """
+    _check_type("dataloader_config", config, DataLoaderConfiguration)
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return replace(config or DataLoaderConfiguration(), **fields)
 
@@ -185,11 +200,23 @@ def resolve_loaders(
 def resolve_project(
     config: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None
 ) -> ProjectConfiguration:
-    """The configuration, which stays the user's own object, with the folder filled in."""
+    """The configuration, which stays the user's own object, with the folder filled in.
+
+    Raises:
+        ConfigError: ``config`` is none.
+    """
+    _check_type("project_config", config, ProjectConfiguration)
     config = config or ProjectConfiguration()
     if project_dir is not None and config.project_dir is None:
         config.set_directories(str(project_dir))
     return config
+
+
+def _check_type(name: str, given: object, expected: type) -> None:
+    if given is not None and not isinstance(given, expected):
+        raise ConfigError(
+            f"{name} is a {type(given).__name__}: expected a {expected.__name__}, or None"
+        )
 
 
 def refuse_unbuilt(others: dict[str, Any]) -> None:
@@ -219,11 +246,18 @@ _KNOWN = (
 
 def _check_handlers(handlers: Iterable[KwargsHandler]) -> list[KwargsHandler]:
     """The handlers as a list: each of a known class, none of a class twice."""
+    if not isinstance(handlers, Iterable):
+        raise ConfigError(
+            f"kwargs_handlers is a {type(handlers).__name__}: expected a list, such as "
+            "kwargs_handlers=[AutocastKwargs(...)]"
+        )
     checked: list[KwargsHandler] = []
     for handler in handlers:
         if not isinstance(handler, _KNOWN):
             names = ", ".join(kind.__name__ for kind in _KNOWN)
-            raise ConfigError(f"kwargs_handlers has a {type(handler).__name__}: there is {names}")
+            raise ConfigError(
+                f"kwargs_handlers has a {type(handler).__name__}: expected objects of {names}"
+            )
         if any(type(other) is type(handler) for other in checked):
             raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}: pass one")
         checked.append(handler)

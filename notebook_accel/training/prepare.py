@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +22,7 @@ from notebook_accel.training.scheduler import AcceleratedScheduler
 from notebook_accel.training.strategies import ModelToPrepare, PrepareCall, unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -70,6 +71,11 @@ class Preparation:
             ConfigError: ``placement`` has not one entry an object.
             TypeError: an object belongs to another framework.
         """
+        if not isinstance(placement, Sequence):
+            raise ConfigError(
+                f"prepare(device_placement={placement!r}): expected a list with one flag for each "
+                "object, such as [False, True]; Accelerator(device_placement=False) is for all"
+            )
         if len(placement) != len(objects):
             raise ConfigError(
                 f"prepare() got {len(objects)} objects and device_placement for "

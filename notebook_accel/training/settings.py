@@ -293,10 +293,11 @@ class ProjectConfiguration:
     def __post_init__(self) -> None:
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
-        if self.total_limit is not None and self.total_limit < 1:
+        limit = self.total_limit
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise ConfigError(
-                f"ProjectConfiguration(total_limit={self.total_limit}): expected at least 1, "
-                "or None to keep all checkpoints"
+                f"ProjectConfiguration(total_limit={limit!r}): expected a whole number of at least "
+                "1, or None to keep all checkpoints"
             )
 
     def set_directories(self, project_dir: str | None = None) -> None:

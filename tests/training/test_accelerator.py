@@ -83,7 +83,15 @@ def test_old_loader_arguments_are_honoured() -> None:
             "pass one of them",
         ),
         ({"kwargs_handlers": [AutocastKwargs()] * 2}, "two AutocastKwargs"),
-        ({"kwargs_handlers": [object()]}, "has a object: there is AORecipeKwargs, "),
+        ({"kwargs_handlers": [object()]}, "has a object: expected objects of AORecipeKwargs, "),
+        ({"kwargs_handlers": AutocastKwargs()}, "is a AutocastKwargs: expected a list, such as"),
+        ({"dataloader_config": {}}, "is a dict: expected a DataLoaderConfiguration, or None"),
+        ({"project_config": "runs"}, "is a str: expected a ProjectConfiguration, or None"),
+        (
+            {"gradient_accumulation_plugin": {"num_steps": 2}},
+            "is a dict: expected a GradientAccumulationPlugin, or None",
+        ),
+        ({"rng_types": "torch"}, "rng_types='torch': expected a list of names"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -108,6 +116,12 @@ def test_accumulation_of_the_code_beats_the_environment(monkeypatch: pytest.Monk
     monkeypatch.setenv("NOTEBOOK_ACCEL_GRADIENT_ACCUMULATION_STEPS", "many")
     with pytest.raises(ConfigError, match="NOTEBOOK_ACCEL_GRADIENT_ACCUMULATION_STEPS='many'"):
         Accelerator(cpu=True)
+
+
+@pytest.mark.parametrize("limit", [0, "3"])
+def test_how_many_checkpoints_are_kept_is_a_number(limit: Any) -> None:
+    with pytest.raises(ConfigError, match=f"total_limit={limit!r}.: expected a whole number"):
+        ProjectConfiguration(total_limit=limit)
 
 
 def test_a_project_s_folder_may_be_given_twice(tmp_path: Path) -> None:
@@ -169,6 +183,9 @@ def test_placement_is_one_entry_an_object() -> None:
     assert loader.device is None
     with pytest.raises(ConfigError, match="got 2 objects and device_placement for 1"):
         accelerator.prepare(model, loader, device_placement=[True])
+    for flag in (True, False):
+        with pytest.raises(ConfigError, match=rf"device_placement={flag}\): expected a list"):
+            accelerator.prepare(model, loader, device_placement=flag)  # type: ignore[arg-type]
 
 
 def test_free_memory_forgets_everything() -> None:

@@ -73,5 +73,7 @@ def test_variables_are_read_or_defaults_taken(monkeypatch: pytest.MonkeyPatch) -
     assert get_int_from_env(["NOTHING"], 1) == 1
     assert parse_flag_from_env("A_FLAG") is True
     assert parse_flag_from_env("NOTHING", default=True) is True
+    with pytest.raises(ConfigError, match="AN_INT='3': expected true or false"):
+        parse_flag_from_env("AN_INT")
     assert parse_choice_from_env("A_FLAG") == "yes"
     assert parse_choice_from_env("NOTHING") == "no"

@@ -130,6 +130,24 @@ def test_modules_are_ignored_by_name() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     ignored = Plugin(ignored_modules="0").ignored_parameters(model)
     assert ignored == set(model[0].parameters())
+    with pytest.warns(UserWarning, match="ignored_modules='head' matches the name of no module"):
+        assert Plugin(ignored_modules="head").ignored_parameters(model) == set()
+
+
+@pytest.mark.parametrize(
+    ("variable", "make"),
+    [
+        ("FSDP_VERSION", Plugin),
+        ("FSDP_MIN_NUM_PARAMS", Plugin),
+        ("PARALLELISM_CONFIG_TP_SIZE", ParallelismConfig),
+    ],
+)
+def test_a_variable_that_is_no_number_is_named(
+    variable: str, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "two")
+    with pytest.raises(ConfigError, match=f"{variable}='two': expected a whole number"):
+        make()
 
 
 @pytest.mark.parametrize(
@@ -139,7 +157,7 @@ def test_modules_are_ignored_by_name() -> None:
         (lambda: Plugin(sharding_strategy="HALF"), "expected one of FULL_SHARD, "),
         (lambda: Plugin(auto_wrap_policy="all"), "expected one of .*, or a function"),
         (lambda: Plugin(state_dict_type="X"), "expected one of FULL_STATE_DICT"),
-        (lambda: ParallelismConfig(tp_size=0), r"tp_size=0\): expected 1 or more"),
+        (lambda: ParallelismConfig(tp_size=0), r"tp_size=0\): expected a whole number, 1 or more"),
         (lambda: ParallelismConfig(pp_size=2, cp_size=2), "does not compose with divided sequ"),
         (lambda: ParallelismConfig(pp_size=4, num_microbatches=3), "expects 4 or more"),
         (
@@ -147,7 +165,12 @@ def test_modules_are_ignored_by_name() -> None:
             "num_microbatches=3.: this schedule expects a multiple of 2",
         ),
         (lambda: ParallelismConfig(pp_schedule="2F"), "expected one of .*1F1B"),
-        (lambda: ParallelismConfig(num_microbatches=0), "expected 1 or more"),
+        (lambda: ParallelismConfig(num_microbatches=0), "expected a whole number, 1 or more"),
+        (lambda: ParallelismConfig(num_microbatches="4"), "microbatches='4'.: expected a whole"),
+        (
+            lambda: Plugin(ignored_modules="(").ignored_parameters(nn.Linear(1, 1)),
+            r"ignored_modules='\(': expected modules, or a regular expression",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +67,7 @@ def test_models_in_parts_are_refused() -> None:
         assert "LocalSGD under ParallelismConfig(tp_size=2): it averages whole models" in divided
 
 
-def test_no_steps_are_refused() -> None:
-    with pytest.raises(ConfigError, match="at least 1"):
-        LocalSGD(Accelerator(cpu=True), nn.Linear(1, 1), 0)
+@pytest.mark.parametrize("steps", [0, "8"])
+def test_no_steps_are_refused(steps: Any) -> None:
+    with pytest.raises(ConfigError, match=f"steps is {steps!r}: expected a whole number of at lea"):
+        LocalSGD(Accelerator(cpu=True), nn.Linear(1, 1), steps)

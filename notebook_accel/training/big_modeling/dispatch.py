@@ -99,7 +99,14 @@ def _offload(
     weights: Mapping[str, torch.Tensor],
     preload_module_classes: Sequence[str] | None,
 ) -> Module:
-    device = next(model.parameters()).device if device is None else device
+    if device is None:
+        first = next(model.parameters(), None)
+        if first is None:
+            raise ConfigError(
+                f"{type(model).__name__} has no parameters, which would say where it computes: "
+                "pass execution_device="
+            )
+        device = first.device
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
         model,

@@ -63,6 +63,8 @@ def test_runs_are_drawn_together_by_their_names() -> None:
     assert [axis.get_title() for axis in compare(runs[0], names=["lr"])] == ["lr"]
     with pytest.raises(ConfigError, match="no metric is called 'acc'; these runs logged 'loss'"):
         compare(*runs, names=["acc"])
+    with pytest.raises(ConfigError, match=r"names='loss': expected a list, such as names=\['loss"):
+        compare(*runs, names="loss")
     with pytest.raises(ConfigError, match=r"compare\(\) got 3"):
         compare(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="got nothing"):

@@ -191,6 +191,12 @@ def test_weights_can_be_looked_at_and_changed_in_place(model: Language) -> None:
     assert plain.weight is weight
 
 
+def test_a_model_without_parameters_says_no_device() -> None:
+    with pytest.raises(ConfigError, match=r"ReLU has no parameters.* pass execution_device="):
+        cpu_offload(nn.ReLU())
+    assert cpu_offload(nn.ReLU(), torch.device("cpu"))(torch.ones(1)) == 1
+
+
 def test_an_offloaded_model_gives_its_whole_state(model: Language) -> None:
     state = values(model)
     cpu_offload(model)
