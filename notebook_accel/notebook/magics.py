@@ -152,7 +152,10 @@ class AccelerateMagics(Magics):
             _check_syntax(shell.transform_cell(cell), source.filename)
             end_held_launch()
             if options.write and chosen.ranks is not None:
-                raise UsageError("--write and --ranks: every process runs the whole of a script")
+                raise UsageError(
+                    "--write and --ranks: every process runs the whole of a script; leave one of "
+                    "them out"
+                )
             running = kernel_session.session_for(shell, _given(options), options.config)
             if options.write:
                 self._write(cell, number, options.write, running.config, running)

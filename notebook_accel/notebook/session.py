@@ -347,7 +347,10 @@ class NotebookSession:
         missing = [name for name in forced if not self._owners.is_ours(name)]
         if missing:
             quoted = ", ".join(f"`{name}`" for name in missing)
-            raise ConfigError(f"the notebook has no {quoted} that could be pushed")
+            raise ConfigError(
+                f"the notebook has no {quoted} that could be pushed: assign it in a cell of the "
+                "notebook first (what was pulled or made in the session stays the session's)"
+            )
         return self._owners.plan_push(used, forced)
 
     def _check_ranks(self, ranks: Iterable[int]) -> None:
@@ -457,7 +460,10 @@ class NotebookSession:
                 continue
             having = [number for number, one in answers.items() if name in one.names]
             if not having:
-                raise NotebookAccelError(f"the session has no `{name}` that could be pulled")
+                raise NotebookAccelError(
+                    f"the session has no `{name}` that could be pulled: %accelerate status lists "
+                    "its names"
+                )
             raise NotebookAccelError(
                 f"rank {rank} has no `{name}`, and {wording.rank_list(having)} "
                 f"{'has' if len(having) == 1 else 'have'}: `%accelerate pull --rank {having[0]} "

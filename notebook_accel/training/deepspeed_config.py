@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -87,7 +88,11 @@ class HfDeepSpeedConfig:
         if node is not None and name in node:
             del node[name]
         elif must_exist:
-            raise ConfigError(f"the DeepSpeed configuration has no {ds_key_long}: {self.config}")
+            raise ConfigError(
+                f"the DeepSpeed configuration {shown(self.config)} has no {ds_key_long} that could "
+                "be removed: expected one of its entries, by a name such as "
+                "'zero_optimization.stage'"
+            )
 
     def is_true(self, ds_key_long: str) -> bool:
         """Whether an entry is set, and not to False or 0."""

@@ -360,7 +360,8 @@ class DeepSpeedPlugins:
         """
         if name not in self.by_name:
             raise ConfigError(
-                f"no DeepSpeedPlugin is called {name!r}; there is {', '.join(self.by_name)}"
+                f"no DeepSpeedPlugin is called {name!r}: expected one of "
+                f"{', '.join(map(repr, self.by_name))}"
             )
         return self.by_name[name]
 
@@ -411,6 +412,6 @@ def resolve_deepspeed(plugin: Any, plugins: Any) -> DeepSpeedPlugins | None:
             )
     if not is_deepspeed_available():
         raise ConfigError(
-            "DeepSpeed was asked for and is not installed: pip install 'notebook-accel[deepspeed]'"
+            "DeepSpeed was asked for and is not installed: pip install deepspeed ninja"
         )
     return DeepSpeedPlugins(named)

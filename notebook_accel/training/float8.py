@@ -39,8 +39,8 @@ def require_torchao(asked: str) -> None:
     """
     if not is_torchao_available():
         raise ConfigError(
-            f"{asked} computes in 8 bits by torchao, which is not installed: pip install torchao "
-            '(notebook-accel[fp8]), or use mixed_precision="bf16"'
+            f"{asked} computes in 8 bits by torchao, which is not installed: use "
+            'mixed_precision="bf16", or pip install torchao'
         )
 
 

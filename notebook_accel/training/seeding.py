@@ -50,7 +50,9 @@ def synchronize_rng_state(
     kind = str(getattr(rng_type, "value", rng_type))
     if kind == "generator":
         if generator is None:
-            raise ValueError("rng_type 'generator' needs a generator, but generator is None")
+            raise ValueError(
+                "rng_type='generator' and generator=None: pass the generator whose state is meant"
+            )
         generator.set_state(broadcast(generator.get_state()))
         return
     if kind == "torch":

@@ -71,7 +71,7 @@ def test_ranks_draw_alike_or_their_own() -> None:
 
 
 def test_what_cannot_be_synchronized_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs a generator"):
+    with pytest.raises(ValueError, match="generator=None: pass the generator"):
         synchronize_rng_state("generator")
     with pytest.raises(ValueError, match="rng_type='dice': expected 'torch'"):
         synchronize_rng_state("dice")

@@ -290,7 +290,7 @@ def test_clearml(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path) 
     tracker = accelerator.get_tracker("clearml")
     tracker.log_images({"test_x": ["image"]}, step=3)
     tracker.log_table("rows", columns=["a"], data=[[1]])
-    with pytest.raises(ConfigError, match="has no table: pass data= or dataframe="):
+    with pytest.raises(ConfigError, match="neither data nor dataframe: pass columns="):
         tracker.log_table("rows")
     accelerator.end_training()
     init = {"project_name": "project", "task_name": "my task", "tags": ["a"]}

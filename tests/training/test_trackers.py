@@ -110,7 +110,7 @@ def test_what_is_no_tracker_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"log_with='wandbb'.*no such tracker.*'all', 'aim'"):
         Accelerator(cpu=True, log_with="wandbb")
-    with pytest.raises(ConfigError, match="no GeneralTracker class"):
+    with pytest.raises(ConfigError, match=r"expected a class derived from .*GeneralTracker"):
         register_tracker_class(Accelerator)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Nameless has no name"):
         register_tracker_class(Nameless)
@@ -154,7 +154,8 @@ def test_log_before_init_trackers_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     accelerator = Accelerator(cpu=True, log_with=Recorder)
     accelerator.log({"loss": 1})
     accelerator.log({"loss": 2})
-    assert told.notices == ["log() before init_trackers(): shown here, kept nowhere"]
+    (notice,) = told.notices
+    assert notice.startswith("log() before init_trackers(): the trackers of log_with get nothing")
     assert len(told.metrics) == 2
 
 

@@ -153,7 +153,8 @@ class RunFolder:
             raise FileNotFoundError(
                 f"run {self.id} was deleted from disk, its logs and metrics with it: {self.path} "
                 "is not there any more. What a live kernel holds is kept; beyond that, the newest "
-                f"{_KEPT_RUNS} runs and at most {_KEPT_BYTES // 10**9} GB"
+                f"{_KEPT_RUNS} runs and at most {_KEPT_BYTES // 10**9} GB: to keep one, keep its "
+                "handle or copy run.log_dir"
             )
 
     def make_logs(self, world_size: int) -> None:

@@ -110,8 +110,11 @@ def load_checkpoint_in_model(
         ConfigError: there is no such checkpoint, it does not fit, or something goes to "disk" and
             there is no folder for it.
     """
-    if "disk" in (device_map or {}).values() and offload_folder is None:
-        raise ConfigError("the device map puts weights on disk: pass a folder as offload_folder")
+    on_disk = [name for name, device in (device_map or {}).items() if device == "disk"]
+    if on_disk and offload_folder is None:
+        raise ConfigError(
+            f"the device map puts {on_disk} on disk: pass the folder for it as offload_folder"
+        )
     files = _checkpoint_files(Path(checkpoint))
     if any(hasattr(weight, "device_mesh") for weight in model.parameters()):
         # Imported here: it takes seconds, which a model that is not sharded over ranks is spared.

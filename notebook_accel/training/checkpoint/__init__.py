@@ -254,7 +254,10 @@ class Checkpoints:
         asked = self.numbering.newest() if input_dir is None else resolved(input_dir)
         folder = complete_version(asked)
         if not any(is_ours(name) for name in entries(folder)) and not self.load_hooks:
-            raise FileNotFoundError(f"there is no checkpoint in {describe_folder(folder)}")
+            raise FileNotFoundError(
+                f"there is no checkpoint in {describe_folder(folder)}. Pass the folder that "
+                "save_state() returned"
+            )
         self._refuse_unregistered(folder)
         models = [known.inner for known in self._prepared.models]
         for hook in tuple(self.load_hooks.values()):
@@ -263,7 +266,7 @@ class Checkpoints:
         try:
             self._parts.read(models, folder, options, strict=strict)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{error} is not in {describe_folder(folder)}") from None
+            raise _is_missing(str(error), folder) from None
         for name, item in self._stateful():
             item.load_state_dict(_read(folder / name, options))
         self._load_scaler(folder, options)
@@ -499,5 +502,12 @@ def _add_hook(
 
 def _read(path: Path, options: dict[str, Any]) -> Any:
     if not path.exists():
-        raise FileNotFoundError(f"{path.name} is not in {describe_folder(path.parent)}")
+        raise _is_missing(path.name, path.parent)
     return read_state(path, options)
+
+
+def _is_missing(name: str, folder: Path) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"{name} is not in {describe_folder(folder)}. Give prepare() the objects that it was given "
+        "when the checkpoint was saved"
+    )

@@ -98,7 +98,10 @@ class ForkingWriter(Writer):
                 answer.seek(0)
                 outcome = answer.read()
             if not outcome:
-                raise NotebookAccelError("the process that wrote it ended without an answer")
+                raise NotebookAccelError(
+                    "the process that wrote it was killed, most likely for memory: free some, or "
+                    "save with async_save=False"
+                )
             ok, result = pickle.loads(outcome)
             if not ok:
                 raise NotebookAccelError(result)

@@ -115,7 +115,10 @@ class Numbering:
         """
         found = self.existing()
         if not found:
-            raise FileNotFoundError(f"there is no checkpoint in {describe_folder(self.folder())}")
+            raise FileNotFoundError(
+                f"there is no checkpoint in {describe_folder(self.folder())}. Save one first, or "
+                "pass the folder that save_state() returned as input_dir"
+            )
         return found[-1][1]
 
     def next(self) -> Path:

@@ -227,7 +227,10 @@ class Meetings:
         for rank in plan.members:
             error = self._wait_for(f"wrote/{plan.number}/{rank}", f"rank {rank}")
             if error:
-                raise NotebookAccelError(f"rank {rank} could not write its part: {error}")
+                raise NotebookAccelError(
+                    f"rank {rank} could not write its part of the checkpoint (the last one stays "
+                    f"as it is): {error}"
+                )
             # A rank of this training wrote it, as it writes what collectives of objects unpickle.
             results.append(pickle.loads(self._store.get(f"results/{plan.number}/{rank}")))
         return results
@@ -254,7 +257,9 @@ class Meetings:
         """
         error = self._read(f"done/{plan.number}")
         if error:
-            raise NotebookAccelError(f"rank 0 could not write {plan.final}: {error}")
+            raise NotebookAccelError(
+                f"rank 0 could not write {plan.final} (the last one stays as it is): {error}"
+            )
 
     def _wait_for_some(self, call: str, asked: str, lines: str) -> list[int]:
         """The ranks that take part, where rank 0 could also save alone."""

@@ -129,7 +129,11 @@ def read_model(
     state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
     missing = sorted(state.keys() - known.keys())
     if strict and missing:
-        raise RuntimeError(f"{path} lacks weights of {type(model).__name__}: {', '.join(missing)}")
+        raise RuntimeError(
+            f"{path} lacks weights of {type(model).__name__}: {', '.join(missing)}. Load it into "
+            "the model that it was saved from, or with load_state(strict=False), which leaves "
+            "these as they are"
+        )
     # The tensors of a state dict are the model's own: DCP fills them where they are.
     found = {name: value for name, value in state.items() if name in known}
     read_parts(found, path)

@@ -91,7 +91,7 @@ def read_weights(folder: Path, options: dict[str, Any] | None = None) -> dict[st
     if not is_deepspeed_available():
         raise ConfigError(
             f"{folder} was written by DeepSpeed, which is needed to join its parts: pip install "
-            "'notebook-accel[deepspeed]'"
+            "deepspeed ninja"
         )
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

@@ -82,7 +82,9 @@ class ClearMLTracker(LibraryTracker):
             ConfigError: neither was given.
         """
         if dataframe is None and data is None:
-            raise ConfigError("log_table() has no table: pass data= or dataframe=")
+            raise ConfigError(
+                "log_table() got neither data nor dataframe: pass columns= and data=, or dataframe="
+            )
         rows = data if columns is None or data is None else [columns, *data]
         title, series = _title_and_series(table_name)
         self._run.get_logger().report_table(

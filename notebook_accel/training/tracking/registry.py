@@ -52,7 +52,10 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         ConfigError: it is no such class, or lacks ``name`` or ``requires_logging_directory``.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
-        raise ConfigError(f"register_tracker_class({tracker_class!r}): no GeneralTracker class")
+        raise ConfigError(
+            f"register_tracker_class({tracker_class!r}): expected a class derived from "
+            "notebook_accel.tracking.GeneralTracker"
+        )
     _check_class(tracker_class)
     if tracker_class.name in LOGGER_TYPE_TO_CLASS:
         warnings.warn(

@@ -113,7 +113,11 @@ class TrackerView(ProcessView):
             log_kwargs: arguments for the trackers' ``log``, by the tracker's name.
         """
         if self.is_main_process and self.log_with and not self._tracking.trackers:
-            notice_once("init_trackers", "log() before init_trackers(): shown here, kept nowhere")
+            notice_once(
+                "init_trackers",
+                "log() before init_trackers(): the trackers of log_with get nothing of it; call "
+                "accelerator.init_trackers(project_name) first",
+            )
         for tracker in self.trackers:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
