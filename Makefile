@@ -14,7 +14,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # Hundreds of processes import the package: compiled once, not in each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test check coverage test-chaos test-deepspeed test-kernels test-soak bench demo lab env browser clean
+.PHONY: help test check coverage test-chaos test-deepspeed test-kernels test-kills test-soak bench demo lab env browser clean
 
 help:
 	@echo 'make demo        train in a notebook, headless; writes build/demo/'

@@ -35,9 +35,8 @@ __all__ = [
     "read_start",
 ]
 
-# In the file of a rank's random states, which every checkpoint has, so that a checkpoint has no
-# other files than those that Accelerate writes: the fields of Start, and beside them the seconds
-# since 1970, which prepared loader they speak of, and the steps of each optimizer.
+# In the file of a rank's random states, which every checkpoint has: the fields of Start, and beside
+# them the seconds since 1970, which prepared loader they speak of, and the steps of each optimizer.
 _KEY, _WRITTEN, _LOADER, _STEPS = "training", "written", "loader", "steps"
 
 

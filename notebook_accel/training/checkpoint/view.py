@@ -157,7 +157,7 @@ class CheckpointView(ConfiguredView):
         """
         self._checkpoints.load(input_dir, load_kwargs=load_kwargs, strict=strict)
 
-    def resume_or_start(self, dir: Path_) -> Start:  # noqa: A002 (a name of the public contract)
+    def resume_or_start(self, dir: Path_) -> Start:  # noqa: A002 (a name that users pass)
         """Go on from the newest checkpoint under a folder, or begin anew; all ranks call it.
 
         Call it once everything is prepared and registered. The loop is the same the first time
