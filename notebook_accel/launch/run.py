@@ -173,7 +173,7 @@ class Run:
 
     @property
     def pids(self) -> list[int]:
-        """Process id of each rank, as far as they were started."""
+        """Process id of each rank, in the order of the ranks, as far as they were started."""
         return [rank.pid for rank in self.state.ranks if rank.pid is not None]
 
     @property
@@ -248,8 +248,10 @@ class Run:
         """What was being trained when the run was stopped or interrupted; else None. Waits.
 
         It has ``models`` (those that were prepared by the newest ``Accelerator``, unwrapped, on
-        the CPU), their whole ``weights`` as state dicts, the state dicts of ``optimizers`` and
-        ``schedulers``, and the ``step``; ``missing`` says in lines what could not be rescued.
+        the CPU; None for one that was spread over the ranks or cannot be pickled: make it anew and
+        load its weights), their whole ``weights`` as state dicts, the state dicts of ``optimizers``
+        and ``schedulers``, and the ``step`` (those of this call); ``missing`` says in lines what
+        could not be rescued.
         A function that reads ``should_stop`` ends by itself, so that its results are kept instead;
         so are those of one that catches the interrupt.
 
@@ -390,6 +392,7 @@ class Run:
 
         Raises:
             ConfigError: ``grace`` is no number of seconds.
+            NotebookAccelError: the run goes on in another process.
         """
         if grace is not None:
             check_seconds("grace", grace)
@@ -397,14 +400,18 @@ class Run:
         self._conductor.stop(grace)
 
     def kill(self) -> None:
-        """End all ranks and what they started, now."""
+        """End all ranks and what they started, now.
+
+        Raises:
+            NotebookAccelError: the run goes on in another process.
+        """
         self._conductor.kill()
 
     # ---- what it left ----------------------------------------------------------------------
 
     @property
     def log_dir(self) -> Path:
-        """Folder with a file of output for each rank."""
+        """Folder with a file of output for each rank: ``rank-0.log``, ..."""
         return self._folder.path
 
     def logs(self, rank: int | None = None) -> str:
@@ -434,7 +441,8 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Every value given to ``accelerator.log``: time, rank, step, name, value.
+        """Every value given to ``accelerator.log``: time (seconds since 1970), rank, step (None
+        where none was given), name, value.
 
         Raises:
             FileNotFoundError: the run was deleted from disk.
@@ -484,12 +492,8 @@ class Run:
         return plot_metrics(self.metrics, names)
 
     def stacks(self, rank: int | None = None) -> str:
-        """Where each rank's Python stands now, as text.
-
-        It works while a rank hangs or holds the GIL, and takes a few seconds at most.
-
-        Args:
-            rank: one rank; None for all.
+        """Where each rank's Python stands now, or that of one; works while it hangs or holds the
+        GIL.
 
         Raises:
             IndexError: there is no such rank.

@@ -95,6 +95,7 @@ def find_run(run_id: str) -> Run:
 
     Raises:
         NotebookAccelError: there is none, or none any more.
+        LaunchError: it is not of this process, and this user has no folder for runs.
     """
     found = next((run for run in runs() if run.id == run_id), None)
     on_disk = {folder.id: folder for folder in run_folders()}
@@ -116,6 +117,9 @@ def runs(*, everywhere: bool = False) -> list[Run]:
 
     Args:
         everywhere: also those on disk that other processes and earlier kernels left, by time.
+
+    Raises:
+        LaunchError: ``everywhere``, and this user has no folder for runs.
     """
     handles = [(known.handle(), known.run) for known in _newest()]
     here = [run if handle is None else handle for handle, run in handles]

@@ -28,6 +28,7 @@ def debug_launcher(
         the run, which has ended.
 
     Raises:
-        WorkerError: a rank failed.
+        ConfigError, LaunchError, WorkerError, RunStopped, KeyboardInterrupt: as of
+            ``notebook_launcher``.
     """
     return notebook_launcher(function, args, num_processes, devices="cpu", debug=True)

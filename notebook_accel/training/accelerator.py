@@ -104,16 +104,18 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
 
         Args:
             device_placement: whether ``prepare`` puts models and batches on the device.
-            mixed_precision: "no", "bf16", "fp16" or "fp8" (by torchao); None asks the environment.
+            mixed_precision: "no", "bf16", "fp16" or "fp8" (by torchao); None asks the environment
+                (NOTEBOOK_ACCEL_, then ACCELERATE_MIXED_PRECISION), else "no".
             gradient_accumulation_steps: batches a step; None asks the environment.
             cpu: compute on the host whatever else is there.
             dataloader_config: how batches are shared out; ``split_batches``,
                 ``dispatch_batches``, ``even_batches`` and ``use_seedable_sampler`` set fields
-                of it.
+                of it unless they are None.
             deepspeed_plugin: DeepSpeed's ZeRO; ``deepspeed_plugins`` is several of them, by name.
             fsdp_plugin: weights in parts, one a rank, instead of a whole model on each.
             parallelism_config: how many ranks each kind of parallelism gets.
-            rng_types: random numbers that ranks take from rank 0 as a loader begins.
+            rng_types: random numbers that ranks take from rank 0 as a loader begins: "torch",
+                "generator" (the loader's own), or a kind of device such as "cuda".
             log_with: trackers that ``log`` feeds beside the notebook's own: "tensorboard",
                 "wandb", ..., "all", a ``GeneralTracker`` of one's own, or several.
             project_dir: folder of the project, for numbered checkpoints and trackers' files.
@@ -128,6 +130,7 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
 
         Raises:
             ConfigError: a setting makes no sense, or is not built.
+            TypeError: nobody knows the argument.
         """
         # What a pickled one is made with again; without itself, or it would live on in a cycle.
         self._asked = {**{name: one for name, one in locals().items() if name != "self"}, **others}
@@ -187,9 +190,9 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
             ConfigError: ``device_placement`` has not one entry an object.
             TypeError: an object belongs to another framework.
         """
-        placement: Sequence[bool | None] = [None] * len(args)
-        if device_placement is not None:
-            placement = device_placement
+        placement: Sequence[bool | None] = (
+            [None] * len(args) if device_placement is None else device_placement
+        )
         ready = self._prepared.prepare(args, placement)
         return ready[0] if len(ready) == 1 else tuple(ready)
 
@@ -333,7 +336,8 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
         )
 
     def accumulate(self, *models: Module) -> Window:
-        """A block for one batch of a window; gradients are exchanged and used at its last."""
+        """A block for one batch of a window of ``models``, as ``prepare`` gave them; gradients are
+        exchanged and used at its last."""
         return Window(self._accumulation, models, self._strategy.gradient_sync)
 
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:
@@ -397,8 +401,13 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
     ) -> torch.Tensor:
         """Clip the gradients of a complete window to a norm; within one nothing is clipped.
 
+        Args:
+            parameters: one weight or several, whose gradients together get the norm.
+            max_norm: the largest one that they may have.
+            norm_type: which norm; DeepSpeed refuses another than 2.
+
         Returns:
-            the norm before, a tensor of one number.
+            the norm before, a tensor without dimensions.
         """
         own = self._ready_to_clip(parameters)
         if not self.sync_gradients:
@@ -409,7 +418,8 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
     def clip_grad_value_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
     ) -> None:
-        """Clip each gradient of a complete window to [-clip_value, clip_value]."""
+        """Clip each gradient of a complete window to [-clip_value, clip_value]. A ConfigError under
+        DeepSpeed, which clips norms alone."""
         own = self._ready_to_clip(parameters)
         if self.sync_gradients:
             self._strategy.clip_grad_value(own, clip_value)
@@ -429,21 +439,39 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
         self._strategy.barrier()
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all ranks, joined along the first dimension, in any nesting."""
+        """The tensors of all ranks, of one shape each and in any nesting, in the ranks' order.
+
+        One of (n, ...) becomes (ranks * n, ...), one without a dimension (ranks,); no gradient
+        flows through it. All ranks call it; those that hold one model together count as one.
+
+        Raises:
+            TypeError: a leaf is not a tensor.
+        """
         return collectives.gather(tensor, group=self._data_ranks)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """What all ranks computed from their batches, each sample counted once."""
+        """What all ranks computed from their batches, each sample counted once.
+
+        Tensors whose first dimension is the batch's become (num_samples, ...); other tensors are
+        all kept. With ``use_gather_object`` everything is one list of objects a rank, joined.
+        """
         return gather_for_metrics(input_data, use_gather_object, group=self._data_ranks)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The tensors of all ranks combined: "sum", "mean", "max", "min" or "none"."""
+        """The tensors of all ranks combined, in new ones of the same shapes: by "sum", "mean",
+        "max", "min" or "none". ``scale`` has no effect.
+
+        Raises:
+            TypeError: a leaf is not a tensor.
+            ValueError: another ``reduction``.
+        """
         return collectives.reduce(tensor, reduction, scale, group=self._data_ranks)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
-        """The tensors, padded along ``dim`` to the largest size that a rank has."""
+        """The tensors, padded along ``dim`` to the largest size that a rank has; their other
+        dimensions are equal on all ranks, and one without ``dim`` stays as it is."""
         return collectives.pad_across_processes(
             tensor, dim, pad_index, pad_first, group=self._data_ranks
         )
@@ -482,13 +510,17 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
     def progress(
         self, iterable: Iterable[_Item], desc: str | None = None, total: float | None = None
     ) -> Iterable[_Item]:
-        """``iterable`` with a progress bar: each rank's in the run's view, one in all elsewhere."""
+        """``iterable`` with a progress bar: each rank's in the run's view, one in all elsewhere.
+
+        ``desc`` is the bar's name, ``total`` the number of items; None takes ``len(iterable)``.
+        """
         return progress(iterable, desc, total, is_shown=self.is_local_main_process)
 
     def profile(
         self, profile_handler: ProfileKwargs | None = None
     ) -> AbstractContextManager[Profiler]:
-        """A block under torch's profiler, with a trace a rank if a folder was given for it."""
+        """A block under torch's profiler, by ``profile_handler`` or else that of
+        ``kwargs_handlers``, with a trace a rank if a folder was given for it."""
         options = profile_handler or pick_handler(self._plan.handlers, ProfileKwargs)
         return profile(options, self.process_index)
 

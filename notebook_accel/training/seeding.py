@@ -21,7 +21,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed the random numbers of Python, numpy and torch, on every device.
 
     Args:
-        seed: the seed.
+        seed: a whole number from 0 on, below 2**63.
         device_specific: add the number of the rank, so that each draws its own.
         deterministic: make torch take deterministic algorithms (some operations then raise).
     """
@@ -70,6 +70,14 @@ def synchronize_rng_state(
 def synchronize_rng_states(
     rng_types: Iterable[str], generator: torch.Generator | None = None
 ) -> None:
-    """:func:`synchronize_rng_state` for each of several types."""
+    """Give every rank the random states of rank 0, as :func:`synchronize_rng_state` does for one.
+
+    Args:
+        rng_types: such as ["torch", "generator"].
+        generator: whose state, where "generator" is among them.
+
+    Raises:
+        ValueError: "generator" without a generator, or an unknown type.
+    """
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator=generator)

@@ -258,7 +258,11 @@ class ProfileKwargs(KwargsHandler):
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients are summed over several batches before a step."""
+    """How gradients are summed over several batches before a step.
+
+    Raises:
+        ConfigError: ``num_steps`` is no whole number of at least 1.
+    """
 
     num_steps: int = 1
     """Batches a window."""
@@ -275,7 +279,11 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class ProjectConfiguration:
-    """Where a project's files are, and how its checkpoints are named."""
+    """Where a project's files are, and how its checkpoints are named.
+
+    Raises:
+        ConfigError: ``total_limit`` is no whole number of at least 1.
+    """
 
     project_dir: str | None = None
     """Folder of the project."""

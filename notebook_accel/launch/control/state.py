@@ -47,7 +47,8 @@ _MAX_DISPLAY_BYTES = 8_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """One progress bar of a rank. ``rate`` in items/s, ``elapsed`` in seconds."""
+    """One progress bar of a rank. ``n`` and ``total`` in items, ``rate`` in items/s (None where it
+    is not known), ``elapsed`` in seconds."""
 
     rank: int
     name: str

@@ -57,7 +57,8 @@ def infer_auto_device_map(
 
     Args:
         model: on any device, meta included.
-        max_memory: what each device may hold, as of ``get_max_memory``.
+        max_memory: what each device may hold: bytes, or a text such as "2GB", by the index of an
+            accelerator, "cpu" or "disk"; None takes what is free.
         no_split_module_classes: names of classes that must stay on one device (those with a
             residual connection inside).
         dtype: what the weights will be loaded in.
@@ -71,6 +72,9 @@ def infer_auto_device_map(
 
     Returns:
         device by name of module or tensor; "disk" for what fits nowhere else.
+
+    Raises:
+        ConfigError: a text in ``max_memory`` is no size.
     """
     limits = get_max_memory(max_memory)
     classes = no_split_module_classes

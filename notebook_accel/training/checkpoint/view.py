@@ -74,6 +74,16 @@ class CheckpointView(ConfiguredView):
         """Write a model's weights, in several files where they are large.
 
         All ranks call it; rank 0 alone may where each rank has the whole model.
+
+        Args:
+            model: as ``prepare`` gave it, or any other.
+            save_directory: the folder, which is made.
+            max_shard_size: of a file: bytes, or a text such as "10GB" (powers of ten).
+            safe_serialization: safetensors rather than torch's files.
+
+        Raises:
+            ConfigError: the size makes no sense.
+            NotebookAccelError: the weights are spread over the ranks, and some are missing.
         """
         self._checkpoints.save_model(
             lambda: self.get_state_dict(model),
@@ -119,6 +129,8 @@ class CheckpointView(ConfiguredView):
         Raises:
             ConfigError: no folder was given and checkpoints are not numbered, or a state holds
                 what could not be read again without trusting the file.
+            NotebookAccelError: another rank could not write its part, ranks are missing, or what
+                an earlier call began in the background could not be written.
         """
         return self._checkpoints.save(output_dir, safe=safe_serialization, in_background=async_save)
 

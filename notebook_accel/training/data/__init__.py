@@ -279,7 +279,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
     Args:
         dataloader: prepared or not.
-        num_batches: batches of this rank to leave out.
+        num_batches: batches of this rank to leave out, 0 or more.
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)

@@ -50,7 +50,8 @@ _ALIGNMENT = 16
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """A loader that rank 0 reads, and that gives each rank its part."""
+    """A loader that rank 0 reads, and that gives each rank its part; what ``prepare`` makes of a
+    ``DataLoader`` where ``dispatch_batches`` asks for it."""
 
     @property
     def _marks_last_round(self) -> bool:

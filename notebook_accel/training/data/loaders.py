@@ -536,4 +536,5 @@ class PreparedLoader(DataLoader[Any]):
 
 
 class DataLoaderShard(PreparedLoader):
-    """A loader that gives each rank its own batches, which the rank itself reads."""
+    """A loader that gives each rank its own batches, which the rank itself reads; what
+    ``prepare`` makes of a ``DataLoader``."""
