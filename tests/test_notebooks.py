@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 import nbformat
 import pytest
+from packaging.requirements import Requirement
 
 from notebooks.execute import execute, export, last_text
 from tests.public import PACKAGE
@@ -63,3 +66,20 @@ def test_an_example_is_stored_as_it_ran(path: Path) -> None:
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert [o for cell in cells for o in cell.outputs if o.output_type == "error"] == []
     assert cells[-1].outputs
+
+
+def test_binder_has_what_the_examples_import() -> None:
+    cells = [cell for path in EXAMPLES for cell in nbformat.read(path, as_version=4).cells]
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    # What stands further in is for those who ask for it, and have a network.
+    modules = {*re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)} - {"notebook_accel"}
+    needs = [Requirement(text) for text in metadata.requires("notebook-accel") or ()]
+    core = [need.name for need in needs if need.marker is None]
+    given = {*core, *(PACKAGE.parent / "binder" / "requirements.txt").read_text().split()}
+    brings = metadata.packages_distributions()
+    missing = [
+        name
+        for name in sorted(modules - sys.stdlib_module_names)
+        if not given.intersection(brings.get(name, ()))
+    ]
+    assert missing == []
