@@ -1,7 +1,7 @@
 """Which public names of Hugging Face Accelerate work here: writes docs/accelerate_names.md.
 
-``python docs/coverage.py`` writes it anew. Names are asked of the installed library by ``dir()``
-and their arguments by ``inspect.signature``; a test says when the page is out of date.
+``.venv/bin/python docs/coverage.py`` writes it anew. Names are asked of the installed library by
+``dir()`` and their arguments by ``inspect.signature``; a test says when the page is out of date.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import notebook_accel
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["PAGE", "missing_arguments", "page", "public_names"]
+__all__ = ["PAGE", "is_here", "missing_arguments", "page", "public_names"]
 
 PAGE = Path(__file__).parent / "accelerate_names.md"
 PEER = "accelerate"
@@ -38,6 +38,8 @@ MODULES = (
     "tracking",
     "utils",
 )
+# What stands there is only to say that something is not there.
+NOT_BUILT = "notebook_accel.training.not_built"
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -81,9 +83,11 @@ def page() -> str:
 _HEAD = """\
 # Names of Hugging Face Accelerate
 
-Made by `python docs/coverage.py` against accelerate {version}: every public name of its modules,
-and whether the same path under `notebook_accel` has it. Where ours takes fewer arguments, they are
-named.
+Made by `.venv/bin/python docs/coverage.py` against accelerate {version}: the public names of the
+modules below, and whether the same path under `notebook_accel` has them. `yes`: it is there;
+`refused`: it is there, and raises a `ConfigError` that says what there is instead, as
+`Accelerator(megatron_lm_plugin=)` and `torch_tp_plugin=` do; `no`: an `ImportError`. Where ours
+takes fewer arguments, they are named.
 """
 
 
@@ -114,12 +118,20 @@ def _methods() -> str:
 
 
 def _count(found: dict[str, Any]) -> str:
-    return f"{sum(value is not None for value in found.values())} of {len(found)}"
+    return f"{sum(is_here(value) == 'yes' for value in found.values())} of {len(found)}"
+
+
+def is_here(ours: Any) -> str:
+    """What the page says of a name, by our value of it; None where there is none."""
+    if ours is None:
+        return "no"
+    return "refused" if getattr(ours, "__module__", "") == NOT_BUILT else "yes"
 
 
 def _row(name: str, theirs: Any, ours: Any) -> str:
-    if ours is None:
-        return f"| `{name}` | no | |"
+    here = is_here(ours)
+    if here != "yes":
+        return f"| `{name}` | {here} | |"
     lacking = missing_arguments(theirs, ours)
     return f"| `{name}` | yes | {', '.join(f'`{each}`' for each in lacking)} |"
 

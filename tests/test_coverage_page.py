@@ -30,7 +30,16 @@ def test_the_page_is_fresh(coverage: ModuleType) -> None:
     written = coverage.PAGE.read_text()
     if f"accelerate {version('accelerate')}:" not in written:
         pytest.skip("another release of accelerate is installed than the page is about")
-    assert written == coverage.page(), "run: python docs/coverage.py"
+    assert written == coverage.page(), "run: .venv/bin/python docs/coverage.py"
+
+
+def test_what_only_refuses_is_told_from_what_is_here(coverage: ModuleType) -> None:
+    from notebook_accel.utils import MegatronLMPlugin
+
+    from notebook_accel import Accelerator
+
+    found = [coverage.is_here(value) for value in (Accelerator, MegatronLMPlugin, None)]
+    assert found == ["yes", "refused", "no"]
 
 
 def test_arguments_that_ours_lacks_are_found(coverage: ModuleType) -> None:
