@@ -7,8 +7,9 @@ wrong argument is a TypeError here too.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,6 @@ from notebook_accel.tracking import LOGGER_TYPE_TO_CLASS
 from notebook_accel import Accelerator, ConfigError
 from tests.training.harness import run_ranks
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CONFIG = {"lr": 0.1, "name": "tiny", "nested": {"layers": [1, 2]}, "flag": True}
 
@@ -60,12 +58,23 @@ def test_tensorboard_writes_events_and_settings(tmp_path: Path) -> None:
 
 def run_mlflow(folder: str) -> dict[str, Any]:
     import mlflow
+    from matplotlib.figure import Figure
 
     accelerator = train("mlflow", folder, run_name="first", tags={"team": "us"})
     accelerator.log({"text": "left out"}, step=1)
     tracker = accelerator.get_tracker("mlflow")
     tracker.store_init_configuration({"long": "x" * 7000, **{f"p{i}": i for i in range(150)}})
+    folders = Path(folder, "one"), Path(folder, "two")
+    for each in folders:
+        each.mkdir()
+        (each / "text.txt").write_text("hello")
+    tracker.log_artifact(str(folders[0] / "text.txt"))
+    tracker.log_artifacts(str(folders[1]), "below")
+    tracker.log_figure(Figure(), "figure.png")
+    tracker.log_images({"x": [np.zeros((4, 4, 3), dtype=np.uint8)] * 2}, step=2)
     run = accelerator.get_tracker("mlflow", unwrap=True)
+    kept = Path(mlflow.artifacts.download_artifacts(artifact_uri=run.info.artifact_uri))
+    pictures = sorted(path.parent.name for path in kept.rglob("*.png"))
     accelerator.end_training()
     found = mlflow.get_run(run.info.run_id)
     experiment = mlflow.get_experiment(run.info.experiment_id).name
@@ -82,6 +91,8 @@ def run_mlflow(folder: str) -> dict[str, Any]:
         "ended": found.info.status,
         "experiment": experiment,
         "same": same,
+        "files": sorted(str(path.relative_to(kept)) for path in kept.rglob("*.txt")),
+        "pictures": pictures,
     }
 
 
@@ -99,6 +110,8 @@ def test_mlflow_writes_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "ended": "FINISHED",
         "experiment": "project",
         "same": True,
+        "files": ["below/text.txt", "text.txt"],
+        "pictures": ["artifacts", "images", "images"],
     }
 
 

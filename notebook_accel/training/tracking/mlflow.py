@@ -105,6 +105,8 @@ class MLflowTracker(LibraryTracker):
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log a list of images a name."""
+        # By itself the library leaves them to a thread, and a rank may end before that has.
+        kwargs = {"synchronous": True, **kwargs}
         for name, images in values.items():
             for index, image in enumerate(images):
                 key = name if len(images) == 1 else f"{name}/{index}"
