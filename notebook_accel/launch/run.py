@@ -529,8 +529,8 @@ class Run:
     def show(self, rank: int | None = None) -> None:
         """Draw the view of this run again, here; of a ``rank``, what it displayed instead.
 
-        Figures and other rich output of rank 0 are shown while the cell waits for the run; those
-        of the others by this.
+        Figures and other rich output of one rank, mostly rank 0, are shown with the run; those of
+        the others by this.
 
         Raises:
             IndexError: there is no such rank.

@@ -42,6 +42,8 @@ class Dashboard(View):
 
     Args:
         clicks: how clicks get through while a cell runs.
+        waits: whether the cell waits for the run. Where it does not, what ranks display stands in
+            the panel and below the summary: once the cell has ended, no output can be added to it.
         is_cell: whether the run is a cell (``%%accelerate``): it gets a panel only when it lasts.
         slot: where the panel goes; None is the output of the cell that opens the view.
     """
@@ -50,10 +52,12 @@ class Dashboard(View):
         self,
         clicks: ClicksAfterTheCell,
         *,
+        waits: bool = True,
         is_cell: bool = False,
         slot: DisplaySlot | None = None,
     ) -> None:
         self._clicks = clicks
+        self._waits = waits
         self._is_cell = is_cell
         self._slot = DisplaySlot() if slot is None else slot
         self._panel: LivePanel | None = None
@@ -108,15 +112,13 @@ class Dashboard(View):
     def poll(self) -> None:
         self._clicks.pump()
         self._draw()
-        if self._state is not None:
-            self._displays.show_new(self._state)
+        self._show_new_displays()
 
     def stop_waiting(self) -> None:
         self._clicks.stop_pumping()
 
     def print_end(self) -> None:
-        if self._run is not None:
-            self._displays.show_new(self._run.state)
+        self._show_new_displays()
 
     def close(self, state: RunState) -> None:
         with self._lock:
@@ -127,7 +129,8 @@ class Dashboard(View):
             if self._panel is None:
                 self._slot.show(render_slim(state).bundle)
             else:
-                self._panel.finish(render_snapshot(state, self._run._sample_metrics()))
+                metrics = self._run._sample_metrics()
+                self._panel.finish(render_snapshot(state, metrics, with_displays=not self._waits))
 
     def reopen(self, run: Run) -> None:
         with self._lock:
@@ -184,9 +187,16 @@ class Dashboard(View):
             self._has_changed = False
             if self._panel.draw(self._state, self._details(self._state, self._panel)):
                 self._has_changed = True
+            if not self._waits:
+                self._panel.draw_displays(self._state)
             # From the end: on a busy machine drawing itself takes long, and the next messages
             # would follow the last ones at once.
             self._drawn_at = time.monotonic()
+
+    def _show_new_displays(self) -> None:
+        """Show as outputs what is new. Only the thread of a cell that waits may call this."""
+        if self._waits and self._run is not None:
+            self._displays.show_new(self._run.state)
 
     def _details(self, state: RunState, panel: LivePanel) -> Details:
         assert self._run is not None, "a panel shows a run"

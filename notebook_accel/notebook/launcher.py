@@ -254,7 +254,7 @@ def launch_below(
         args,
         kwargs,
         config=config,
-        view=Dashboard(clicks_for(find_kernel()), slot=slot),
+        view=Dashboard(clicks_for(find_kernel()), waits=False, slot=slot),
         sources=cell_sources(get_ipython()),
         block=False,
         notices=notices,

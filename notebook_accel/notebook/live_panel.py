@@ -1,6 +1,6 @@
 """The widgets of one live panel, and what is left of them at the end of its run.
 
-    buttons | title | ranks | note (stacks, folder) | metrics | log
+    buttons | title | ranks | note (stacks, folder) | metrics | log | displays
 
 One HTML widget holds all ranks, since a page keeps up with one message five times a second but not
 with one a bar. Widget values may be set from any thread; printing and displaying may not: the
@@ -24,6 +24,7 @@ from notebook_accel.notebook.log_view import LogView, close_widget
 from notebook_accel.notebook.markup import Markup, element
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.panel import Details, render_panel, render_stacks, render_title
+from notebook_accel.notebook.rank_displays import first_asked, render_displays
 from notebook_accel.notebook.style import style_element
 
 if TYPE_CHECKING:
@@ -44,14 +45,18 @@ _STOP_TOOLTIP = (
 )
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _TITLE_SECONDS = 1.0
+# Characters of what was displayed: each time that there is more of it, all of it is sent, and a
+# Jupyter server drops messages beyond 1 MB a second.
+_DISPLAYED_PER_SECOND = 300_000
 # So long after a click on Kill another one is part of it, since many people click twice; from then
 # on the button asks whether one is sure, and so long it waits for the answer.
 _DOUBLE_CLICK_SECONDS = 0.6
 _SURE_SECONDS = 4.0
 # A page keeps what a link holds in its memory.
 _MAX_LINK_BYTES = 2_000_000
-# Summaries of up to 120 KB that stay widgets; of older runs, run.show() shows them.
+# Summaries that stay widgets, and the characters of them all; older ones are shown by run.show().
 _MAX_ENDED = 10
+_MAX_ENDED_SIZE = 2_000_000
 
 _ended: deque[LivePanel] = deque()
 
@@ -76,7 +81,8 @@ class LivePanel:
         self._titled, self._titled_at = "", 0.0
         self._stacks = ""
         self._is_folder_asked = False
-        self._title, self._note, self._body = (ipywidgets.HTML() for _ in range(3))
+        self._num_displays, self._displays_due = 0, 0.0
+        self._title, self._note, self._body, self._displays = (ipywidgets.HTML() for _ in range(4))
         self._stop = ipywidgets.Button(description="Stop", tooltip=_STOP_TOOLTIP)
         self._stop.on_click(lambda _: stop())
         self._stop.add_class("na-stop")
@@ -116,6 +122,7 @@ class LivePanel:
                 self._note,
                 self._metrics.box,
                 self._log.box,
+                self._displays,
             ]
         )
         self._box.add_class("na-panel")
@@ -152,6 +159,18 @@ class LivePanel:
         if curves is not None:
             self._metrics.draw(curves, now=now)
         return self._log.draw(state)
+
+    def draw_displays(self, state: RunState) -> None:
+        """Show what a rank displayed, where no cell waits that could have it as outputs."""
+        num_displays = first_asked(state).num_displays
+        now = time.monotonic()
+        if num_displays == self._num_displays or now < self._displays_due:
+            return
+        # The second class is that of JupyterLab's own outputs: tables look as they do there.
+        html = element("div", render_displays(state), class_="na-displays jp-RenderedHTMLCommon")
+        self._num_displays = num_displays
+        self._displays_due = now + max(1.0, len(html) / _DISPLAYED_PER_SECOND)
+        self._displays.value = str(html)
 
     def _draw_buttons(self, state: RunState, now: float) -> None:
         if state.status == "stopping":
@@ -203,13 +222,14 @@ class LivePanel:
             self._ask_stacks,
             self._folder,
             self._buttons,
+            self._displays,
         ):
             close_widget(widget)
 
         # Not closed with the others, for pages that were reloaded; but each page that connects
         # asks for the state of every widget there is.
         _ended.append(self)
-        if len(_ended) > _MAX_ENDED:
+        while len(_ended) > _MAX_ENDED or sum(len(p._body.value) for p in _ended) > _MAX_ENDED_SIZE:
             _ended.popleft()._close()
 
     def send_again(self) -> None:

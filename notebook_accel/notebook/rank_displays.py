@@ -1,25 +1,40 @@
-"""What ranks displayed, as outputs of the cell that waits for them."""
+"""What ranks display: as outputs of a cell, or as one piece of HTML.
+
+    the cell waits for the run   each display is an output of its own     RankDisplays
+    run.show(), run.show(rank)   the same, in the cell that runs then     show_displays
+    the cell does not wait       HTML in the panel, then in the summary   render_displays
+
+Ranks mostly display the same: those of one rank are shown, the others' on demand.
+"""
 
 from __future__ import annotations
 
+import base64
 from typing import TYPE_CHECKING
 
+from notebook_accel.launch import run_list
+from notebook_accel.launch.view import wording
 from notebook_accel.notebook.display_slot import DisplaySlot
-from notebook_accel.notebook.markup import element
+from notebook_accel.notebook.markup import Markup, element, join, message_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from notebook_accel.launch.control.state import RankState, RunState
 
-__all__ = ["RankDisplays", "show_displays"]
+__all__ = ["RankDisplays", "first_asked", "other_displays", "render_displays", "show_displays"]
+
+# Of one piece of HTML: at a run's end it is sent twice at once, and a Jupyter server drops what is
+# more than 3 MB in 3 seconds.
+_MAX_BYTES = 700_000
+_LABEL = "opacity:.65;font-size:13px;padding:0 7px"
 
 
 class RankDisplays:
     """Shows what one rank displays, each thing once, below what the cell has shown so far.
 
     As an output of its own each keeps its MIME types: the page draws figures, HTML, Markdown and
-    LaTeX as it draws those of an ordinary cell, and saves them with the notebook. Ranks mostly
-    display the same: those of the first one are shown for which the call is meant, the others' on
-    demand (``run.show(rank)``).
+    LaTeX as it draws those of an ordinary cell, and saves them with the notebook.
     """
 
     def __init__(self) -> None:
@@ -27,7 +42,7 @@ class RankDisplays:
 
     def show_new(self, state: RunState) -> None:
         """Show what is new. Only the thread of the cell may call this."""
-        rank = next((rank for rank in state.ranks if rank.is_asked), state.ranks[0])
+        rank = first_asked(state)
         num_new = min(rank.num_displays - self._num_shown, len(rank.displays))
         self._num_shown = rank.num_displays
         if num_new:
@@ -41,10 +56,68 @@ def show_displays(state: RunState, rank: int = 0) -> None:
         _show(found, len(found.displays), with_label=state.world_size > 1)
 
 
+def render_displays(state: RunState) -> Markup:
+    """The newest of what a rank displayed, as HTML; "" where it displayed nothing.
+
+    An output of a cell can only be added while the cell runs, but what it has can be replaced from
+    any thread at any time, and so can a widget's value.
+    """
+    rank = first_asked(state)
+    shown: list[Markup] = []
+    room = _MAX_BYTES
+    for data in reversed(rank.displays):
+        html = element("div", _as_html(data), style="margin:4px 0;overflow-x:auto")
+        room -= message_bytes(html)
+        if room < 0:
+            break
+        shown.insert(0, html)
+    lines = [f"rank {rank.rank}"] if state.world_size > 1 and rank.displays else []
+    num_hidden = rank.num_displays - len(shown)
+    if num_hidden:
+        lines.append(f"{num_hidden:,} more not shown here")
+    if len(shown) < len(rank.displays):
+        show = f"{run_list.expression(state.run)}.show({rank.rank})"
+        lines[-1] += f": {show} shows the newest {len(rank.displays)}"
+    return join([*(element("div", line, style=_LABEL) for line in lines), *shown])
+
+
+def other_displays(state: RunState) -> str:
+    """Which ranks displayed what the one that is shown did not, and how to see it; "" for none."""
+    shown = first_asked(state).displays
+    others = [rank.rank for rank in state.ranks if rank.displays not in ((), shown)]
+    if not others:
+        return ""
+    show = f"{run_list.expression(state.run)}.show({others[0]})"
+    return f"{wording.rank_list(others)} displayed something else: {show}"
+
+
+def first_asked(state: RunState) -> RankState:
+    """The rank of which displays are shown: the first one for which the call is meant."""
+    return next((rank for rank in state.ranks if rank.is_asked), state.ranks[0])
+
+
 def _show(rank: RankState, number: int, *, with_label: bool) -> None:
     for data in rank.displays[-number:]:
         if with_label:
             label = f"rank {rank.rank}"
-            html = element("span", label, style="opacity:.65;font-size:13px;padding:0 7px")
+            html = element("span", label, style=_LABEL)
             DisplaySlot().show({"text/html": str(html), "text/plain": label})
         DisplaySlot().show(data)
+
+
+def _as_html(data: Mapping[str, str]) -> Markup:
+    """The richest of the MIME types that HTML can hold; of the others, their text."""
+    if "text/html" in data:
+        # The person's own, as an output of an ordinary cell would hold it.
+        return Markup(data["text/html"])
+    for mime, content in data.items():
+        if mime.startswith("image/"):
+            # SVG comes as text, other images in base64.
+            encoded = content
+            if mime == "image/svg+xml":
+                encoded = base64.b64encode(content.encode(errors="replace")).decode()
+            alt = data.get("text/plain", "")[:200]
+            source = f"data:{mime};base64,{encoded}"
+            return element("img", alt=alt, src=source, style="max-width:100%")
+    written = (data[mime] for mime in ("text/markdown", "text/latex", "text/plain") if mime in data)
+    return element("pre", next(written, ""))

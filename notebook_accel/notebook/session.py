@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, WorkerError
-from notebook_accel.launch import run_list
 from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.payload.names import names_used
 from notebook_accel.launch.system.processes import describe_exit
@@ -224,10 +223,6 @@ class NotebookSession:
         if run.state.failure is not None:
             hint = _DEBUG if self.is_usable else f"The session is over: {_RESTART}"
             lines.append(f"{label} failed. {hint}")
-        displaying = [rank.rank for rank in run.state.ranks if rank.displays]
-        if displaying:
-            show = f"`{run_list.expression(run.id)}.show({displaying[0]})`"
-            lines.append(f"{label} has displayed more: {show} shows it")
         try:
             self._conclude(cell)
         except Exception as error:  # nobody else would be told

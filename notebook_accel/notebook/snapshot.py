@@ -18,6 +18,7 @@ from notebook_accel.launch.view.progress import name_of, spread
 from notebook_accel.notebook import charts
 from notebook_accel.notebook.log_colours import ansi_to_markup
 from notebook_accel.notebook.markup import Markup, element, join, message_bytes, shorten
+from notebook_accel.notebook.rank_displays import other_displays, render_displays
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -81,17 +82,25 @@ _NO_MATHS = "mathjax_ignore tex2jax_ignore"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The summary for pages and for text."""
+    """The summary for pages and for text.
+
+    Attributes:
+        html: for pages.
+        text: for terminals and files.
+        displays: what a rank displayed, as HTML of the person's own that stands below ``html``.
+    """
 
     html: Markup
     text: str
+    displays: str = ""
 
     @property
     def bundle(self) -> dict[str, str]:
         """The summary by MIME type."""
         # Without a line break: one that is followed by another would end the HTML where a
-        # notebook is converted to Markdown.
-        return {"text/html": str(self.html).replace("\n", "&#10;"), "text/plain": self.text}
+        # notebook is converted to Markdown. In what the person made, a script may need it.
+        html = str(self.html).replace("\n", "&#10;")
+        return {"text/html": html + self.displays, "text/plain": self.text}
 
 
 def render_line(text: str) -> Snapshot:
@@ -117,7 +126,7 @@ def render_slim(state: RunState, *, now: float | None = None, with_output: bool 
     text = f"{title}, {values}" if values else title
     for max_lines, _, _ in _SIZES:
         output = _output(state, _PLAIN_TEXT, max_lines) if with_output else ""
-        parts = [line, _notices(state), output]
+        parts = [line, _notices(state), output, _other_displays(state)]
         # As far from the edge as JupyterLab puts what a cell prints: its values stand right below.
         html = element("div", *parts, class_=_NO_MATHS, style="padding:0 7px")
         if message_bytes(html) <= MAX_BYTES:
@@ -131,6 +140,7 @@ def render_snapshot(
     *,
     now: float | None = None,
     with_output: bool = True,
+    with_displays: bool = False,
 ) -> Snapshot:
     """The summary of a run.
 
@@ -139,6 +149,8 @@ def render_snapshot(
         metrics: every value given to ``accelerator.log``, as ``run.metrics`` has them.
         now: wall time in seconds, for a run that still goes on.
         with_output: whether it holds what ranks printed; not where that is printed beside it.
+        with_displays: whether what a rank displayed stands below it; not where each display is an
+            output of its own.
     """
     now = state.started if now is None else now
     seconds = summary.elapsed(state, now)
@@ -151,11 +163,14 @@ def render_snapshot(
             _failure(state, max_error),
             _metrics(curves, num_plots),
             _output(state, _TEXT, max_lines) if with_output else "",
+            _other_displays(state),
         ]
         html = element("div", *parts, class_=_NO_MATHS, style=_FRAME)
         if message_bytes(html) <= MAX_BYTES:
             break
-    return Snapshot(html, _text(state, now))
+    # Not as Markup, which would escape what it is added to.
+    displays = str(render_displays(state)) if with_displays else ""
+    return Snapshot(html, _text(state, now), displays)
 
 
 def _text(state: RunState, now: float) -> str:
@@ -233,6 +248,11 @@ def _failure(state: RunState, max_characters: int) -> Markup:
 def _end(text: str, limit: int) -> str:
     """The end of a long text, where a traceback says what was wrong."""
     return text if len(text) <= limit else "…" + text[-limit:]
+
+
+def _other_displays(state: RunState) -> Markup:
+    text = other_displays(state)
+    return element("div", text, style=_MUTED) if text else Markup("")
 
 
 # ---- metrics -------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Transcript(PlainView):
         waits: whether the cell waits for the run. Where it does not, the ranks' lines are printed
             by a cell that calls ``run.wait()``, if any, and nothing can be added to the first cell
             once it has ended: the summary takes a slot in it from the start, and holds the lines
-            as well.
+            and what was displayed as well.
         is_cell: whether the run is a cell (``%%accelerate``), of which one line is enough.
     """
 
@@ -40,7 +40,8 @@ class Transcript(PlainView):
 
     def close(self, state: RunState) -> None:
         if self._run is not None and not self._waits:
-            self._slot.show(render_snapshot(state, self._run._sample_metrics()).bundle)
+            metrics = self._run._sample_metrics()
+            self._slot.show(render_snapshot(state, metrics, with_displays=True).bundle)
 
     def reopen(self, run: Run) -> None:
         snapshot = render_snapshot(run.state, run._sample_metrics(), now=run.state.now())
@@ -52,7 +53,7 @@ class Transcript(PlainView):
 
     def poll(self) -> None:
         super().poll()
-        if self._run is not None:
+        if self._run is not None and self._waits:
             self._displays.show_new(self._run.state)
 
     def print_summary(self, run: Run) -> None:

@@ -42,7 +42,8 @@ def _widgets(caller: _Caller) -> View:
             "view='widgets': this code does not run in a notebook's kernel, which widgets need; "
             "take view='text'"
         )
-    return Dashboard(clicks.clicks_for(caller.kernel), is_cell=caller.is_cell)
+    way = clicks.clicks_for(caller.kernel)
+    return Dashboard(way, waits=caller.waits, is_cell=caller.is_cell)
 
 
 def _text(caller: _Caller) -> View:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from ipywidgets.widgets import widget as widget_module
 
+from notebook_accel.launch import wire
 from notebook_accel.notebook import dashboard, display_slot, live_panel
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot
-from tests.notebook.states import running, succeeded
+from tests.notebook.states import after, running, succeeded
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -51,7 +52,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Page:
 class Shown:
     """A run without processes, whose state the test sets, and its view."""
 
-    def __init__(self, slot: DisplaySlot | None = None, **more: Any) -> None:
+    def __init__(self, slot: DisplaySlot | None = None, *, waits: bool = True, **more: Any) -> None:
         self.run: Any = SimpleNamespace(
             id="calm-otter",
             state=running(2),
@@ -62,7 +63,7 @@ class Shown:
             _sample_metrics=list,
             **more,
         )
-        self.view = Dashboard(ClicksAfterTheCell(None), slot=slot)
+        self.view = Dashboard(ClicksAfterTheCell(None), waits=waits, slot=slot)
         before = set(threading.enumerate())
         self.view.open(self.run)
         (self.thread,) = set(threading.enumerate()) - before
@@ -154,8 +155,75 @@ def test_what_cannot_be_drawn_stops_no_panel(page: Page, monkeypatch: pytest.Mon
     shown.await_last_message()
 
 
-def test_widgets_of_older_runs_are_closed(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_panel, "_MAX_ENDED", 1)
+def test_where_no_cell_waits_the_panel_has_what_a_rank_displays(page: Page) -> None:
+    shown = Shown(waits=False)
+    is_drawn = threading.Event()
+    drawn = shown.panel._displays
+    drawn.observe(lambda _: is_drawn.set(), names="value")
+    shown.run.state = after(shown.run.state, displayed(0, "<i>of 0</i>"), displayed(1, "<i>of 1"))
+    shown.view.update(shown.run.state)
+    assert is_drawn.wait(10)
+    assert "<i>of 0</i>" in drawn.value
+    assert "of 1" not in drawn.value
+    # Another cell waits for the run meanwhile.
+    shown.view.poll()
+    shown.end()
+    shown.view.print_end()
+    html = page.only["text/html"]
+    for words in ("succeeded", "<i>of 0</i>", "rank 1 displayed something else"):
+        assert words in html
+    shown.await_last_message()
+
+
+def test_where_a_cell_waits_what_a_rank_displays_is_an_output_of_its_own(page: Page) -> None:
+    shown = Shown()
+    shown.run.state = after(shown.run.state, displayed(0, "<i>of 0</i>"))
+    shown.view.update(shown.run.state)
+    shown.view.poll()
+    shown.view.poll()
+    panel, *outputs = page.shown.values()
+    assert [bundle["text/html"].count("of 0") for bundle in outputs] == [0, 1]
+    assert WIDGET in panel
+    shown.end()
+    assert "of 0" not in next(iter(page.shown.values()))["text/html"]
+    shown.await_last_message()
+
+
+def test_what_is_displayed_in_a_loop_does_not_flood_the_page(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(live_panel, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    shown = Shown()
+    sent: list[float] = []
+    shown.panel._displays.observe(lambda _: sent.append(clock.now), names="value")
+    state = shown.run.state
+    large = "x" * 600_000
+    for clock.now, html in (
+        (1000.0, "1"),
+        (1000.5, "2"),
+        (1001.1, "3"),
+        (1003.0, large),
+        (1004.5, "5"),
+        (1005.1, "6"),
+    ):
+        state = after(state, displayed(0, html))
+        shown.panel.draw_displays(state)
+    assert sent == [1000.0, 1001.1, 1003.0, 1005.1]
+    shown.end()
+    shown.await_last_message()
+    assert page.placed
+
+
+def displayed(rank: int, html: str) -> wire.Displayed:
+    return wire.Displayed(rank=rank, data={"text/html": html, "text/plain": "<HTML>"})
+
+
+@pytest.mark.parametrize("limit", ["_MAX_ENDED", "_MAX_ENDED_SIZE"])
+def test_widgets_of_older_runs_are_closed(
+    page: Page, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(live_panel, limit, 1)
     monkeypatch.setattr(live_panel, "_ended", type(live_panel._ended)())
     left: list[int] = []
     for _ in range(3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from html import unescape
 from typing import TYPE_CHECKING
 
 import nbclient
@@ -22,6 +23,13 @@ SETUP = (
 from notebook_accel import notebook_launcher, runs
 def fail():
     raise ValueError("bad batch")
+def draw():
+    import os
+    from IPython.display import HTML, display
+    import matplotlib.pyplot as plt
+    plt.plot([1, 2])
+    plt.show()
+    display(HTML("<i>from " + os.environ["RANK"] + "</i>"))
 """
     + TRAIN
 )
@@ -203,9 +211,9 @@ def test_where_nobody_can_answer_lines_are_printed(kernel: Kernel) -> None:
 
 def test_an_executed_notebook_holds_the_summary_once(tmp_path: Path) -> None:
     cells = [
-        SETUP,
+        f"{SETUP}def train_and_draw(steps):\n    draw()\n    return train(steps)",
         "run = notebook_launcher(train, (20,), num_processes=2)",
-        "run = notebook_launcher(train, (20,), num_processes=1, block=False)",
+        "run = notebook_launcher(train_and_draw, (20,), num_processes=1, block=False)",
         "run.wait(); print(run.results)",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
@@ -220,22 +228,14 @@ def test_an_executed_notebook_holds_the_summary_once(tmp_path: Path) -> None:
         assert "widget" not in str(summary["data"].keys())
     printed = "".join(output.get("text", "") for output in outputs[1])
     assert "[rank 1] done on 1\n" in printed
+    (background,) = outputs[2]
+    for words in ("data:image/png", "<i>from 0</i>"):
+        assert words in background["data"]["text/html"]
+        assert words not in str(outputs[3])
     assert outputs[3][-1]["text"].endswith("[0]\n")
 
 
 def test_what_rank_0_displays_stands_below_the_panel(kernel: Kernel) -> None:
-    run(
-        kernel,
-        """
-        def draw(rank=None):
-            import os
-            from IPython.display import HTML, display
-            import matplotlib.pyplot as plt
-            plt.plot([1, 2])
-            plt.show()
-            display(HTML("<i>from " + os.environ["RANK"] + "</i>"))
-        """,
-    )
     for allow_stdin in (True, False):
         code = "run = notebook_launcher(draw, num_processes=2)"
         reply = run(kernel, code, allow_stdin=allow_stdin)
@@ -245,6 +245,20 @@ def test_what_rank_0_displays_stands_below_the_panel(kernel: Kernel) -> None:
         assert "<i>from 1</i>" not in [data.get("text/html") for data in shown]
         assert sum("succeeded" in data["text/plain"] for data in shown) == 1
     shown = [output["data"] for output in run(kernel, "run.show(1)").outputs]
+    assert "<i>from 1</i>" in [data.get("text/html") for data in shown]
+
+
+def test_what_a_run_in_the_background_displays_stands_in_its_own_cell(kernel: Kernel) -> None:
+    code = "run = notebook_launcher(draw, num_processes=2, block=False)"
+    (panel,) = run(kernel, code).outputs
+    # A cell that waits for it has no part of it.
+    assert run(kernel, "_ = run.wait()").outputs == []
+    html = panel["data"]["text/html"]
+    for words in ("succeeded", "data:image/png", "<i>from 0</i>"):
+        assert words in html
+    assert "<i>from 1</i>" not in html
+    (found,) = re.findall(r"rank 1 displayed something else: (.*show\(1\))", unescape(html))
+    shown = [output["data"] for output in run(kernel, found).outputs]
     assert "<i>from 1</i>" in [data.get("text/html") for data in shown]
 
 

@@ -1,0 +1,84 @@
+"""What ranks display as one piece of HTML, for a cell that has ended."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING
+
+import pytest
+
+from notebook_accel.launch import wire
+from notebook_accel.notebook import rank_displays
+from notebook_accel.notebook.rank_displays import other_displays, render_displays
+from notebook_accel.notebook.snapshot import render_slim, render_snapshot
+from tests.notebook.states import after, running
+from tests.notebook.test_markup import HOSTILE, Tags
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.control.state import RunState
+
+SVG = "<svg xmlns='http://www.w3.org/2000/svg'><text>ä</text></svg>"
+SCRIPT = "<script>\n\nlet x = '$5'\n</script>"
+
+
+def displaying(*texts: str, rank: int = 0, num_ranks: int = 1) -> RunState:
+    messages = [wire.Displayed(rank=rank, data={"text/html": text}) for text in texts]
+    return after(running(num_ranks), *messages)
+
+
+@pytest.mark.parametrize(
+    ("data", "tag", "found"),
+    [
+        ({"text/html": SCRIPT, "image/png": "AAAA"}, "script", "let x = '$5'"),
+        ({"image/png": "AAAA", "text/plain": HOSTILE}, "img", "data:image/png;base64,AAAA"),
+        ({"image/jpeg": "AAAA"}, "img", "data:image/jpeg;base64,AAAA"),
+        ({"image/svg+xml": SVG}, "img", base64.b64encode(SVG.encode()).decode()),
+        ({"text/markdown": HOSTILE, "text/plain": "<Markdown>"}, "pre", "<script>alert('x')"),
+        ({"text/latex": "$x$", "text/plain": "<Latex>"}, "pre", "$x$"),
+        ({"application/json": "{}", "text/plain": HOSTILE}, "pre", "<script>alert('x')"),
+    ],
+)
+def test_each_kind_is_drawn_or_has_its_text(data: dict[str, str], tag: str, found: str) -> None:
+    page = Tags(render_displays(after(running(1), wire.Displayed(rank=0, data=data))))
+    assert page.tags == ["div", tag]
+    assert any(
+        found in text for text in (page.text, *(value or "" for _, value in page.attributes))
+    )
+
+
+def test_the_newest_that_have_room_are_shown_and_the_others_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_displays, "_MAX_BYTES", 200)
+    assert render_displays(running(2)) == ""
+    page = Tags(render_displays(displaying("<i>old</i>", "x" * 50, "<b>new</b>", num_ranks=2)))
+    assert page.text == (
+        "rank 0"
+        "1 more not shown here: import notebook_accel; notebook_accel.find_run('id').show(0) "
+        f"shows the newest 3{'x' * 50}new"
+    )
+    # Of a rank the newest twenty are kept.
+    page = Tags(render_displays(displaying(*(f"<i>{number}</i>" for number in range(22)))))
+    assert page.text.startswith("19 more not shown here")
+    assert page.text.endswith("shows the newest 20192021")
+
+
+def test_ranks_that_displayed_something_else_are_named_in_the_summary() -> None:
+    same = [wire.Displayed(rank=rank, data={"text/html": "same"}) for rank in (0, 1)]
+    state = after(running(4), *same)
+    assert other_displays(state) == ""
+    others = [wire.Displayed(rank=rank, data={"text/html": f"of {rank}"}) for rank in (2, 3)]
+    state = after(state, *others)
+    line = (
+        "ranks 2-3 displayed something else: "
+        "import notebook_accel; notebook_accel.find_run('id').show(2)"
+    )
+    assert other_displays(state) == line
+    for snapshot in (render_snapshot(state), render_slim(state)):
+        assert Tags(snapshot.html).text.endswith(line)
+
+
+def test_the_summary_has_them_below_as_the_person_made_them() -> None:
+    state = displaying(SCRIPT)
+    assert SCRIPT in render_snapshot(state, with_displays=True).bundle["text/html"]
+    assert SCRIPT not in render_snapshot(state).bundle["text/html"]
