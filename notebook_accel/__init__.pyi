@@ -6,13 +6,13 @@ from .errors import RunStopped as RunStopped
 from .errors import WorkerError as WorkerError
 from .launch.compare import compare as compare
 from .launch.run import Run as Run
-from .launch.run_list import find_run as find_run
-from .launch.run_list import runs as runs
 from .notebook.debugging import debug_launcher as debug_launcher
 from .notebook.launcher import notebook_launcher as notebook_launcher
 from .notebook.magics import load_ipython_extension as load_ipython_extension
 from .notebook.picker import ConfigPicker as ConfigPicker
 from .notebook.picker import config_picker as config_picker
+from .notebook.run_list import find_run as find_run
+from .notebook.run_list import runs as runs
 from .training.accelerator import Accelerator as Accelerator
 from .training.availability import is_rich_available as is_rich_available
 from .training.big_modeling import cpu_offload as cpu_offload

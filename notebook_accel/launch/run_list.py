@@ -3,6 +3,8 @@
 a launch: NewRun.begin -> add -> _known --+
                                           +--> runs()
 folders of runs on disk: _read_run -------+
+
+What a person calls is in notebook/run_list.py, which knows how to show a run in a notebook.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ from notebook_accel.launch.run import Conductor, Run
 from notebook_accel.launch.view.plain import PlainView
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.run import RunView
 
 __all__ = ["add", "discard", "expression", "find_run", "keep", "runs"]
 
@@ -87,20 +92,15 @@ def expression(run_id: str) -> str:
     return f"import notebook_accel; notebook_accel.find_run({run_id!r})"
 
 
-def find_run(run_id: str) -> Run:
-    """The run of that id: one of this process, or one that another left on disk.
+def find_run(run_id: str, *, view: Callable[[], RunView] = PlainView) -> Run:
+    """The run of that id, as ``notebook_accel.find_run`` gives it.
 
-    Args:
-        run_id: as ``run.id``, the name of the run's folder, says it.
-
-    Raises:
-        NotebookAccelError: there is none, or none any more.
-        LaunchError: it is not of this process, and this user has no folder for runs.
+    ``view`` makes the view of a run that another process launched.
     """
     found = next((run for run in runs() if run.id == run_id), None)
     on_disk = {folder.id: folder for folder in run_folders()}
     if found is None and run_id in on_disk:
-        found = _read_run(on_disk[run_id])
+        found = _read_run(on_disk[run_id], view)
     if found is None:
         raise NotebookAccelError(
             f"there is no run {run_id!r} here or in {runs_folder()}: it may have been removed, as "
@@ -109,24 +109,17 @@ def find_run(run_id: str) -> Run:
     return found
 
 
-def runs(*, everywhere: bool = False) -> list[Run]:
-    """The runs of this process, newest last; failed and interrupted ones too.
+def runs(*, everywhere: bool = False, view: Callable[[], RunView] = PlainView) -> list[Run]:
+    """The runs of this process and on disk, as ``notebook_accel.runs`` gives them.
 
-    A run whose handle nobody holds any more has logs, metrics and state, but no results. Of
-    launches that raised, and so gave no handle, the newest few have theirs.
-
-    Args:
-        everywhere: also those on disk that other processes and earlier kernels left, by time.
-
-    Raises:
-        LaunchError: ``everywhere``, and this user has no folder for runs.
+    ``view`` makes the view of a run that another process launched.
     """
     handles = [(known.handle(), known.run) for known in _newest()]
     here = [run if handle is None else handle for handle, run in handles]
     if not everywhere:
         return here
     known = {run.id: run for run in here}
-    found = [known.get(folder.id) or _read_run(folder) for folder in run_folders()]
+    found = [known.get(folder.id) or _read_run(folder, view) for folder in run_folders()]
     on_disk = {run.id for run in found if run is not None}
     # Kept elsewhere, since NOTEBOOK_ACCEL_RUNS was changed, or deleted.
     others = [run for run in here if run.id not in on_disk]
@@ -163,7 +156,7 @@ class _OtherKernels(Conductor):
         return "the run is not of this process\n"
 
 
-def _read_run(folder: RunFolder) -> Run | None:
+def _read_run(folder: RunFolder, view: Callable[[], RunView]) -> Run | None:
     """The run in a folder that another process made; None where its state cannot be read."""
     state = folder.load()
     if state is None:
@@ -184,7 +177,7 @@ def _read_run(folder: RunFolder) -> Run | None:
         config=config,
         folder=folder,
         metrics=MetricReader(folder.path),
-        view=PlainView(),
+        view=view(),
     )
     run._attach(_OtherKernels(state))
     return run

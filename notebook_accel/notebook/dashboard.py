@@ -136,7 +136,7 @@ class Dashboard(View):
         with self._lock:
             if self._has_ended:
                 DisplaySlot().show(render_snapshot(run.state, run._sample_metrics()).bundle)
-                show_displays(run.state)
+                RankDisplays().show_new(run.state)
             else:
                 # Not one more panel: each would be drawn, and sent, five times a second.
                 self._slot.place()

@@ -1,7 +1,8 @@
 """What ranks display: as outputs of a cell, or as one piece of HTML.
 
     the cell waits for the run   each display is an output of its own     RankDisplays
-    run.show(), run.show(rank)   the same, in the cell that runs then     show_displays
+    run.show()                   the same, in the cell that runs then     RankDisplays
+    run.show(rank)               the same, of any rank                    show_displays
     the cell does not wait       HTML in the panel, then in the summary   render_displays
 
 Ranks mostly display the same: those of one rank are shown, the others' on demand.
@@ -49,11 +50,13 @@ class RankDisplays:
             _show(rank, num_new, with_label=state.world_size > 1)
 
 
-def show_displays(state: RunState, rank: int = 0) -> None:
+def show_displays(state: RunState, rank: int) -> None:
     """Show all that is kept of what a rank displayed, as outputs of the cell that runs now."""
     found = state.ranks[rank]
     if found.displays:
         _show(found, len(found.displays), with_label=state.world_size > 1)
+    else:
+        _say(f"rank {rank} displayed nothing")
 
 
 def render_displays(state: RunState) -> Markup:
@@ -99,10 +102,13 @@ def first_asked(state: RunState) -> RankState:
 def _show(rank: RankState, number: int, *, with_label: bool) -> None:
     for data in rank.displays[-number:]:
         if with_label:
-            label = f"rank {rank.rank}"
-            html = element("span", label, style=_LABEL)
-            DisplaySlot().show({"text/html": str(html), "text/plain": label})
+            _say(f"rank {rank.rank}")
         DisplaySlot().show(data)
+
+
+def _say(text: str) -> None:
+    html = element("span", text, style=_LABEL)
+    DisplaySlot().show({"text/html": str(html), "text/plain": text})
 
 
 def _as_html(data: Mapping[str, str]) -> Markup:

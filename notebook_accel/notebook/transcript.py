@@ -46,7 +46,7 @@ class Transcript(PlainView):
     def reopen(self, run: Run) -> None:
         snapshot = render_snapshot(run.state, run._sample_metrics(), now=run.state.now())
         DisplaySlot().show(snapshot.bundle)
-        show_displays(run.state)
+        RankDisplays().show_new(run.state)
 
     def show_displays(self, run: Run, rank: int) -> None:
         show_displays(run.state, rank)

@@ -627,7 +627,7 @@ sys.stdin.read()
 """
 
 
-def test_runs_of_other_kernels() -> None:
+def test_runs_of_other_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     def found(number: str) -> Run:
         return next(run for run in runs(everywhere=True) if run.id == number)
 
@@ -656,6 +656,10 @@ def test_runs_of_other_kernels() -> None:
         with pytest.raises(NotebookAccelError):
             run[0]
         run.show()
+        run.show(0)
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"train: {status}, 2 ranks")
+        assert shown.endswith("rank 0 displayed nothing\n")
     with pytest.raises(WorkerError, match="as it was then"):
         found(failed).wait()
     with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL") as caught:

@@ -187,6 +187,13 @@ def test_where_a_cell_waits_what_a_rank_displays_is_an_output_of_its_own(page: P
     shown.end()
     assert "of 0" not in next(iter(page.shown.values()))["text/html"]
     shown.await_last_message()
+    shown.view.show_displays(shown.run, 1)
+    assert list(page.shown.values())[-1]["text/plain"] == "rank 1 displayed nothing"
+    # Nobody asked for what a rank displayed: of a run without it, the summary alone is shown.
+    before = len(page.shown)
+    shown.run.state = succeeded(running(2))
+    shown.view.reopen(shown.run)
+    assert len(page.shown) == before + 1
 
 
 def test_what_is_displayed_in_a_loop_does_not_flood_the_page(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SETUP = (
     """
 %load_ext notebook_accel
-from notebook_accel import notebook_launcher, runs
+from notebook_accel import find_run, notebook_launcher, runs
 def fail():
     raise ValueError("bad batch")
 def draw():
@@ -30,6 +30,9 @@ def draw():
     plt.plot([1, 2])
     plt.show()
     display(HTML("<i>from " + os.environ["RANK"] + "</i>"))
+def train_and_draw(steps):
+    draw()
+    return train(steps)
 """
     + TRAIN
 )
@@ -40,6 +43,10 @@ def kernel() -> Iterator[Kernel]:
     with open_kernel() as kernel:
         assert kernel.run(SETUP).status == "ok"
         yield kernel
+
+
+# As a restart does, which leaves what is on disk.
+FORGET = "from notebook_accel.launch import run_list; run_list._known.clear()"
 
 
 def run(kernel: Kernel, code: str, *, allow_stdin: bool = True) -> Reply:
@@ -92,6 +99,20 @@ def _sent(kernel: Kernel, kind: str) -> int:
 def test_a_run_can_be_shown_again_in_another_cell(kernel: Kernel) -> None:
     run(kernel, "run = notebook_launcher(train, (2,), num_processes=1)")
     assert kinds(run(kernel, "run.show()")) == [{"text/html", "text/plain"}]
+
+
+def test_a_run_of_an_earlier_kernel_is_drawn(kernel: Kernel) -> None:
+    run(kernel, "run = notebook_launcher(train_and_draw, (2,), num_processes=2)")
+    run(kernel, FORGET)
+    shown = run(kernel, "run = find_run(run.id); run.show()")
+    assert shown.text == ""
+    summary, *displayed = (output["data"] for output in shown.outputs)
+    for words in ("succeeded", "alt='loss", "done on 1"):
+        assert words in summary["text/html"]
+    assert "<i>from 0</i>" in [data.get("text/html") for data in displayed]
+    run(kernel, "[found] = [one for one in runs(everywhere=True) if one.id == run.id]")
+    displayed = [output["data"] for output in run(kernel, "found.show(1)").outputs]
+    assert "<i>from 1</i>" in [data.get("text/html") for data in displayed]
 
 
 def test_an_error_is_the_ranks_traceback_and_no_frame_of_ours(kernel: Kernel) -> None:
@@ -211,7 +232,7 @@ def test_where_nobody_can_answer_lines_are_printed(kernel: Kernel) -> None:
 
 def test_an_executed_notebook_holds_the_summary_once(tmp_path: Path) -> None:
     cells = [
-        f"{SETUP}def train_and_draw(steps):\n    draw()\n    return train(steps)",
+        SETUP,
         "run = notebook_launcher(train, (20,), num_processes=2)",
         "run = notebook_launcher(train_and_draw, (20,), num_processes=1, block=False)",
         "run.wait(); print(run.results)",

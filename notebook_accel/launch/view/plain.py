@@ -84,6 +84,13 @@ class PlainView(View):
         """Print the summary of the run as it stands."""
         self.write(summary_lines(run.state, now=run.state.now()))
 
+    def show_displays(self, run: Run, rank: int) -> None:
+        """Print the text of what a rank displayed: figures and HTML need a page."""
+        texts = [data.get("text/plain", ", ".join(data)) for data in run.state.ranks[rank].displays]
+        title = f"rank {rank} displayed, as text (a notebook draws it):"
+        lines = [_printable(line) for text in texts for line in text.split("\n")]
+        self.write([title, *lines] if texts else [f"rank {rank} displayed nothing"])
+
     def poll(self) -> None:
         if self._run is None:
             return

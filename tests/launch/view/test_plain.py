@@ -127,6 +127,22 @@ def test_the_end_is_told_once() -> None:
     assert shown.print_end(succeeded(running(2))) == []
 
 
+def test_of_what_a_rank_displayed_its_text_is_printed() -> None:
+    shown = Shown()
+    figure = {"image/png": "AAAA", "text/plain": "<Figure>\x1b[2J\n  with 1 Axes"}
+    for data in (figure, {"image/png": "AAAA", "text/html": "<b>"}):
+        shown.run.state = after(shown.run.state, wire.Displayed(rank=1, data=data))
+    for rank in (0, 1):
+        shown.view.show_displays(shown.run, rank)
+    assert shown.stream.getvalue().splitlines() == [
+        "rank 0 displayed nothing",
+        "rank 1 displayed, as text (a notebook draws it):",
+        "<Figure>",
+        "  with 1 Axes",
+        "image/png, text/html",
+    ]
+
+
 def test_it_prints_where_standard_output_goes_now(capsys: pytest.CaptureFixture[str]) -> None:
     view = PlainView()
     run: Any = SimpleNamespace(state=after(running(1), output(0, "a\n")), log_dir="")

@@ -1,0 +1,47 @@
+"""``runs`` and ``find_run`` as a person calls them: what is found can be shown where they ran."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from notebook_accel.launch import run_list
+from notebook_accel.notebook.views import choose_view
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.run import Run
+    from notebook_accel.launch.view import View
+
+__all__ = ["find_run", "runs"]
+
+
+def find_run(run_id: str) -> Run:
+    """The run of that id: one of this process, or one that another left on disk.
+
+    Args:
+        run_id: as ``run.id``, the name of the run's folder, says it.
+
+    Raises:
+        NotebookAccelError: there is none, or none any more.
+        LaunchError: it is not of this process, and this user has no folder for runs.
+    """
+    return run_list.find_run(run_id, view=_view_of_past)
+
+
+def runs(*, everywhere: bool = False) -> list[Run]:
+    """The runs of this process, newest last; failed and interrupted ones too.
+
+    A run whose handle nobody holds any more has logs, metrics and state, but no results. Of
+    launches that raised, and so gave no handle, the newest few have theirs.
+
+    Args:
+        everywhere: also those on disk that other processes and earlier kernels left, by time.
+
+    Raises:
+        LaunchError: ``everywhere``, and this user has no folder for runs.
+    """
+    return run_list.runs(everywhere=everywhere, view=_view_of_past)
+
+
+def _view_of_past() -> View:
+    """The view of a run that another process launched: nothing of it moves, so no live panel."""
+    return choose_view("text")
