@@ -20,10 +20,10 @@ class Transcript(PlainView):
     """Prints as :class:`PlainView` does; the summary stands in the notebook as HTML, once.
 
     Args:
-        waits: whether the cell waits for the run. Where it does not, the ranks' lines are printed
-            by a cell that calls ``run.wait()``, if any, and nothing can be added to the first cell
-            once it has ended: the summary takes a slot in it from the start, and holds the lines
-            and what was displayed as well.
+        waits: whether the cell waits for the run. Where it does not, nothing can be added to it
+            once it has ended: the summary takes a slot in it from the start, and holds the ranks'
+            lines and what was displayed as well. A cell that calls ``run.wait()``, if any, says
+            how far the run is, and what it has noticed.
         is_cell: whether the run is a cell (``%%accelerate``), of which one line is enough.
     """
 
@@ -55,6 +55,10 @@ class Transcript(PlainView):
         super().poll()
         if self._run is not None and self._waits:
             self._displays.show_new(self._run.state)
+
+    def print_output(self, run: Run, state: RunState) -> None:
+        if self._waits:
+            super().print_output(run, state)
 
     def print_summary(self, run: Run) -> None:
         if not self._waits:

@@ -118,6 +118,24 @@ class PlainView(View):
             stream.write("\n".join(lines) + "\n")
             stream.flush()
 
+    def print_output(self, run: Run, state: RunState) -> None:
+        """Print what ranks have printed since the last call, as far as the line budget allows."""
+        for rank in state.ranks:
+            reader = self._readers.setdefault(rank.rank, LineReader())
+            found = reader.read(rank, last=state.has_ended)
+            if found.lines or found.num_missing:
+                before = self._waiting.get(rank.rank, NewLines())
+                self._waiting[rank.rank] = before.followed_by(found)
+        if self._waiting:
+            # What may be printed now is shared by the ranks that have something to say.
+            share = self._budget.available() // len(self._waiting)
+            if share > 0 or state.has_ended:
+                self._print_waiting(run, max(1, share))
+            else:
+                self._waiting = {
+                    number: found.newest(_MAX_WAITING) for number, found in self._waiting.items()
+                }
+
     def print_progress(self, state: RunState) -> None:
         """Say how far the ranks are; called every ``progress_seconds``."""
         for rank in state.ranks[:_MAX_RANKS_WITH_PROGRESS]:
@@ -146,21 +164,7 @@ class PlainView(View):
         )
         self._num_notices = len(state.notices)
         self._print_hang(state)
-        for rank in state.ranks:
-            reader = self._readers.setdefault(rank.rank, LineReader())
-            found = reader.read(rank, last=state.has_ended)
-            if found.lines or found.num_missing:
-                before = self._waiting.get(rank.rank, NewLines())
-                self._waiting[rank.rank] = before.followed_by(found)
-        if self._waiting:
-            # What may be printed now is shared by the ranks that have something to say.
-            share = self._budget.available() // len(self._waiting)
-            if share > 0 or state.has_ended:
-                self._print_waiting(run, max(1, share))
-            else:
-                self._waiting = {
-                    number: found.newest(_MAX_WAITING) for number, found in self._waiting.items()
-                }
+        self.print_output(run, state)
 
     def _print_waiting(self, run: Run, share: int) -> None:
         """Print the newest ``share`` lines of each rank that wait, and how many there were more."""
