@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
+    import torch
+
     from notebook_accel.training.compiling import TorchDynamoPlugin
     from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugins
     from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -177,7 +179,7 @@ def make_plan(
         handlers=checked,
         device_placement=device_placement,
         step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-        rng_types=None if rng_types is None else tuple(map(str, rng_types)),
+        rng_types=None if rng_types is None else _check_rng_types(rng_types, found.device),
         deepspeed=zero,
         fsdp=sharding,
         dynamo=compiling,
@@ -232,6 +234,23 @@ def refuse_unbuilt(others: dict[str, Any]) -> None:
         if value not in _NOTHING:
             shown = repr(value) if isinstance(value, str) else "..."
             raise ConfigError(f"Accelerator({name}={shown}): {_UNBUILT[name]}. Leave it out.")
+
+
+def _check_rng_types(given: Iterable[Any], device: torch.device) -> tuple[str, ...]:
+    """The names of random numbers; this rank has each of them.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    names = tuple(str(getattr(kind, "value", kind)) for kind in given)
+    known = ["torch", "generator"] + [device.type] * (device.type != "cpu")
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"rng_types={list(names)} has {name!r}, and this rank, on {device}, has the "
+                f"random numbers {', '.join(map(repr, known))}: leave it out"
+            )
+    return names
 
 
 _KNOWN = (

@@ -8,13 +8,13 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import profiler
-
 from notebook_accel.training.checkpoint.file_names import PROFILE_PATTERN_NAME
 from notebook_accel.training.notices import notice_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torch import profiler
 
     from notebook_accel.training.settings import ProfileKwargs
 
@@ -32,14 +32,7 @@ def profile(options: ProfileKwargs, rank: int) -> Iterator[profiler.profile]:
     is displayed where something displays: in a rank (the notebook shows rank 0's below the panel,
     that of another by ``run.show(rank)``) and in a notebook's kernel.
     """
-    plain = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
-    arguments: dict[str, Any] = {name: getattr(options, name) for name in plain}
-    if options.activities is not None:
-        kinds = profiler.ProfilerActivity
-        arguments["activities"] = [getattr(kinds, name.upper()) for name in options.activities]
-    if options.schedule_option is not None:
-        arguments["schedule"] = profiler.schedule(**options.schedule_option)
-    with profiler.profile(on_trace_ready=options.on_trace_ready, **arguments) as running:
+    with options.build() as running:
         yield running
     if running.profiler is None:
         notice_once(

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from datetime import timedelta
+
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.profiler import profile as Profiler  # noqa: N812
 
 
 __all__ = [
@@ -210,14 +213,45 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Arguments of PowerSGD's state, such as ``matrix_approximation_rank``."""
 
     def __post_init__(self) -> None:
-        self.comm_hook = DDPCommunicationHookType(self.comm_hook)
-        self.comm_wrapper = DDPCommunicationHookType(self.comm_wrapper)
+        kinds = DDPCommunicationHookType
+        self.comm_hook = _hook_type("comm_hook", self.comm_hook, tuple(kinds))
+        wrappers = (kinds.NO, kinds.FP16, kinds.BF16)
+        self.comm_wrapper = _hook_type("comm_wrapper", self.comm_wrapper, wrappers)
 
-    def wrapper_kwargs(self) -> dict[str, Any]:
-        """What the wrapper itself takes: without the hook's part."""
-        return {
-            name: value for name, value in self.to_kwargs().items() if not name.startswith("comm_")
+    def to_dict(
+        self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
+        """What the wrapper itself takes, by name: the fields without those of the hook."""
+        ignored = set(ignore_keys)
+        return {name: value for name, value in super().to_dict().items() if name not in ignored}
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Let a wrapped model compress its gradients as ``comm_hook`` says; "no" changes nothing.
+
+        ``prepare`` does it for what it wraps.
+        """
+        kinds = DDPCommunicationHookType
+        if self.comm_hook == kinds.NO:
+            return
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        hooks: dict[DDPCommunicationHookType, Callable[..., Any]] = {
+            kinds.FP16: default_hooks.fp16_compress_hook,
+            kinds.BF16: default_hooks.bf16_compress_hook,
+            kinds.POWER_SGD: powerSGD_hook.powerSGD_hook,
+            kinds.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
         }
+        wrappers: dict[DDPCommunicationHookType, Callable[..., Any]] = {
+            kinds.FP16: default_hooks.fp16_compress_wrapper,
+            kinds.BF16: default_hooks.bf16_compress_wrapper,
+        }
+        hook = hooks[self.comm_hook]
+        if self.comm_wrapper in wrappers:
+            hook = wrappers[self.comm_wrapper](hook)
+        state = None
+        if self.comm_hook in (kinds.POWER_SGD, kinds.BATCHED_POWER_SGD):
+            state = powerSGD_hook.PowerSGDState(process_group=None, **self.comm_state_option)
+        model.register_comm_hook(state, hook)
 
 
 @dataclass
@@ -254,6 +288,39 @@ class ProfileKwargs(KwargsHandler):
     """Whether to note the module of each operator."""
     output_trace_dir: str | None = None
     """Folder for one ``profile_{rank}.json`` a rank, to open in a trace viewer."""
+
+    def build(self) -> Profiler:
+        """A profiler of torch with these settings, to be entered.
+
+        Raises:
+            ConfigError: torch knows no such activity.
+        """
+        from torch import profiler
+
+        members = profiler.ProfilerActivity.__members__
+        kinds = {name.lower(): member for name, member in members.items()}
+        activities = None
+        if self.activities is not None:
+            unknown = [name for name in self.activities if name.lower() not in kinds]
+            if unknown:
+                raise ConfigError(
+                    f"ProfileKwargs(activities={self.activities!r}): torch knows no "
+                    f"{unknown[0]!r}; expected any of {', '.join(map(repr, kinds))}"
+                )
+            activities = [kinds[name.lower()] for name in self.activities]
+        schedule = None
+        if self.schedule_option is not None:
+            schedule = profiler.schedule(**self.schedule_option)
+        return profiler.profile(
+            activities=activities,
+            schedule=schedule,
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
 
 
 @dataclass
@@ -319,6 +386,18 @@ def check_steps(what: str, num_steps: object) -> None:
     """Raise ConfigError unless ``num_steps`` can be the length of a window."""
     if not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1:
         raise ConfigError(f"{what} is {num_steps!r}: expected a whole number of at least 1")
+
+
+def _hook_type(
+    field_name: str, given: Any, allowed: Sequence[DDPCommunicationHookType]
+) -> DDPCommunicationHookType:
+    if given not in allowed:  # members equal their text
+        expected = ", ".join(repr(str(kind)) for kind in allowed)
+        raise ConfigError(
+            f"DistributedDataParallelKwargs({field_name}={str(given)!r}): expected one of "
+            f"{expected}"
+        )
+    return DDPCommunicationHookType(given)
 
 
 _Handler = TypeVar("_Handler", bound=KwargsHandler)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from accelerate.utils.deepspeed import HfDeepSpeedConfig as PeerConfig
 from notebook_accel.utils import HfDeepSpeedConfig
 
 from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
@@ -112,3 +113,66 @@ def test_a_configuration_is_asked_filled_and_opened_again() -> None:
     assert config.fill({"optimizer.params.lr": 0.1})["optimizer"] == {"params": {"lr": 0.1}}
     config.reopen()
     assert config.config == given
+
+
+def test_questions_are_answered_as_by_accelerate() -> None:
+    given = {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": 0,
+    }
+    ours, theirs = HfDeepSpeedConfig(given), PeerConfig(given)
+    keys = ("zero_optimization.stage", "fp16.enabled", "bf16.enabled", "gradient_clipping")
+    device = "zero_optimization.offload_param.device"
+    for key in (*keys, device, "bf16", "nothing", "no.such.section"):
+        for question in ("get_value", "find_config_node", "is_true", "is_false"):
+            assert getattr(ours, question)(key) == getattr(theirs, question)(key), (question, key)
+        assert ours.get_value(key, "else") == theirs.get_value(key, "else")
+    for question in ("is_zero2", "is_zero3", "is_offload"):
+        assert getattr(ours, question)() == getattr(theirs, question)()
+    for config in (ours, theirs):
+        config.del_config_sub_tree("zero_optimization.offload_param", must_exist=True)
+        config.del_config_sub_tree("no.such.section")
+        config.del_config_sub_tree("gradient_clipping")
+        with pytest.raises(ValueError, match="nothing"):
+            config.del_config_sub_tree("nothing", must_exist=True)
+    assert ours.config == theirs.config
+    assert not ours.is_offload()
+    assert "offload_param" in given["zero_optimization"], "the user's own stays"
+
+
+def test_transformers_is_told_whether_to_divide_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    integration = SimpleNamespace(
+        HfDeepSpeedConfig=lambda config: told.append(config["zero_optimization"]["stage"]),
+        unset_hf_deepspeed_config=lambda: told.append(None),
+    )
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "transformers.integrations.deepspeed", integration)
+    plugin = DeepSpeedPlugin(zero_stage=3)
+    assert plugin.is_zero3_init_enabled()
+    with plugin.zero3_init_context_manager(enable=False):
+        assert not plugin.is_zero3_init_enabled()
+        assert told == [None]
+        with plugin.zero3_init_context_manager(enable=True):
+            assert told == [None, None, 3]
+        assert told == [None, None, 3, None]
+    assert plugin.is_zero3_init_enabled()
+    assert told[4:] == [None, 3]
+
+
+def test_layers_of_experts_are_named_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[Any] = []
+    library = SimpleNamespace(set_z3_leaf_modules=lambda model, kinds: named.append((model, kinds)))
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(utils=library))
+    monkeypatch.setitem(sys.modules, "deepspeed.utils", library)
+    model = torch.nn.Sequential(Counting(1), torch.nn.Linear(1, 1))
+    DeepSpeedPlugin(zero_stage=3).set_moe_leaf_modules(model)
+    assert named == []
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "Counting, Linear")
+    DeepSpeedPlugin(zero_stage=3).set_moe_leaf_modules(model)
+    assert named == [(model, [Counting, torch.nn.Linear])]
+    plugin = DeepSpeedPlugin(zero_stage=3, transformer_moe_cls_names="Expert")
+    with pytest.raises(ConfigError, match="has Expert, and Sequential has layers of Counting, Li"):
+        plugin.set_moe_leaf_modules(model)

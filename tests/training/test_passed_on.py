@@ -1,0 +1,383 @@
+"""Arguments that are handed on reach what they are for: torch's wrappers, loaders, profilers."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate.utils as peer
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from notebook_accel import (
+    AcceleratedOptimizer,
+    Accelerator,
+    AutocastKwargs,
+    ConfigError,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    ParallelismConfig,
+    ProfileKwargs,
+    ProjectConfiguration,
+    utils,
+)
+from notebook_accel.training import checkpoint
+from tests.training.harness import run_ranks
+from tests.training.single import fresh_rank  # noqa: F401
+
+INPUTS = torch.ones(3, 4)
+
+# ---- several ranks
+
+# From the third step on; weights of 16 x 16 are worth compressing to a rank of 1.
+POWER = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fp16": {"comm_hook": "fp16"},
+    "power_sgd": {"comm_hook": "power_sgd", "comm_state_option": POWER},
+    "power_sgd in fp16": {
+        "comm_hook": "power_sgd",
+        "comm_wrapper": "fp16",
+        "comm_state_option": POWER,
+    },
+    "static graph": {"static_graph": True},
+    "buffers of its own": {"broadcast_buffers": False},
+    "small buckets": {"bucket_cap_mb": 1},
+    "unused": {"find_unused_parameters": True},
+}
+HALF = {"fp16", "power_sgd in fp16"}
+
+
+def train_wrapped(options: dict[str, Any]) -> dict[str, Any]:
+    handler = DistributedDataParallelKwargs(**options)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+    trained = list(inner.parameters())
+    if handler.find_unused_parameters:
+        inner.register_parameter("unused", nn.Parameter(torch.zeros(1)))
+    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    generator = torch.Generator().manual_seed(accelerator.process_index)
+    for _ in range(4):
+        inputs = torch.randn(8, 16, generator=generator)
+        optimizer.zero_grad()
+        accelerator.backward((model(inputs) - inputs[:, :1]).square().mean())
+        optimizer.step()
+    with torch.no_grad():
+        model.eval()(inputs)  # buffers travel at each forward
+    return {
+        "weights": torch.cat([weight.flatten() for weight in trained]).tolist(),
+        "gradients": torch.cat([weight.grad.flatten() for weight in trained]).tolist(),
+        "buffers": inner[1].running_mean.tolist(),
+        "static": model.static_graph,
+        "bucket": model.bucket_bytes_cap,
+    }
+
+
+def wrap_by_hand() -> list[float]:
+    """A user's own wrapper, with the hook of the handler."""
+    handler = DistributedDataParallelKwargs(comm_hook="fp16", bucket_cap_mb=2)
+    model = DistributedDataParallel(nn.Linear(4, 4), **handler.to_kwargs())
+    handler.register_comm_hook(model)
+    model(torch.rand(2, 4)).sum().backward()
+    return model.module.weight.grad.flatten().tolist()
+
+
+def draw(rng_types: Any) -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True, rng_types=rng_types)
+    torch.manual_seed(accelerator.process_index)
+    loader = accelerator.prepare(DataLoader(range(8), batch_size=2, shuffle=True))  # type: ignore[arg-type]
+    order = [number for batch in loader for number in batch.tolist()]
+    return {"order": order, "drawn": float(torch.rand(()))}
+
+
+def every_second_row(batch: Any, rows: slice, *, process_index: int, num_processes: int) -> Any:
+    return batch[process_index::num_processes]
+
+
+def on_two_ranks() -> dict[str, Any]:
+    dispatched = DataLoaderConfiguration(dispatch_batches=True)
+    loader = Accelerator(cpu=True, dataloader_config=dispatched).prepare_data_loader(
+        DataLoader(range(8), batch_size=2),  # type: ignore[arg-type]
+        slice_fn_for_dispatch=every_second_row,
+    )
+    return {
+        "wrapped": {name: train_wrapped(options) for name, options in WRAPPERS.items()},
+        "by hand": wrap_by_hand(),
+        "no types": draw(None),
+        "both": draw([utils.RNGType.TORCH, "generator"]),
+        "sliced": [batch.tolist() for batch in loader],
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(on_two_ranks, 2)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_how_models_are_wrapped(name: str, ranks: list[dict[str, Any]]) -> None:
+    first, second = (each["wrapped"][name] for each in ranks)
+    plain = ranks[0]["wrapped"]["plain"]
+    assert first["weights"] == second["weights"], "ranks stay alike"
+    assert all(map(math.isfinite, first["weights"]))
+    assert (first["buffers"] == second["buffers"]) == (name != "buffers of its own")
+    assert first["static"] == (name == "static graph")
+    assert first["bucket"] == (1 if name == "small buckets" else 25) << 20
+    if name in HALF:
+        gradients = torch.tensor(first["gradients"])
+        assert torch.equal(gradients.half().float(), gradients), "travelled in 16 bits"
+    if "comm_hook" in WRAPPERS[name]:
+        assert first["weights"] != plain["weights"]
+    # 16 bits keep 11 of a number: each of 4 steps is 2**-11 of 0.1 times a gradient off.
+    error = math.inf if "power" in name else 1e-3 if name in HALF else 1e-6
+    assert first["weights"] == pytest.approx(plain["weights"], abs=error)
+
+
+@pytest.mark.parametrize("hook", utils.DDPCommunicationHookType.list())
+def test_hooks_are_those_that_accelerate_registers(hook: str) -> None:
+    """Among them bf16, which torch allows over NCCL alone, and batched PowerSGD, whose first
+    compression fails in torch 2.13 (it wants a batch of matrices and gives itself one)."""
+    registered: list[Any] = []
+
+    def register(state: Any, hook: Any) -> None:
+        registered.append((hook, getattr(state, "matrix_approximation_rank", None)))
+
+    model: Any = SimpleNamespace(register_comm_hook=register)
+    for library in (utils, peer):
+        handler = library.DistributedDataParallelKwargs(
+            comm_hook=library.DDPCommunicationHookType(hook),
+            comm_state_option={"matrix_approximation_rank": 3} if "power" in hook else {},
+        )
+        handler.register_comm_hook(model)
+    assert registered[:1] == registered[1:]
+    assert bool(registered) == (hook != "no")
+
+
+def test_a_hook_for_a_wrapper_of_ones_own(ranks: list[dict[str, Any]]) -> None:
+    gradients = torch.tensor(ranks[0]["by hand"])
+    assert ranks[0]["by hand"] == ranks[1]["by hand"]
+    assert torch.equal(gradients.half().float(), gradients)
+
+
+def test_random_numbers_that_ranks_take_from_rank_0(ranks: list[dict[str, Any]]) -> None:
+    first, second = ranks
+    for name in ("no types", "both"):
+        assert sorted(first[name]["order"] + second[name]["order"]) == list(range(8))
+    assert first["no types"]["drawn"] != second["no types"]["drawn"]
+    assert first["both"]["drawn"] == second["both"]["drawn"]
+
+
+def test_random_numbers_that_a_rank_does_not_have() -> None:
+    for given in (["torch", "cuda"], ["dice"]):
+        with pytest.raises(ConfigError, match=rf"has '{given[-1]}', and this rank, on cpu, has"):
+            Accelerator(cpu=True, rng_types=given)
+
+
+def test_what_slices_dispatched_batches(ranks: list[dict[str, Any]]) -> None:
+    assert [each["sliced"] for each in ranks] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+
+
+def on_two_machines(folder: str, save_on_each_node: bool) -> dict[str, Any]:
+    """Each rank is the first of a machine, whose disk no other one sees."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    own = Path(folder, f"machine {os.environ['RANK']}")
+    own.mkdir()
+    os.chdir(own)
+    checkpoint.resolved = Path  # type: ignore[assignment]  # one path, two disks
+    accelerator = Accelerator(
+        cpu=True, project_config=ProjectConfiguration(save_on_each_node=save_on_each_node)
+    )
+    inner = nn.Linear(2, 1)
+    model, _ = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    before = inner.weight.tolist()
+    accelerator.save_state("state")
+    accelerator.save_model(model, "weights")
+    accelerator.save({"a": 1}, "object.bin")
+    written = sorted(str(path) for path in Path().glob("**/*") if path.is_file())
+    loaded = None
+    if save_on_each_node:
+        nn.init.zeros_(inner.weight)
+        accelerator.load_state("state")
+        loaded = inner.weight.tolist() == before
+    return {"written": written, "loaded": loaded}
+
+
+def test_each_machine_writes_where_it_is_asked_to(tmp_path: Path) -> None:
+    for each, folder in ((True, "each"), (False, "one")):
+        (tmp_path / folder).mkdir()
+        first, second = run_ranks(on_two_machines, 2, str(tmp_path / folder), each)
+        shared = ["object.bin", "state/model.safetensors", "state/optimizer.bin"]
+        shared.append("weights/model.safetensors")
+        assert first["written"] == sorted([*shared, "state/random_states_0.pkl"])
+        own = ["state/random_states_1.pkl"]
+        assert second["written"] == sorted([*shared, *own] if each else own)
+        assert first["loaded"] == second["loaded"] == (True if each else None)
+
+
+# ---- one process
+
+
+def test_how_the_loss_scale_moves() -> None:
+    handler = GradScalerKwargs(
+        init_scale=4.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=1
+    )
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
+    inner = nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    scales = []
+    for factor in (1.0, 1.0, float("inf")):
+        accelerator.backward(model(INPUTS).sum() * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert accelerator.scaler is not None
+        scales.append(accelerator.scaler.get_scale())
+    assert scales == [12.0, 36.0, 9.0]
+
+
+def test_whether_autocast_keeps_weights() -> None:
+    seen = []
+
+    class Model(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.is_autocast_cache_enabled())
+            return super().forward(inputs)
+
+    for enabled in (True, False):
+        handlers = [AutocastKwargs(cache_enabled=enabled)]
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=handlers)
+        accelerator.prepare(Model(4, 1))(INPUTS)
+        with accelerator.autocast():
+            seen.append(torch.is_autocast_cache_enabled())
+    assert seen == [True, True, False, False]
+
+
+def test_a_profiler_is_built_as_accelerate_builds_it() -> None:
+    ready: list[Any] = []
+    fields: dict[str, Any] = {
+        "activities": ["cpu"],
+        "schedule_option": {"wait": 0, "warmup": 1, "active": 1, "repeat": 1},
+        "on_trace_ready": ready.append,
+        "record_shapes": True,
+        "profile_memory": True,
+        "with_stack": True,
+        "with_flops": True,
+        "with_modules": True,
+    }
+    ours, theirs = ProfileKwargs(**fields).build(), peer.ProfileKwargs(**fields).build()
+    same = set(fields) - {"schedule_option"}
+    assert {name: getattr(ours, name) for name in same} == {
+        name: getattr(theirs, name) for name in same
+    }
+    assert [ours.schedule(step) for step in range(4)] == [
+        theirs.schedule(step) for step in range(4)
+    ]
+    with pytest.raises(ConfigError, match=r"torch knows no 'gpu'; expected any of 'cpu', "):
+        ProfileKwargs(activities=["cpu", "gpu"]).build()
+
+
+def test_a_handler_of_the_call_goes_before_the_accelerators() -> None:
+    ready: list[Any] = []
+    unused = ProfileKwargs(on_trace_ready=lambda _: pytest.fail("the other handler was given"))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[unused])
+    handler = ProfileKwargs(
+        activities=["cpu"],
+        schedule_option={"wait": 0, "warmup": 1, "active": 1, "repeat": 1},
+        on_trace_ready=ready.append,
+        record_shapes=True,
+        profile_memory=True,
+        with_flops=True,
+    )
+    model = nn.Linear(4, 2)
+    with accelerator.profile(handler) as profiler:
+        for _ in range(3):
+            model(INPUTS)
+            profiler.step()
+    assert ready == [profiler]
+    averages = profiler.key_averages(group_by_input_shape=True)
+    (product,) = [each for each in averages if each.key == "aten::addmm"]
+    assert product.count == 1, "one step of three is recorded"
+    assert [3, 4] in product.input_shapes
+    assert product.flops == 2 * 3 * 4 * 2
+    assert product.cpu_memory_usage >= 3 * 2 * 4
+
+
+COMPILED: dict[str, dict[str, Any]] = {
+    "mode": {"mode": "max-autotune", "fullgraph": True, "dynamic": False},
+    "options": {"options": {"trace.enabled": True}, "dynamic": True},
+    "disable": {"disable": True},
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_how_models_are_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda model, **kwargs: given.append(kwargs) or model)
+    fields = {"backend": "eager", **COMPILED[name]}
+    plugin = utils.TorchDynamoPlugin(**fields)
+    Accelerator(cpu=True, dynamo_plugin=plugin).prepare(nn.Linear(2, 1))
+    assert given == [fields] == [peer.TorchDynamoPlugin(**fields).to_kwargs()]
+
+
+def test_an_optimizer_is_prepared_alone() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare_model(nn.Linear(4, 1))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = accelerator.prepare_optimizer(inner, device_placement=False)
+    assert isinstance(optimizer, AcceleratedOptimizer)
+    assert accelerator.prepare_optimizer(optimizer) is accelerator.prepare_optimizer(inner)
+    weights = []
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(INPUTS).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(model.weight.tolist())
+    assert weights[0] != weights[1], "the second batch ends the window"
+    assert optimizer.num_steps == 1
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+def test_loaders_of_torchdata(stateful: bool) -> None:
+    config = DataLoaderConfiguration(use_stateful_dataloader=stateful)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    assert accelerator.use_stateful_dataloader is stateful
+    loader = accelerator.prepare(DataLoader(range(4)))  # type: ignore[arg-type]
+    assert isinstance(loader, StatefulDataLoader) is stateful
+
+
+def test_a_projects_folders_move_until_logs_have_one() -> None:
+    for kind in (ProjectConfiguration, peer.ProjectConfiguration):
+        config = kind()
+        config.set_directories("a")
+        assert (config.project_dir, config.logging_dir) == ("a", "a")
+        config.set_directories("b")
+        assert (config.project_dir, config.logging_dir) == ("b", "a")
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"tp_size": 2}, {"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 2}]
+)
+def test_the_dimensions_of_a_mesh(sizes: dict[str, int]) -> None:
+    ours, theirs = ParallelismConfig(**sizes), peer.ParallelismConfig(**sizes)
+    assert sorted(ours.active_mesh_dims) == sorted(theirs.active_mesh_dims)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"comm_hook": "fp8"}, r"comm_hook='fp8'\): expected one of 'no', 'fp16', 'bf16', 'power"),
+        ({"comm_wrapper": "power_sgd"}, r"comm_wrapper='power_sgd'\): expected one of 'no', 'fp1"),
+    ],
+)
+def test_compressions_that_are_not_there(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DistributedDataParallelKwargs(**fields)
