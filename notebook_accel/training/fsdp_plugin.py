@@ -104,7 +104,8 @@ class FullyShardedDataParallelPlugin:
     """Whether the wrapped modules compute their forward again in backward, for less memory.
     Variable FSDP_ACTIVATION_CHECKPOINTING."""
     activation_checkpointing_offload: bool | None = None
-    """Whether what activation checkpointing keeps goes to the host."""
+    """Whether what activation checkpointing keeps, the inputs of the wrapped modules, goes to the
+    host. Variable FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD."""
     cpu_ram_efficient_loading: bool | None = None
     """Whether rank 0 alone has read the weights. Variable FSDP_CPU_RAM_EFFICIENT_LOADING."""
     transformer_cls_names_to_wrap: list[str] | None = None
@@ -140,6 +141,11 @@ class FullyShardedDataParallelPlugin:
         for name, default in _FLAGS.items():
             if getattr(self, name) is None:
                 setattr(self, name, _flag(f"FSDP_{name.upper()}", default))
+        if self.activation_checkpointing_offload and not self.activation_checkpointing:
+            raise ConfigError(
+                "activation_checkpointing_offload=True is about what activation checkpointing "
+                "keeps: set activation_checkpointing=True too"
+            )
 
     def _resolve_wrapping(self) -> None:
         if self.auto_wrap_policy is None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -24,6 +26,7 @@ from notebook_accel import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
+from notebook_accel.training.strategies.fsdp import checkpoint_activations, units
 from tests.training.single import fresh_rank  # noqa: F401
 
 Plugin = FullyShardedDataParallelPlugin
@@ -157,6 +160,7 @@ def test_a_variable_that_is_no_number_is_named(
         (lambda: Plugin(sharding_strategy="HALF"), "expected one of FULL_SHARD, "),
         (lambda: Plugin(auto_wrap_policy="all"), "expected one of .*, or a function"),
         (lambda: Plugin(state_dict_type="X"), "expected one of FULL_STATE_DICT"),
+        (lambda: Plugin(activation_checkpointing_offload=True), "set activation_checkpointing=T"),
         (lambda: ParallelismConfig(tp_size=0), r"tp_size=0\): expected a whole number, 1 or more"),
         (lambda: ParallelismConfig(pp_size=2, cp_size=2), "does not compose with divided sequ"),
         (lambda: ParallelismConfig(pp_size=4, num_microbatches=3), "expects 4 or more"),
@@ -176,3 +180,41 @@ def test_a_variable_that_is_no_number_is_named(
 def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return torch.tanh(super().forward(inputs))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_is_kept_of_activations(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloaded or not, a forward is computed again; to the host go its inputs alone."""
+    kept: list[tuple[int, ...]] = []
+    hooks = torch.autograd.graph.save_on_cpu
+
+    class Seen(hooks):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            pack = self.pack_hook
+            self.pack_hook = lambda value: kept.append(tuple(value.shape)) or pack(value)
+
+    monkeypatch.setattr(checkpoint_wrapper, "save_on_cpu", Seen)
+    plugin = Plugin(activation_checkpointing=True, activation_checkpointing_offload=offload)
+    torch.manual_seed(0)
+    model = nn.Sequential(Counting(2, 3), Counting(3, 2))
+    blocks, plain, names = list(model), copy.deepcopy(model), list(model.state_dict())
+    wrapped = checkpoint_activations(model, list(model), plugin)
+    assert list(model) == wrapped
+    assert [unit for unit, _ in units(model, wrapped, blocks)] == wrapped
+    inputs = torch.ones(4, 2, requires_grad=True)
+    model(inputs).sum().backward()
+    plain(inputs).sum().backward()
+    assert [block.calls for block in blocks] == [2, 2]
+    assert [shape for shape in kept if len(shape) == 2] == ([(4, 2), (4, 3)] if offload else [])
+    assert list(model.state_dict()) == names
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]

@@ -93,8 +93,10 @@ def checkpoint_activations(
             "activation_checkpointing=True wraps the modules that auto_wrap_policy chooses, and it "
             "chose none: set auto_wrap_policy and what it looks for"
         )
-    wrap = offload_wrapper if plugin.activation_checkpointing_offload else checkpoint_wrapper
-    wrappers = {id(part): wrap(part) for part in chosen}
+    wrappers = {id(part): checkpoint_wrapper(part) for part in chosen}
+    if plugin.activation_checkpointing_offload:
+        # Outside of the checkpoint: what it keeps, its inputs, goes to the host and nothing else.
+        wrappers = {name: offload_wrapper(wrapper) for name, wrapper in wrappers.items()}
     for parent in list(model.modules()):
         if any(parent is wrapper for wrapper in wrappers.values()):
             continue
@@ -118,10 +120,13 @@ def units(
     if not blocks:
         return [(model, list(chosen))]
     uses = _count_uses(model)
-    wrapper_of = {id(part): part for part in model.modules() if part in blocks}
-    for part in model.modules():
-        if isinstance(part, ActivationWrapper) and part._checkpoint_wrapped_module in blocks:
-            wrapper_of[id(part._checkpoint_wrapped_module)] = part
+    wrapper_of: dict[int, Module] = {}
+    for part in model.modules():  # the outermost wrapper comes first
+        inner = part
+        while isinstance(inner, ActivationWrapper):
+            inner = inner._checkpoint_wrapped_module
+        if inner in blocks:
+            wrapper_of.setdefault(id(inner), part)
     found = []
     for block in blocks:
         unit = wrapper_of[id(block)]
