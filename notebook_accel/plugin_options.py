@@ -32,6 +32,7 @@ class Option:
         choices: the texts that it may be; none for any.
         least: the smallest number.
         most: the largest one; None for any.
+        or_choice_of: another option, whose choices Accelerate's YAML may have in this one's place.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Option:
     choices: tuple[str, ...] = ()
     least: int = 1
     most: int | None = None
+    or_choice_of: str = ""
 
     def check(self, value: object, plugin: str) -> None:
         """Refuse a value of another type, or one that is no choice.
@@ -164,6 +166,7 @@ class Plugin:
             raise ConfigError(
                 f"{self.section}: {shown(section)}: expected names with values below it"
             )
+        options = {option.name: option for option in self.options}
         by_name = {option.variable.lower(): option for option in self.options}
         for other, variable in self.other_names.items():
             by_name[other] = by_name[variable.lower()]
@@ -175,7 +178,11 @@ class Plugin:
                 raise ConfigError(
                     f"{self.section}: {name}: not supported; there are {', '.join(by_name)}"
                 )
-            found[by_name[name].name] = by_name[name].from_text(value)
+            option = by_name[name]
+            instead = options.get(option.or_choice_of)
+            if instead is not None and instead.from_text(value) in instead.choices:
+                option = instead
+            found[option.name] = option.from_text(value)
         return found
 
 
@@ -197,7 +204,13 @@ PLUGINS: Mapping[str, Plugin] = {
                 variable="FSDP_SHARDING_STRATEGY",
                 kind=str,
                 about="what is in parts, and over which ranks",
-                choices=("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"),
+                choices=(
+                    "FULL_SHARD",
+                    "SHARD_GRAD_OP",
+                    "NO_SHARD",
+                    "HYBRID_SHARD",
+                    "HYBRID_SHARD_ZERO2",
+                ),
             ),
             Option(
                 name="auto_wrap_policy",
@@ -223,6 +236,7 @@ PLUGINS: Mapping[str, Plugin] = {
                 variable="FSDP_RESHARD_AFTER_FORWARD",
                 kind=bool,
                 about="drop gathered weights between forward and backward",
+                or_choice_of="sharding_strategy",  # version 1
             ),
             Option(
                 name="cpu_offload",

@@ -383,6 +383,33 @@ def test_accelerates_file_for_fsdp_and_a_mesh(tmp_path: Path) -> None:
         },
         parallelism={"dp_shard_size": 2, "tp_size": 2},
     )
+    path.write_text(  # all that `accelerate config` asks for in version 1
+        "distributed_type: FSDP\n"
+        "fsdp_config:\n"
+        "  fsdp_activation_checkpointing: false\n"
+        "  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n"
+        "  fsdp_backward_prefetch: BACKWARD_PRE\n"
+        "  fsdp_cpu_ram_efficient_loading: true\n"
+        "  fsdp_forward_prefetch: false\n"
+        "  fsdp_min_num_params: 100000000\n"
+        "  fsdp_offload_params: false\n"
+        "  fsdp_reshard_after_forward: HYBRID_SHARD_ZERO2\n"
+        "  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
+        "  fsdp_sync_module_states: true\n"
+        "  fsdp_use_orig_params: true\n"
+        "  fsdp_version: 1\n"
+    )
+    assert LaunchConfig.load(path).fsdp == {
+        "activation_checkpointing": False,
+        "auto_wrap_policy": "size_based_wrap",
+        "cpu_ram_efficient_loading": True,
+        "min_num_params": 100_000_000,
+        "cpu_offload": False,
+        "sharding_strategy": "HYBRID_SHARD_ZERO2",
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "sync_module_states": True,
+        "fsdp_version": 1,
+    }
     path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_moon: 1\n")
     with pytest.raises(ConfigError, match="fsdp_config: fsdp_moon: not supported"):
         LaunchConfig.load(path)

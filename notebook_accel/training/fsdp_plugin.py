@@ -63,10 +63,12 @@ class FullyShardedDataParallelPlugin:
     sharding_strategy: Any = None
     """A ``ShardingStrategy`` or its name or number: FULL_SHARD, SHARD_GRAD_OP (weights stay whole
     between forward and backward), NO_SHARD, or HYBRID_SHARD (sharded within a machine, replicated
-    over machines). Variable FSDP_SHARDING_STRATEGY."""
+    over machines; HYBRID_SHARD_ZERO2: and whole between forward and backward). Variable
+    FSDP_SHARDING_STRATEGY."""
     reshard_after_forward: Any = None
-    """Whether weights are dropped after forward and gathered again for backward. Variable
-    FSDP_RESHARD_AFTER_FORWARD, else as the sharding strategy says."""
+    """Whether weights are dropped after forward and gathered again for backward; or a sharding
+    strategy, as version 1 has it. Variable FSDP_RESHARD_AFTER_FORWARD, else as
+    ``sharding_strategy`` says."""
     backward_prefetch: Any = None
     """Accepted."""
     mixed_precision_policy: Any = None
@@ -115,23 +117,11 @@ class FullyShardedDataParallelPlugin:
     """Weights from which on "size_based_wrap" wraps. Variable FSDP_MIN_NUM_PARAMS."""
 
     def __post_init__(self) -> None:
-        from torch.distributed.fsdp import ShardingStrategy
-
         if self.fsdp_version is None:
             self.fsdp_version = _number("FSDP_VERSION", 1)
         if self.fsdp_version not in (1, 2):
             raise ConfigError(f"fsdp_version={self.fsdp_version!r}: expected 1 or 2")
-        given = self.sharding_strategy or os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
-        if isinstance(self.reshard_after_forward, ShardingStrategy):  # as version 1 has it
-            given, self.reshard_after_forward = self.reshard_after_forward, None
-        self.sharding_strategy = _member(ShardingStrategy, given, "sharding_strategy")
-        if self.reshard_after_forward is None:
-            keeps = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
-            default = self.sharding_strategy not in keeps
-            self.reshard_after_forward = _flag("FSDP_RESHARD_AFTER_FORWARD", default)
-        elif isinstance(self.reshard_after_forward, str):
-            text = self.reshard_after_forward
-            self.reshard_after_forward = parse_flag("reshard_after_forward", text)
+        self._resolve_sharding()
         self._resolve_wrapping()
         self._resolve_state_dicts()
         if self.cpu_offload is None:
@@ -146,6 +136,30 @@ class FullyShardedDataParallelPlugin:
                 "activation_checkpointing_offload=True is about what activation checkpointing "
                 "keeps: set activation_checkpointing=True too"
             )
+
+    def _resolve_sharding(self) -> None:
+        from torch.distributed.fsdp import ShardingStrategy
+
+        strategy = self.sharding_strategy or os.environ.get("FSDP_SHARDING_STRATEGY")
+        reshards = self.reshard_after_forward
+        if reshards is None:
+            reshards = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").strip() or None
+            # Accelerate's launcher sets both variables, this one to "true" unless told otherwise;
+            # in version 1 the strategy says it.
+            if self.fsdp_version == 1 and strategy and str(reshards).lower() == "true":
+                reshards = None
+        is_strategy = isinstance(reshards, ShardingStrategy)
+        if is_strategy or str(reshards).upper() in map(_name, ShardingStrategy):  # in version 1
+            strategy, reshards = reshards, None
+        self.sharding_strategy = _member(
+            ShardingStrategy, strategy or "FULL_SHARD", "sharding_strategy"
+        )
+        if reshards is None:
+            keeps = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+            reshards = self.sharding_strategy not in keeps
+        elif isinstance(reshards, str):
+            reshards = parse_flag("reshard_after_forward", reshards)
+        self.reshard_after_forward = reshards
 
     def _resolve_wrapping(self) -> None:
         if self.auto_wrap_policy is None:
@@ -274,10 +288,15 @@ def _member(kind: Any, given: Any, field: str) -> Any:
         return given
     text = str(given).strip().upper()
     for member in kind:
-        if text in (member.name, str(member.value)):
+        if text in (_name(member), str(member.value)):
             return member
-    names = ", ".join(member.name for member in kind)
+    names = ", ".join(map(_name, kind))
     raise ConfigError(f"{field}={given!r}: expected one of {names}")
+
+
+def _name(member: Any) -> str:
+    # Torch calls one _HYBRID_SHARD_ZERO2, and Accelerate HYBRID_SHARD_ZERO2.
+    return str(member.name).lstrip("_")
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -64,12 +64,33 @@ def test_how_checkpoints_are_written(given: dict[str, Any], saves_shards: bool) 
         ({"sharding_strategy": "SHARD_GRAD_OP"}, False),
         ({"sharding_strategy": 1}, True),
         ({"reshard_after_forward": ShardingStrategy.SHARD_GRAD_OP}, False),
+        ({"reshard_after_forward": "SHARD_GRAD_OP"}, False),
+        ({"sharding_strategy": "HYBRID_SHARD_ZERO2"}, False),
         ({"reshard_after_forward": "false"}, False),
         ({"reshard_after_forward": False, "fsdp_version": 2}, False),
     ],
 )
 def test_what_is_kept_whole_after_forward(given: dict[str, Any], reshards: bool) -> None:
     assert Plugin(**given).reshard_after_forward is reshards
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reshards", "expected"),
+    [
+        # As Accelerate's launcher sets them: the second one always.
+        ("SHARD_GRAD_OP", "true", ("SHARD_GRAD_OP", False)),
+        ("FULL_SHARD", "shard_grad_op", ("SHARD_GRAD_OP", False)),
+        ("FULL_SHARD", "false", ("FULL_SHARD", False)),
+        ("", "hybrid_shard", ("HYBRID_SHARD", True)),
+    ],
+)
+def test_how_version_1_says_what_is_kept_whole(
+    strategy: str, reshards: str, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", strategy)
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", reshards)
+    plugin = Plugin()
+    assert (plugin.sharding_strategy.name, plugin.reshard_after_forward) == expected
 
 
 def test_the_environment_says_what_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
