@@ -3,7 +3,7 @@
     the file's names --settings_of--> settings by our names, and lines about what is not used
 
 What Accelerate's launcher tells its ranks by variables that are no setting here (``dynamo_config``,
-``fp8_config``) becomes ``env``.
+``fp8_config``, ``enable_cpu_affinity``) becomes ``env``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ABSENT = {
 # What its distributed_type means where the section that says more is left out.
 _TYPES = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
 # Names with which nothing is done here: a training goes on without them, so they are no error.
-_WITHOUT_EFFECT = ("mpirun_config", "ipex_config", "enable_cpu_affinity", "downcast_bf16")
+_WITHOUT_EFFECT = ("mpirun_config", "ipex_config", "downcast_bf16")
 _NOTHING: tuple[Any, ...] = (None, False, "", "no", "NO", {}, [])
 # What of `dynamo_config` and `fp8_config` an Accelerator in a rank reads, as ACCELERATE_*.
 _READ_BY_RANKS = (
@@ -75,6 +75,8 @@ def settings_of(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if data.get("use_cpu"):
         found["devices"] = "cpu"
     variables, ignored = _variables(data)
+    if data.get("enable_cpu_affinity") not in _NOTHING:
+        variables["ACCELERATE_CPU_AFFINITY"] = "true"
     if variables:
         found["env"] = variables
     ignored += [name for name in _WITHOUT_EFFECT if data.get(name) not in _NOTHING]

@@ -330,11 +330,14 @@ def test_accelerates_file(tmp_path: Path) -> None:
 def test_accelerates_file_for_the_cpu(tmp_path: Path) -> None:
     path = tmp_path / "default_config.yaml"
     path.write_text(
-        "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\n"
+        "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\nenable_cpu_affinity: true\n"
         "gpu_ids: all\nmain_process_port: null\nmixed_precision: 'no'\nnum_machines: 1\n"
     )
     assert LaunchConfig.load(path) == LaunchConfig(
-        devices="cpu", num_processes=2, mixed_precision="no"
+        devices="cpu",
+        num_processes=2,
+        mixed_precision="no",
+        env={"ACCELERATE_CPU_AFFINITY": "true"},
     )
 
 

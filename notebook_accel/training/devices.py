@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training import environment
 from notebook_accel.training.settings import DistributedType
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ _HOST = torch.device("cpu")
 def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.device:
     """The device of a rank, made the current one of its process.
 
+    The variable ACCELERATE_TORCH_DEVICE may name one ("cpu", "cuda:1"), which all ranks of this
+    machine then share; without an index it names the kind alone.
+
     Args:
         cpu: take the host whatever else is there.
         local_rank: of this rank on its machine.
@@ -68,13 +72,21 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
 
     Raises:
         ConfigError: there are several devices, and more ranks on this machine than these. A single
-            device may be all that this rank was given: any number of ranks sits on it.
+            device may be all that this rank was given: any number of ranks sits on it. Or the
+            variable names none that there is.
     """
-    if cpu or not torch.accelerator.is_available():
+    if cpu:
         return _HOST
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type in _UNINDEXED:
-        return accelerator or _HOST
+    found = torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator() if found else None
+    named = _named_device(accelerator)
+    if accelerator is None or (named is not None and named.type == "cpu"):
+        return _HOST
+    if accelerator.type in _UNINDEXED:
+        return accelerator
+    if named is not None and named.index is not None:
+        _make_current(named.index)
+        return named
     count = torch.accelerator.device_count()
     # A rank that was given one device only finds it at index 0, whatever its local rank.
     if local_rank >= count > 1 and not shared:
@@ -86,6 +98,23 @@ def choose_device(*, cpu: bool, local_rank: int, shared: bool = False) -> torch.
     index = local_rank % count
     _make_current(index)
     return torch.device(accelerator.type, index)
+
+
+def _named_device(accelerator: torch.device | None) -> torch.device | None:
+    """The device that a variable names; None where there is no such variable."""
+    text = environment.read("TORCH_DEVICE")
+    if text is None:
+        return None
+    counts = {"cpu": 1}
+    if accelerator is not None:
+        counts[accelerator.type] = torch.accelerator.device_count()
+    names = [f"{kind}:{index}" for kind, count in counts.items() for index in range(count)]
+    if text not in (*counts, *names):
+        raise ConfigError(
+            f"ACCELERATE_TORCH_DEVICE={text!r}: this machine has {', '.join(names)}; expected one "
+            "of these, or the kind alone"
+        )
+    return torch.device(text)
 
 
 def _make_current(index: int) -> None:

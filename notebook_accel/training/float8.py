@@ -73,7 +73,8 @@ class AORecipeKwargs(KwargsHandler):
     """Pad the inner dimension of products to what the device takes. Variable
     ACCELERATE_FP8_PAD_INNER_DIM, else True."""
     enable_fsdp_float8_all_gather: bool | None = None
-    """Gather sharded weights in 8 bits: not there yet."""
+    """Gather sharded weights in 8 bits: not there yet. Its variable, which Accelerate's launcher
+    sets to true unless told otherwise, is without effect."""
 
     def __post_init__(self) -> None:
         require_torchao("AORecipeKwargs")

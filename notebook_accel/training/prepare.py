@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
+from notebook_accel.training import environment
 from notebook_accel.training.data import prepare_data_loader
 from notebook_accel.training.models import strip_forward, uncompiled
 from notebook_accel.training.notices import notice_once
@@ -126,8 +127,8 @@ class Preparation:
                 if known is not None:
                     objects[index] = known
                     continue
-                _refuse_spread_model(item, self.plan.topology.num_processes)
-                device = self._device(placement[index])
+                is_spread = _is_spread(item, self.plan.topology.num_processes)
+                device = None if is_spread else self._device(placement[index])
                 models[id(item)] = ModelToPrepare(item, not evaluation, device)
         call = PrepareCall(
             [*models.values()],
@@ -298,13 +299,22 @@ def _refuse_foreign(item: object) -> None:
             )
 
 
-def _refuse_spread_model(model: Module, num_processes: int) -> None:
-    spread = getattr(uncompiled(model), "hf_device_map", None) or {}
-    if num_processes > 1 and len(set(spread.values())) > 1:
+def _is_spread(model: Module, num_processes: int) -> bool:
+    """Whether a device map spreads a model over devices, where it then stays.
+
+    Raises:
+        ConfigError: so it is, and there are several ranks.
+    """
+    devices = set((getattr(uncompiled(model), "hf_device_map", None) or {}).values())
+    if len(devices) < 2:
+        return False
+    if num_processes > 1 and not environment.read_flag("BYPASS_DEVICE_MAP"):
         raise ConfigError(
-            f"the model is spread over {len(set(spread.values()))} devices (device_map) and "
-            f"there are {num_processes} ranks: load it without device_map, or start one process"
+            f"the model is spread over {len(devices)} devices (device_map) and there are "
+            f"{num_processes} ranks: load it without device_map, or start one process; "
+            "ACCELERATE_BYPASS_DEVICE_MAP=true lets each rank train it where it is"
         )
+    return True
 
 
 def extract_model_from_parallel(

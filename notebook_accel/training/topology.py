@@ -15,6 +15,7 @@ from torch.utils.data import get_worker_info
 
 from notebook_accel.launch.rank import RankContext, current, has_process_group
 from notebook_accel.training import devices, environment
+from notebook_accel.training.host import set_numa_affinity
 from notebook_accel.training.process_group import open_process_group
 from notebook_accel.training.settings import DistributedType, InitProcessGroupKwargs
 
@@ -119,6 +120,8 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
         local_rank=context.device_index,
         shared=_chosen_backend(options) == "gloo",
     )
+    if device.index is not None and environment.read_flag("CPU_AFFINITY"):
+        set_numa_affinity(device.index)
     if context.world_size > 1:
         _open(context, device, options)
     return Topology(

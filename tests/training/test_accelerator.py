@@ -26,6 +26,7 @@ from notebook_accel import (
     GradientState,
     ProfileKwargs,
     ProjectConfiguration,
+    dispatch_model,
     notebook_launcher,
 )
 from tests.training.harness import run_ranks
@@ -423,16 +424,27 @@ def test_models_of_several_ranks() -> None:
     assert (first["uneven"], second["uneven"]) == ((2, 2), (1, 2))
 
 
-def test_a_model_that_is_spread_already_is_refused_on_several_ranks() -> None:
-    assert run_ranks(refuse_spread, 2) == ["spread over 2 devices"] * 2
+def test_a_model_that_is_spread_already_is_refused_on_several_ranks_unless_asked_for() -> None:
+    assert run_ranks(refuse_spread, 2) == ["DistributedDataParallel"] * 2
 
 
 def refuse_spread() -> str:
     model = nn.Linear(1, 1)
     model.hf_device_map = {"a": 0, "b": 1}  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="spread over 2 devices") as caught:
+    with pytest.raises(ConfigError, match=r"spread over 2 devices \(device_map\) and there are 2 "):
         Accelerator(cpu=True).prepare(model)
-    return "spread over 2 devices" if "device_map" in str(caught.value) else str(caught.value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_BYPASS_DEVICE_MAP", "true")
+        return type(Accelerator(cpu=True).prepare(model)).__name__
+
+
+def test_a_model_that_is_spread_stays_where_it_is(tmp_path: Path) -> None:
+    model, inputs = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), torch.ones(1, 2)
+    expected = model(inputs)
+    dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=str(tmp_path))
+    prepared = Accelerator(cpu=True).prepare(model)
+    assert prepared[1].weight.is_meta
+    assert torch.equal(prepared(inputs), expected)
 
 
 def test_the_state_of_the_window_follows_the_newest_accelerator() -> None:

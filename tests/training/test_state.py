@@ -26,7 +26,7 @@ from notebook_accel import (
     InitProcessGroupKwargs,
     PartialState,
 )
-from notebook_accel.training import devices
+from notebook_accel.training import devices, topology
 from notebook_accel.training.compiling import DynamoBackend
 from notebook_accel.training.process_group import close_process_group
 from tests.training.harness import run_ranks
@@ -267,6 +267,40 @@ def test_asking_for_the_cpu_too_late_says_so(monkeypatch: pytest.MonkeyPatch) ->
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Accelerator(cpu=True)
+
+
+def test_a_device_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[int] = []
+    for name, value in {
+        "is_available": True,
+        "current_accelerator": torch.device("cuda"),
+        "device_count": 2,
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+    monkeypatch.setattr(devices, "_make_current", current.append)
+    # Names, local rank, and what it gives.
+    cases = [("cuda:1", 0, "cuda:1"), ("cuda", 1, "cuda:1"), ("cpu", 1, "cpu"), ("", 0, "cuda:0")]
+    for named, rank, expected in cases:
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", named)
+        assert str(devices.choose_device(cpu=False, local_rank=rank)) == expected
+        assert devices.choose_device(cpu=True, local_rank=rank).type == "cpu"
+    assert current == [1, 1, 0]
+    for named in ("cuda:2", "xpu", "fast"):
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", named)
+        with pytest.raises(ConfigError, match=f"'{named}': this machine has cpu:0, cuda:0, cuda:1"):
+            devices.choose_device(cpu=False, local_rank=0)
+
+
+@pytest.mark.parametrize("asked", ["true", "false"])
+def test_a_rank_stays_near_its_device_if_it_is_asked_to(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near: list[int] = []
+    monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", asked)
+    monkeypatch.setattr(topology, "set_numa_affinity", near.append)
+    monkeypatch.setattr(devices, "choose_device", lambda **_: torch.device("meta", 1))
+    assert PartialState().device.index == 1
+    assert near == [1] * (asked == "true")
 
 
 @pytest.mark.gpu
