@@ -27,6 +27,6 @@ def train(stages: Sequence[int], cases: dict[str, dict[str, Any]]) -> dict[int, 
     for stage in stages:
         # One plugin for all: what was filled in for one case does not count for the next.
         plugin = {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=stage)}
-        meshes.MESHES["zero"] = (2, 2, lambda plugin=plugin: plugin)  # type: ignore[misc]
+        meshes.LAYOUTS["zero"] = (2, 2, lambda plugin=plugin: plugin)  # type: ignore[misc]
         seen[stage] = {name: meshes.train("zero", case) for name, case in cases.items()}
     return seen

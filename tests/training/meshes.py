@@ -22,6 +22,7 @@ from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, Parallel
 
 __all__ = [
     "FLOAT_ERROR",
+    "LAYOUTS",
     "MESHES",
     "WORDS",
     "Block",
@@ -125,9 +126,16 @@ MESHES: dict[str, tuple[int, int, Any]] = {
 }
 
 
-def accelerator_for(mesh: str | None, **settings: Any) -> Accelerator:
-    asked = MESHES[mesh][2]() if mesh else {}
-    return Accelerator(cpu=True, **asked, **settings)
+# Beside the meshes, a pipeline: a loop that calls ``forward_backward`` is the same for all.
+LAYOUTS: dict[str | None, tuple[int, int, Any]] = {
+    None: (2, 2, dict),
+    **MESHES,
+    "1F1B": (2, 1, lambda: {"parallelism_config": sizes(pp_size=2, num_microbatches=2)}),
+}
+
+
+def accelerator_for(layout: str | None, **settings: Any) -> Accelerator:
+    return Accelerator(cpu=True, **LAYOUTS[layout][2](), **settings)
 
 
 def data(samples: int) -> TensorDataset:

@@ -26,7 +26,7 @@ from notebook_accel import (
 )
 from notebook_accel.training.checkpoint import background, pieces
 from tests.training.harness import run_ranks
-from tests.training.meshes import accelerator_for, data, loss_of, make
+from tests.training.meshes import LAYOUTS, accelerator_for, data, loss_of, make
 from tests.training.single import fresh_rank  # noqa: F401
 from tests.training.test_checkpoint import FILES, Counter, setup, state_of, step
 
@@ -209,7 +209,8 @@ def on_ranks(folder: str, mesh: str | None, is_async: bool, stop: int) -> dict[s
     """Train, save after each step, end after ``stop`` of them; all losses of this attempt."""
     accelerator = accelerator_for(mesh, gradient_accumulation_steps=2)
     model, optimizer = make({})
-    loader = torch.utils.data.DataLoader(data(8), batch_size=1, shuffle=True)
+    size = 2 // LAYOUTS[mesh][1]  # as many batches under each layout
+    loader = torch.utils.data.DataLoader(data(8), batch_size=size, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     start = accelerator.resume_or_start(folder)
     losses = {}
@@ -217,8 +218,7 @@ def on_ranks(folder: str, mesh: str | None, is_async: bool, stop: int) -> dict[s
         begin = start.batch if epoch == start.epoch else 0
         for batch, (inputs, targets) in enumerate(loader, begin):
             with accelerator.accumulate(model):
-                loss = loss_of(model(inputs), targets)
-                accelerator.backward(loss)
+                loss = accelerator.forward_backward(model, inputs, targets, loss_of)
                 optimizer.step()
                 optimizer.zero_grad()
             losses[f"{epoch} {batch}"] = loss.item().hex()
@@ -230,7 +230,7 @@ def on_ranks(folder: str, mesh: str | None, is_async: bool, stop: int) -> dict[s
     return losses
 
 
-@pytest.mark.parametrize("mesh", [None, "fsdp, blocks"])
+@pytest.mark.parametrize("mesh", [None, "fsdp, blocks", "tensor", "1F1B"])
 def test_ranks_write_while_they_train(mesh: str | None, tmp_path: Path) -> None:
     whole = run_ranks(on_ranks, 2, str(tmp_path / "whole"), mesh, False, 99)
     first = run_ranks(on_ranks, 2, str(tmp_path / "parts"), mesh, True, 3)

@@ -288,11 +288,14 @@ def test_two_ranks_agree(mesh: str | None, tmp_path: Path) -> None:
     assert rest[1]["told"] == []
 
 
-def test_another_number_of_ranks_goes_on_at_the_first_sample_not_seen(tmp_path: Path) -> None:
-    run_ranks(on_ranks, 2, str(tmp_path), None, 7, 1)
-    part = train(tmp_path)
+@pytest.mark.parametrize("mesh", [None, "fsdp, blocks"])
+def test_another_number_of_ranks_goes_on_at_the_first_sample_not_seen(
+    mesh: str | None, tmp_path: Path
+) -> None:
+    run_ranks(on_ranks, 2, str(tmp_path), mesh, 7, 1)
+    part = train(tmp_path, mesh=mesh)
     # 7 batches of 2 ranks: an epoch of 10 samples, and 4 samples.
     assert part["start"] == [1, 4, 4, 14]
     assert list(part["losses"])[:2] == ["1 4", "1 5"]
-    back = run_ranks(on_ranks, 2, str(tmp_path), None, 2, 1)
+    back = run_ranks(on_ranks, 2, str(tmp_path), mesh, 2, 1)
     assert back[0]["start"] == back[1]["start"] == [3, 0, 12, 30]
