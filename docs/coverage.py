@@ -85,7 +85,7 @@ _HEAD = """\
 
 Made by `.venv/bin/python docs/coverage.py` against accelerate {version}: the public names of the
 modules below, and whether the same path under `notebook_accel` has them. `yes`: it is there;
-`refused`: it is there, and raises a `ConfigError` that says what there is instead, as
+`refused`: it can be made, and what would use it raises a `ConfigError` that says what there is, as
 `Accelerator(megatron_lm_plugin=)` and `torch_tp_plugin=` do; `no`: an `ImportError`. Where ours
 takes fewer arguments, they are named.
 """

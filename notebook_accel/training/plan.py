@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training import topology
+from notebook_accel.training import environment, topology
 from notebook_accel.training.accumulation import Accumulation, resolve_plugin
 from notebook_accel.training.compiling import resolve_dynamo
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.deepspeed_plugin import resolve_deepspeed
 from notebook_accel.training.float8 import AORecipeKwargs
 from notebook_accel.training.fsdp_plugin import resolve_fsdp
+from notebook_accel.training.not_built import OtherFP8
 from notebook_accel.training.notices import notice_once
 from notebook_accel.training.parallelism import fit_sizes, resolve_parallelism
 from notebook_accel.training.precision import (
@@ -50,7 +51,8 @@ __all__ = ["Plan", "make_plan", "refuse_unbuilt", "resolve_loaders", "resolve_pr
 
 # Arguments of Hugging Face's Accelerator that nothing here answers to yet, and what there is.
 _UNBUILT = {
-    "megatron_lm_plugin": "Megatron-LM is not there; prepare() trains with DDP over the ranks",
+    "megatron_lm_plugin": "Megatron-LM is not there; tensor and pipeline parallelism by torch is: "
+    "parallelism_config=ParallelismConfig(tp_size=..., pp_size=...)",
     "torch_tp_plugin": "pass parallelism_config=ParallelismConfig(tp_size=...) instead",
 }
 _NOTHING = (None, "no", "NO")
@@ -225,7 +227,7 @@ def refuse_unbuilt(others: dict[str, Any]) -> None:
     """Raise for what ``Accelerator`` does not take, unless it asks for nothing.
 
     Raises:
-        ConfigError: the argument is known elsewhere, and not built here.
+        ConfigError: the argument, or what the environment asks for, is not built here.
         TypeError: nobody knows the argument.
     """
     for name, value in others.items():
@@ -234,6 +236,9 @@ def refuse_unbuilt(others: dict[str, Any]) -> None:
         if value not in _NOTHING:
             shown = repr(value) if isinstance(value, str) else "..."
             raise ConfigError(f"Accelerator({name}={shown}): {_UNBUILT[name]}. Leave it out.")
+    if environment.read_flag("USE_MEGATRON_LM"):
+        asked = "ACCELERATE_USE_MEGATRON_LM"
+        raise ConfigError(f"{asked}: {_UNBUILT['megatron_lm_plugin']}. Unset the variable.")
 
 
 def _check_rng_types(given: Iterable[Any], device: torch.device) -> tuple[str, ...]:
@@ -272,6 +277,12 @@ def _check_handlers(handlers: Iterable[KwargsHandler]) -> list[KwargsHandler]:
         )
     checked: list[KwargsHandler] = []
     for handler in handlers:
+        if isinstance(handler, OtherFP8):
+            raise ConfigError(
+                f"kwargs_handlers has a {type(handler).__name__}: 8-bit training by "
+                f'{handler.library} is not supported; by torchao it is: mixed_precision="fp8", '
+                "kwargs_handlers=[AORecipeKwargs(...)]"
+            )
         if not isinstance(handler, _KNOWN):
             names = ", ".join(kind.__name__ for kind in _KNOWN)
             raise ConfigError(

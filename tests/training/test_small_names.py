@@ -181,13 +181,6 @@ def test_what_deepspeed_needs() -> None:
 
 
 def test_what_is_not_supported_says_so() -> None:
-    for name in ("TERecipeKwargs", "MSAMPRecipeKwargs", "FP8RecipeKwargs"):
-        with pytest.raises(ConfigError, match=rf"{name}\(margin=1\).*by torchao"):
-            getattr(utils, name)(margin=1)
-    with pytest.raises(ConfigError, match=r"Ulysses.*cp_size"):
-        utils.DeepSpeedSequenceParallelConfig(sp_seq_length=8)
-    with pytest.raises(ConfigError, match=r"Megatron-LM is not supported.*ParallelismConfig"):
-        utils.MegatronLMPlugin(tp_degree=2)
     with pytest.raises(ConfigError, match=r"ParallelismConfig\(tp_size=2\)"):
         utils.TorchTensorParallelPlugin(tp_size=2)
     with pytest.raises(ConfigError, match="enable_async_tp"):

@@ -12,7 +12,13 @@ from notebook_accel.training.float8 import AORecipeKwargs as AORecipeKwargs
 from notebook_accel.training.fsdp_plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
-from notebook_accel.training.not_built import *
+from notebook_accel.training.not_built import (
+    DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+)
+from notebook_accel.training.not_built import FP8RecipeKwargs as FP8RecipeKwargs
+from notebook_accel.training.not_built import MegatronLMPlugin as MegatronLMPlugin
+from notebook_accel.training.not_built import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+from notebook_accel.training.not_built import TERecipeKwargs as TERecipeKwargs
 from notebook_accel.training.parallelism import (
     TorchContextParallelConfig as TorchContextParallelConfig,
 )
