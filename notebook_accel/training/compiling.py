@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import sys
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import environment
 from notebook_accel.training.models import ReplacedForward, forward_of
-from notebook_accel.training.settings import KwargsHandler
+from notebook_accel.training.settings import KwargsHandler, TextEnum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ __all__ = [
 ]
 
 
-class DynamoBackend(str, Enum):
+class DynamoBackend(TextEnum):
     """What ``torch.compile`` hands a traced model to; NO compiles nothing."""
 
     NO = "NO"
@@ -58,9 +57,6 @@ class DynamoBackend(str, Enum):
     TVM = "TVM"
     HPU_BACKEND = "HPU_BACKEND"
     NEURON = "NEURON"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 def _flag(name: str) -> Any:

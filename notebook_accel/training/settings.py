@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, EnumMeta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.errors import ConfigError
@@ -34,12 +34,20 @@ __all__ = [
     "ProjectConfiguration",
     "RNGType",
     "SageMakerDistributedType",
+    "TextEnum",
     "check_steps",
     "pick_handler",
 ]
 
 
-class _Text(str, Enum):
+class _Texts(EnumMeta):
+    """Answers ``"bf16" in PrecisionType`` with every Python; before 3.12 it is a TypeError."""
+
+    def __contains__(cls, value: object) -> bool:
+        return str(value) in cls._value2member_map_
+
+
+class TextEnum(str, Enum, metaclass=_Texts):
     """Members equal their text, so ``x == "bf16"`` and ``x == Kind.BF16`` are both right."""
 
     def __str__(self) -> str:
@@ -51,7 +59,7 @@ class _Text(str, Enum):
         return [str(member) for member in cls]
 
 
-class DistributedType(_Text):
+class DistributedType(TextEnum):
     """How the ranks of a training belong together; users compare against the members."""
 
     NO = "NO"
@@ -71,7 +79,7 @@ class DistributedType(_Text):
     MEGATRON_LM = "MEGATRON_LM"
 
 
-class SageMakerDistributedType(_Text):
+class SageMakerDistributedType(TextEnum):
     """Kinds of distributed training on SageMaker, as Accelerate's configuration files say."""
 
     NO = "NO"
@@ -79,7 +87,7 @@ class SageMakerDistributedType(_Text):
     MODEL_PARALLEL = "MODEL_PARALLEL"
 
 
-class DDPCommunicationHookType(_Text):
+class DDPCommunicationHookType(TextEnum):
     """How gradients are compressed on their way between ranks."""
 
     NO = "no"
@@ -89,7 +97,7 @@ class DDPCommunicationHookType(_Text):
     BATCHED_POWER_SGD = "batched_power_sgd"
 
 
-class LoggerType(_Text):
+class LoggerType(TextEnum):
     """A tracker, by its name."""
 
     ALL = "all"
@@ -104,7 +112,7 @@ class LoggerType(_Text):
     SWANLAB = "swanlab"
 
 
-class PrecisionType(_Text):
+class PrecisionType(TextEnum):
     """A mixed precision, by its name."""
 
     NO = "no"
@@ -113,7 +121,7 @@ class PrecisionType(_Text):
     BF16 = "bf16"
 
 
-class FP8BackendType(_Text):
+class FP8BackendType(TextEnum):
     """What computes in 8 bits: torchao ("AO"), or nothing; the others are Accelerate's."""
 
     NO = "NO"
@@ -122,7 +130,7 @@ class FP8BackendType(_Text):
     AO = "AO"
 
 
-class RNGType(_Text):
+class RNGType(TextEnum):
     """A source of random numbers that ranks can take from rank 0: ``rng_types``."""
 
     TORCH = "torch"
@@ -138,7 +146,7 @@ class RNGType(_Text):
     GENERATOR = "generator"
 
 
-class ComputeEnvironment(_Text):
+class ComputeEnvironment(TextEnum):
     """Where a training runs, as Accelerate's config files say it."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"

@@ -48,6 +48,19 @@ def test_probes_agree_with_accelerates(name: str) -> None:
     assert getattr(utils, name)() == bool(getattr(peer, name)())
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["DDPCommunicationHookType", "DynamoBackend", "LoggerType", "PrecisionType", "RNGType"],
+)
+def test_texts_are_asked_for_as_in_accelerate(name: str) -> None:
+    ours, theirs = getattr(utils, name), getattr(peer, name)
+    assert ours.list() == theirs.list()
+    for text in ("fp16", "cuda", "wandb", "EAGER", "nothing", ours.list()[0]):
+        assert (text in ours) == (text in theirs), text
+    assert all(member in ours for member in ours)
+    assert 3 not in ours
+
+
 def test_versions_of_what_is_probed() -> None:
     assert utils.is_bnb_available("0.1") == peer.is_bnb_available("0.1")
     assert not utils.is_bnb_available("999")
