@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,12 @@ from notebook_accel.utils import HfDeepSpeedConfig
 from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
 from notebook_accel.training import deepspeed_plugin
 from notebook_accel.training.accumulation import resolve_plugin
+from notebook_accel.training.strategies import deepspeed
 from notebook_accel.training.strategies.deepspeed import DeepSpeedZero
 from tests.training.single import fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
 ZERO: dict[str, Any] = {"zero_optimization": {"stage": 2}}
@@ -90,18 +93,38 @@ class Counting(torch.nn.Module):
         self.seen = state["seen"]
 
 
-def test_what_a_module_keeps_beside_its_tensors_is_saved_and_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    library = SimpleNamespace(safe_set_full_fp32_param=None)  # for weights, which there are none of
+@pytest.fixture
+def zero(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The strategy without its library, and without weights that the library steps."""
+    library = SimpleNamespace(safe_set_full_fp32_param=None)
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(utils=library))
     monkeypatch.setitem(sys.modules, "deepspeed.utils", library)
     strategy: Any = object.__new__(DeepSpeedZero)
     strategy.topology = SimpleNamespace(device=torch.device("cpu"), local_process_index=0)
     strategy._dtypes = {}
+    return strategy
+
+
+def test_what_a_module_keeps_beside_its_tensors_is_saved_and_loaded(zero: Any) -> None:
     model, other = torch.nn.Sequential(Counting(3)), torch.nn.Sequential(Counting(0))
-    strategy.load_state_dict(other, strategy.state_dict(model, full=True))
+    zero.load_state_dict(other, zero.state_dict(model, full=True))
     assert (other[0].seen, other[0].mean.tolist()) == (3, [3.0, 3.0])
+
+
+def test_all_ranks_gather_weights_in_the_order_of_the_model(
+    zero: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered: list[int] = []
+
+    def gather(weight: torch.Tensor, *, writes: bool) -> AbstractContextManager[None]:
+        assert writes
+        gathered.append(id(weight))
+        return nullcontext()
+
+    monkeypatch.setattr(deepspeed, "_gathered", gather)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(10)))
+    zero.load_state_dict(model, dict(reversed(model.state_dict().items())))
+    assert gathered == [id(weight) for weight in model.parameters()]
 
 
 def test_a_configuration_is_asked_filled_and_opened_again() -> None:

@@ -273,7 +273,9 @@ class DeepSpeedZero(Strategy):
                 f"unknown {unknown}"
             )
         with torch.no_grad():
-            for name in own.keys() & state.keys():
+            # In the order of the model: all ranks gather the same weight at once, and the order of
+            # a set of names differs from process to process.
+            for name in [name for name in own if name in state]:
                 owner, _, last = name.rpartition(".")
                 if last == _EXTRA_STATE_KEY_SUFFIX:  # what a module keeps beside its tensors
                     model.get_submodule(owner).set_extra_state(state[name])
