@@ -387,13 +387,15 @@ class PreparedLoader(DataLoader[Any]):
         # reads other samples gets another seed; those that read the same ones (of one model that
         # they hold together) get the same.
         own = self.generator
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=own))
-        seed += self._options.process_index * _SEED_STEP
+        seed = self._draw_seed() + self._options.process_index * _SEED_STEP
         self.generator = torch.Generator().manual_seed(seed % 2**64)
         try:
             return super()._get_iterator()
         finally:
             self.generator = own
+
+    def _draw_seed(self) -> int:
+        return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
 
     def _read(self, position: Position) -> Iterator[Any]:
         """The batches of this rank from ``position`` on, as the dataset made them."""
@@ -409,6 +411,11 @@ class PreparedLoader(DataLoader[Any]):
             reader = iter(super().__iter__())
             return index.skip(reader, start) if start else reader
         index.start, index.seed = start, self._seed_of_workers()
+        if self.persistent_workers and self._iterator is not None:
+            # Torch draws a seed as it makes an iterator: where workers stay, for the first pass
+            # alone. A pass that is resumed is always a first one. So each draws, since the order
+            # may come from the same generator.
+            self._draw_seed()
         return iter(super().__iter__())
 
     def _seed_of_workers(self) -> int | None:
