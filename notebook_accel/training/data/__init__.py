@@ -241,6 +241,8 @@ def _share_iterable(
     draft: DataLoader[Any], options: LoaderOptions, config: DataLoaderConfiguration
 ) -> LoaderOptions:
     dataset: Any = draft.dataset
+    if isinstance(draft, SkipDataLoader) and not config.split_batches:
+        draft.num_left_out = _share_of_left_out(draft.num_left_out, options.num_processes)
     if _divides_itself(dataset, options.num_processes) and not config.split_batches:
         vars(draft)["dataset"] = dataset.shard(
             num_shards=options.num_processes, index=options.process_index
@@ -263,6 +265,23 @@ def _share_iterable(
         batches = BatchSampler(draft.sampler, share, draft.drop_last)
         vars(draft).update(batch_size=share, batch_sampler=batches)
     return options
+
+
+def _share_of_left_out(num_batches: int, num_processes: int) -> int:
+    """How many of its own batches each rank leaves out, of a stream that it reads.
+
+    Raises:
+        ConfigError: the ranks would have to leave out different numbers of batches.
+    """
+    share, rest = divmod(num_batches, num_processes)
+    if rest:
+        raise ConfigError(
+            f"prepare() got a stream without its first {num_batches} batches, of which each of "
+            f"{num_processes} ranks reads its own (dispatch_batches=False): expected a multiple of "
+            f"{num_processes}; or prepare the loader first, and call skip_first_batches(loader, n) "
+            "with n batches of a rank"
+        )
+    return share
 
 
 def _divides_itself(dataset: Any, num_processes: int) -> bool:

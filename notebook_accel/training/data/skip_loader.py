@@ -19,21 +19,30 @@ class SkipDataLoader(DataLoader[Any]):
         dataset: as torch's DataLoader, like all other arguments.
         skip_batches: batches at the start of each epoch that are left out.
         **kwargs: further arguments of torch's DataLoader.
+
+    Attributes:
+        num_left_out: that number. Once prepared, the loader has the ``skip_batches`` of prepared
+            loaders too: what is left out beside these.
     """
 
     def __init__(self, dataset: Any, skip_batches: int = 0, **kwargs: Any) -> None:
         super().__init__(dataset, **kwargs)
-        self.skip_batches = skip_batches
+        self.num_left_out = skip_batches
 
     @classmethod
     def around(cls, loader: DataLoader[Any], skip_batches: int) -> SkipDataLoader:
         """``loader`` without its first batches."""
         new = copy_as(cls, loader)
-        new.skip_batches = skip_batches
+        new.num_left_out = skip_batches
         return new
 
+    @property
+    def skip_batches(self) -> int:
+        """Batches at the start of each epoch that are left out."""
+        return self.num_left_out
+
     def __iter__(self) -> Any:
-        return itertools.islice(super().__iter__(), self.skip_batches, None)
+        return itertools.islice(super().__iter__(), self.num_left_out, None)
 
     def __len__(self) -> int:
-        return max(0, super().__len__() - self.skip_batches)
+        return max(0, super().__len__() - self.num_left_out)
