@@ -15,9 +15,15 @@ from notebook_accel.utils import HfDeepSpeedConfig
 
 from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
 from notebook_accel.training import deepspeed_plugin
-from notebook_accel.training.accumulation import resolve_plugin
+from notebook_accel.training.accumulation import Accumulation, resolve_plugin
+from notebook_accel.training.settings import GradientAccumulationPlugin
 from notebook_accel.training.strategies import deepspeed
 from notebook_accel.training.strategies.deepspeed import DeepSpeedZero
+from notebook_accel.training.strategies.zero_engine import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+)
+from tests.training.loading import numbers, prepare
 from tests.training.single import fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:
@@ -125,6 +131,22 @@ def test_all_ranks_gather_weights_in_the_order_of_the_model(
     model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(10)))
     zero.load_state_dict(model, dict(reversed(model.state_dict().items())))
     assert gathered == [id(weight) for weight in model.parameters()]
+
+
+def test_steps_of_the_engine_are_counted_but_for_overflows() -> None:
+    applied = iter([True, False])
+    library = SimpleNamespace(
+        step=lambda: None, global_steps=1, was_step_applied=lambda: next(applied)
+    )
+    accumulation = Accumulation(GradientAccumulationPlugin())
+    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    engine = DeepSpeedEngineWrapper(library)
+    optimizer = DeepSpeedOptimizerWrapper(inner, engine, accumulation=accumulation)
+    loader = prepare(numbers(6))
+    for _ in loader:
+        optimizer.step()
+    assert optimizer.num_steps == 1
+    assert accumulation.trained_on is loader
 
 
 def test_a_configuration_is_asked_filled_and_opened_again() -> None:

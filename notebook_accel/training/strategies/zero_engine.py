@@ -137,7 +137,9 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             )
         if self._accumulation.sync_gradients:
             self._engine.step()
+            self._accumulation.note_step()
             if not self.step_was_skipped:
+                self.num_steps += 1
                 current().count_step(self._device_memory)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
