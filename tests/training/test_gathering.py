@@ -553,3 +553,26 @@ def test_a_batch_without_rows_is_not_divided() -> None:
         divider = RoundDivider(2, batches_a_round=1, batch_size=2, is_uneven=is_uneven)
         with pytest.raises(ConfigError, match="has no rows to divide"):
             next(divider.divide(iter([torch.zeros(0)])))
+
+
+def test_rows_of_one_sample_stay_together() -> None:
+    """Of each sample the collate function makes two rows, all first ones before the second ones."""
+
+    def rows(*samples: int) -> list[int]:
+        return [*samples, *(100 + sample for sample in samples)]
+
+    def divide(divider: RoundDivider, batches: list[list[int]]) -> list[Any]:
+        rounds = divider.divide(iter([torch.tensor(batch) for batch in batches]))
+        return [[part and part.batch.tolist() for part in each.parts] for each in rounds]
+
+    batches = [rows(0, 1, 2, 3), rows(4, 5, 6, 7), rows(8, 9, 10)]
+    divider = RoundDivider(2, batches_a_round=2, batch_size=4)
+    assert divide(divider, batches) == [batches[:2], [batches[2], batches[0]]]
+    resumed = RoundDivider(2, batches_a_round=2, batch_size=4)
+    resumed.first = torch.tensor(batches[0])
+    assert divide(resumed, batches[2:]) == [[batches[2], batches[0]]]
+    uneven = RoundDivider(2, batches_a_round=2, batch_size=4, is_uneven=True)
+    assert divide(uneven, batches)[1] == [batches[2], None]
+    split = RoundDivider(2, batches_a_round=1, batch_size=4)
+    with pytest.raises(ConfigError, match=r"split_batches=True .* 8 rows for batch_size=4"):
+        divide(split, batches)

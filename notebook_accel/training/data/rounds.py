@@ -78,6 +78,7 @@ class RoundDivider:
     keeps_batches: bool = False
     slice_fn: Callable[..., Any] | None = None
     first: Any = field(default=None, init=False)
+    _most_rows: int = field(default=0, init=False)
 
     def divide(self, raw: Iterator[Any]) -> Iterator[Round]:
         """The rounds of a pass.
@@ -101,20 +102,27 @@ class RoundDivider:
 
     def _divide_round(self, batches: list[Any]) -> Round:
         sizes = {count_rows(batch) for batch in batches}
+        self._most_rows = max(self._most_rows, *(size or 0 for size in sizes))
         if self.slice_fn is None and len(batches) == self.num_parts and len(sizes) == 1:
             is_uneven = self.is_uneven or sizes == {None}
             return Round([RankShare(batch, None) for batch in batches], is_uneven)
         is_joined = None not in sizes and (self.batches_a_round == 1 or not self.keeps_batches)
         joined = _try_to_join(batches) if is_joined else None
         rows = None if joined is None else count_rows(joined)
-        most = math.inf if self.batch_size is None else self.batch_size * self.batches_a_round
-        # More rows than batch_size: the collate function made several rows of a sample; dividing
-        # could separate them, so batches stay whole.
-        if not rows or rows > most:
+        if not rows or self._has_several_rows_a_sample():
             return self._keep_whole(batches)
         if self.is_uneven:
             return self._divide_unevenly(joined, rows)
         return Round(self._divide_evenly(joined, rows), False)
+
+    def _has_several_rows_a_sample(self) -> bool:
+        """Whether a batch of the pass had more rows than samples: its collate function makes
+        several of each, which dividing could separate."""
+        if self.batch_size is None:
+            return False
+        # The first batch of a pass that is resumed was in none of its rounds.
+        self._most_rows = max(self._most_rows, count_rows(self.first) or 0)
+        return self._most_rows > self.batch_size
 
     def _divide_evenly(self, joined: Any, rows: int) -> list[RankShare | None]:
         """Parts of one size, the last ones filled up with repeated samples."""
@@ -160,6 +168,15 @@ class RoundDivider:
 
     def _keep_whole(self, batches: list[Any]) -> Round:
         """A batch for each rank; those for which none is left get the first of the pass again."""
+        is_divided = self.slice_fn is not None or self.batches_a_round == 1
+        if is_divided and self._has_several_rows_a_sample():
+            setting = "slice_fn_for_dispatch" if self.slice_fn else "split_batches=True"
+            raise ConfigError(
+                f"{setting} divides batches over {self.num_parts} processes, but a batch has "
+                f"{self._most_rows} rows for batch_size={self.batch_size}, and dividing it could "
+                "separate rows of one sample: expected a row for each sample; give tensors a "
+                f"dimension for those of a sample, or leave {setting} out"
+            )
         if self.slice_fn is not None:
             raise ConfigError(
                 "slice_fn_for_dispatch takes a rank's part out of joined batches, and those "
