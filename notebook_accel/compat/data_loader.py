@@ -6,8 +6,8 @@ from notebook_accel.training.data.loaders import DataLoaderShard as DataLoaderSh
 from notebook_accel.training.data.loaders import PreparedLoader as DataLoaderStateMixin
 from notebook_accel.training.data.samplers import BatchSamplerShard as BatchSamplerShard
 from notebook_accel.training.data.samplers import IterableDatasetShard as IterableDatasetShard
-from notebook_accel.training.data.samplers import SeedableRandomSampler as SeedableRandomSampler
 from notebook_accel.training.data.samplers import SkipBatchSampler as SkipBatchSampler
 from notebook_accel.training.data.samplers import get_sampler as get_sampler
+from notebook_accel.training.data.seedable import SeedableRandomSampler as SeedableRandomSampler
 from notebook_accel.training.data.skip_loader import SkipDataLoader as SkipDataLoader
 from notebook_accel.training.data.standalone import prepare_data_loader as prepare_data_loader

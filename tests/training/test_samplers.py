@@ -13,9 +13,9 @@ from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
     LastRound,
-    SeedableRandomSampler,
     SkipBatchSampler,
 )
+from notebook_accel.training.data.seedable import SeedableRandomSampler
 
 A, B, C, D = "ABCD"
 LISTS = [[0], [1, 2], [3, 4, 5]]

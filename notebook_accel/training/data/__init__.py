@@ -36,12 +36,12 @@ from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
     LastRoundCollate,
-    SeedableRandomSampler,
     SkipBatchSampler,
     StatefulDatasetShard,
     samplers_of,
     share_of,
 )
+from notebook_accel.training.data.seedable import SeedableRandomSampler
 from notebook_accel.training.data.skip_loader import SkipDataLoader
 from notebook_accel.training.data.stateful import (
     StatefulDispatcher,

@@ -36,12 +36,12 @@ from notebook_accel.training.data.samplers import (
     IterableDatasetShard,
     LastRoundCollate,
     RoundBatch,
-    SeedableRandomSampler,
     SkipBatchSampler,
     has_own_batches,
     length_of,
     samplers_of,
 )
+from notebook_accel.training.data.seedable import SeedableRandomSampler
 from notebook_accel.training.data.transfer import Transfer, make_transfer
 from notebook_accel.training.data_group import DataGroup
 from notebook_accel.training.seeding import synchronize_rng_state

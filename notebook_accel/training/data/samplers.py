@@ -31,17 +31,14 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
-import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.collectives import broadcast_object_list
 
 __all__ = [
     "BatchSamplerShard",
     "IterableDatasetShard",
     "LastRound",
-    "SeedableRandomSampler",
     "SkipBatchSampler",
     "StatefulDatasetShard",
     "LastRoundCollate",
@@ -361,49 +358,6 @@ class SkipBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         return max(0, length_of(self.batch_sampler) - self.skip_batches)
-
-
-class SeedableRandomSampler(RandomSampler):
-    """A random order that depends on a seed and the number of the epoch alone.
-
-    Args:
-        *args: those of torch's ``RandomSampler``.
-        data_seed: the seed; None takes that of torch's global random numbers.
-        **kwargs: those of torch's ``RandomSampler``.
-    """
-
-    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
-        self.epoch = 0
-        self._is_agreed = data_seed is not None
-
-    def agree_on_seed(self) -> None:
-        """Take rank 0's seed, unless one was given: by different orders some samples would be
-        read twice, and others never."""
-        if not self._is_agreed:
-            (self.initial_seed,) = broadcast_object_list([self.initial_seed])
-            self._is_agreed = True
-
-    def restore_seed(self, seed: int) -> None:
-        """Take the seed of a checkpoint, which all ranks read."""
-        self.initial_seed = seed
-        self._is_agreed = True
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch's order comes next."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        # A generator made anew each time: an order that was begun and left is the same again.
-        epoch = self.epoch
-        seed = (self.initial_seed + epoch) % 2**64  # torch takes no larger one
-        seeded = torch.Generator().manual_seed(seed)
-        order = RandomSampler(
-            self.data_source, self.replacement, self._num_samples, generator=seeded
-        )
-        yield from order
-        self.epoch = epoch + 1
 
 
 class IterableDatasetShard(IterableDataset[Any]):
