@@ -144,12 +144,17 @@ def test_an_epoch_is_over_with_its_last_batch() -> None:
     assert prepared.iteration == 2
 
 
-def test_an_epoch_that_was_left_comes_again() -> None:
-    prepared = prepare(numbers(8, 2, shuffle=True), use_seedable_sampler=True, data_seed=1)
-    first = next(iter(prepared)).tolist()
+@pytest.mark.parametrize("num_given", [1, 2])  # after 2, the indices of the last batch are taken
+def test_an_epoch_that_was_left_comes_again(num_given: int) -> None:
+    prepared = prepare(numbers(10, 4, shuffle=True), use_seedable_sampler=True, data_seed=1)
+    left = iter(prepared)
+    first = [next(left).tolist() for _ in range(num_given)]
+    left.close()
     assert prepared.iteration == 0
-    assert lists(prepared)[0] == first
+    again = lists(prepared)
+    assert again[:num_given] == first
     assert prepared.iteration == 1
+    assert lists(prepared) != again
 
 
 def test_the_epoch_reaches_samplers_and_datasets() -> None:

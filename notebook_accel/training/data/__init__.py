@@ -162,6 +162,7 @@ def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
     seedable = SeedableRandomSampler(
         inner.data_source, inner.replacement, inner._num_samples, data_seed=data_seed
     )
+    seedable.counts_epochs = False
     if data_seed is None and inner.generator is not None:
         # It may differ from rank to rank: as a pass begins, all take rank 0's.
         seedable.initial_seed = inner.generator.initial_seed()

@@ -24,6 +24,10 @@ class SeedableRandomSampler(RandomSampler):
         **kwargs: those of torch's ``RandomSampler``.
     """
 
+    counts_epochs = True
+    """Whether each order that was read to its end is followed by that of the next epoch. Prepared
+    loaders say themselves which epoch comes: they read indices ahead of their loop."""
+
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
@@ -31,7 +35,7 @@ class SeedableRandomSampler(RandomSampler):
         self._is_agreed = data_seed is not None
 
     def agree_on_seed(self) -> None:
-        """Take rank 0's seed, unless one was given: by different orders some samples would be
+        """Take rank 0's seed, unless one was given: with different orders some samples would be
         read twice, and others never."""
         if not self._is_agreed:
             (self.initial_seed,) = broadcast_object_list([self.initial_seed])
@@ -55,4 +59,5 @@ class SeedableRandomSampler(RandomSampler):
             self.data_source, self.replacement, self._num_samples, generator=seeded
         )
         yield from order
-        self.epoch = epoch + 1
+        if self.counts_epochs:
+            self.epoch = epoch + 1
