@@ -93,6 +93,20 @@ def test_streams_that_each_rank_reads(
         assert len(prepared) == len(expected[rank])
 
 
+class CannotSay(Stream):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_streams_that_cannot_say_their_length_are_read() -> None:
+    joined = DataLoader(Stream(4) + Stream(4), batch_size=2)
+    assert lists(prepare(joined, 1, 2, dispatch_batches=False)) == [[2, 3], [2, 3]]
+    unsure = DataLoader(CannotSay(4), batch_size=2)
+    for dispatched in (None, False):
+        assert lists(prepare(unsure, dispatch_batches=dispatched)) == [[0, 1], [2, 3]]
+    assert lists(prepare(unsure, 1, 2, dispatch_batches=False)) == [[2, 3]]
+
+
 def test_a_stream_drops_its_last_round() -> None:
     raw = DataLoader(Stream(10), batch_size=2, drop_last=True)
     assert lists(prepare(raw, 0, 2, dispatch_batches=False)) == [[0, 1], [4, 5]]

@@ -16,7 +16,6 @@ few attribute reads a batch: what can be decided at its start is.
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -39,6 +38,7 @@ from notebook_accel.training.data.samplers import (
     SkipBatchSampler,
     has_own_batches,
     length_of,
+    length_or_none,
     samplers_of,
 )
 from notebook_accel.training.data.seedable import SeedableRandomSampler
@@ -496,8 +496,8 @@ class PreparedLoader(DataLoader[Any]):
         batches, size = self._index.sampler, self.total_batch_size
         if isinstance(self.dataset, IterableDataset) or size is None or has_own_batches(batches):
             return 0
-        is_known = isinstance(batches.sampler, Sized) and not batches.drop_last
-        return -len(batches.sampler) % size if is_known else 0
+        length = None if batches.drop_last else length_or_none(batches.sampler)
+        return 0 if length is None else -length % size
 
     @property
     def _knows_repeats(self) -> bool:
@@ -510,7 +510,7 @@ class PreparedLoader(DataLoader[Any]):
         asked = self._IterableDataset_len_called
         try:
             return self._num_batches()
-        except TypeError:
+        except (TypeError, NotImplementedError):  # as of length_or_none
             return None
         finally:
             self._IterableDataset_len_called = asked

@@ -46,6 +46,7 @@ __all__ = [
     "get_sampler",
     "has_own_batches",
     "length_of",
+    "length_or_none",
     "samplers_of",
     "share_of",
 ]
@@ -183,7 +184,7 @@ class BatchSamplerShard(BatchSampler):
     @property
     def remainder(self) -> int:
         """Samples that the last round will have; 0 for a whole one, -1 where it is not known."""
-        if self.drop_last or not self._shares_samples or not isinstance(self.sampler, Sized):
+        if self.drop_last or not self._shares_samples or length_or_none(self.sampler) is None:
             return -1
         return self._num_samples % self._samples_a_round
 
@@ -317,6 +318,18 @@ def length_of(sized: Any) -> int:
     return len(sized)
 
 
+def length_or_none(sized: Any) -> int | None:
+    """``len(sized)``; None where it has none or cannot say it.
+
+    A ``__len__`` says little: that of torch's ``ChainDataset`` (``stream + stream``) raises a
+    TypeError, and users' streams raise NotImplementedError in theirs.
+    """
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
     """The sampler that gives a loader its indices one by one; None where it has none."""
     batches: Any = dataloader.batch_sampler
@@ -413,9 +426,8 @@ class IterableDatasetShard(IterableDataset[Any]):
     @property
     def remainder(self) -> int:
         """Samples that the last round will have; 0 for a whole one, -1 where it is not known."""
-        if self.drop_last or not isinstance(self.dataset, Sized):
-            return -1
-        return len(self.dataset) % self._samples_a_round
+        length = None if self.drop_last else length_or_none(self.dataset)
+        return -1 if length is None else length % self._samples_a_round
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset which epoch comes."""
