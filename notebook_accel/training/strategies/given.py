@@ -76,12 +76,13 @@ class TakesSpreadModels(Strategy):
         super().backward(loss, num_steps, **kwargs)
 
     def put_back_gradients(self) -> None:
-        """Give models what a checkpoint has of an open window: they have had a forward now."""
+        """Give models that have had a forward what a checkpoint has of an open window."""
         if self._unreduced:
             from notebook_accel.training.strategies import pending
 
-            while self._unreduced:
-                pending.put_unreduced(*self._unreduced.pop())
+            for model, waiting in self._unreduced:
+                pending.put_unreduced(model, waiting)
+            self._unreduced = [each for each in self._unreduced if each[1]]
 
     def pending_gradients(
         self, model: Module, waiting: Container[int]
@@ -92,7 +93,11 @@ class TakesSpreadModels(Strategy):
         from notebook_accel.training.strategies import pending
 
         local = {name: pending.local_part(grad) for name, grad in {**whole, **parts}.items()}
-        return pending.unreduced(model), local
+        whole = pending.unreduced(model)
+        for known, loaded in self._unreduced:  # where it is saved again before it is put back
+            if known is model:
+                whole |= loaded
+        return whole, local
 
     def restore_gradients(
         self, model: Module, whole: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]

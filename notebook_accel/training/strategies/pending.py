@@ -2,7 +2,7 @@
 
 ``fully_shard`` adds up the gradients of an open window whole, where no attribute of the weights
 shows them: in what it calls the unsharded parameter, or beside it in another type. That exists
-once the model has had a forward, so what a checkpoint holds waits for the first backward.
+once the model has had a forward, so what a checkpoint holds waits for the first backward after it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ def unreduced(model: Module) -> dict[str, torch.Tensor]:
 
 
 def put_unreduced(model: Module, gradients: dict[str, torch.Tensor]) -> None:
-    """Put back what :func:`unreduced` gave; the model has had a forward before."""
+    """Put back what :func:`unreduced` gave, and take it out of ``gradients``.
+
+    What belongs to weights that have had no forward yet stays there.
+    """
     for name, held in _fsdp_params(model):
-        if name in gradients:
+        if name in gradients and hasattr(held, "_unsharded_param"):
             whole = held._unsharded_param
-            gradient = gradients[name].to(whole.device)
+            gradient = gradients.pop(name).to(whole.device)
             if gradient.dtype == whole.dtype:
                 whole.grad = gradient
             else:
