@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from notebook_accel.utils import HfDeepSpeedConfig
 from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
 from notebook_accel.training import deepspeed_plugin
 from notebook_accel.training.accumulation import Accumulation, resolve_plugin
+from notebook_accel.training.checkpoint import zero as zero_files
 from notebook_accel.training.settings import GradientAccumulationPlugin
 from notebook_accel.training.strategies import deepspeed
 from notebook_accel.training.strategies.deepspeed import DeepSpeedZero
@@ -147,6 +149,26 @@ def test_steps_of_the_engine_are_counted_but_for_overflows() -> None:
         optimizer.step()
     assert optimizer.num_steps == 1
     assert accumulation.trained_on is loader
+
+
+def test_a_window_without_its_gradients_is_told(tmp_path: Path) -> None:
+    """DeepSpeed saves none of an open window: there is its folder, and no gradients."""
+
+    def accelerator_with_model() -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        return accelerator, accelerator.prepare(torch.nn.Linear(1, 1))
+
+    accelerator, model = accelerator_with_model()
+    for name in ("open", "whole"):
+        with accelerator.accumulate(model):
+            accelerator.save_state(tmp_path / name)
+        (tmp_path / name / zero_files.FOLDER).mkdir()
+    other, _ = accelerator_with_model()
+    with pytest.warns(UserWarning, match="open was written under DeepSpeed in the middle"):
+        other.load_state(tmp_path / "open")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load_state(tmp_path / "whole")
 
 
 def test_a_configuration_is_asked_filled_and_opened_again() -> None:

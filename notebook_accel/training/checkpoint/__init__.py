@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch.rank import current
+from notebook_accel.training.checkpoint import zero
 from notebook_accel.training.checkpoint.atomic import complete_version, staging_folder
 from notebook_accel.training.checkpoint.background import Pending, make_writer
 from notebook_accel.training.checkpoint.folders import (
@@ -273,9 +274,12 @@ class Checkpoints:
         self._load_random_states(folder, on_host(options))
         for known in self._prepared.optimizers:
             known.drop_gradients()  # of a window of before: it is not the checkpoint's
+        window = self._plan.accumulation
         if restore_gradients(self._plan.strategy, self._parts.models, folder, on_host(options)):
             # Their window is open. With windows of one batch the next step uses them at once.
-            self._plan.accumulation.sync_gradients = self._plan.accumulation.num_steps == 1
+            window.sync_gradients = window.num_steps == 1
+        elif zero.is_in(folder) and window.step % window.num_steps:
+            zero.say_gradients_are_missing(folder)
         if input_dir is None:
             self.numbering.follow(asked)
 

@@ -1,6 +1,7 @@
 """What DeepSpeed writes into a checkpoint, for those that do not train by it.
 
-Each rank writes its parts of weights, gradients' sums and optimizer states::
+Each rank writes its parts of the weights and of the optimizer's states; gradients of an open window
+are not saved::
 
     pytorch_model/   *_model_states.pt, *_optim_states.pt   DeepSpeed's own, by rank
     latest           the name of that folder
@@ -19,12 +20,20 @@ from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.training.availability import is_deepspeed_available
 from notebook_accel.training.checkpoint.pieces import Piece
 from notebook_accel.training.checkpoint.state_files import explain, is_safe_name, read_state
-from notebook_accel.training.notices import notice_once
+from notebook_accel.training.notices import notice, notice_once
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["FOLDER", "EnginePiece", "check", "is_in", "read_weights", "say_optimizer_begins_anew"]
+__all__ = [
+    "FOLDER",
+    "EnginePiece",
+    "check",
+    "is_in",
+    "read_weights",
+    "say_gradients_are_missing",
+    "say_optimizer_begins_anew",
+]
 
 FOLDER = "pytorch_model"
 # Plain records of DeepSpeed: they run nothing of their own as they are made.
@@ -103,4 +112,13 @@ def say_optimizer_begins_anew(folder: Path) -> None:
     notice_once(
         "deepspeed optimizer",
         f"{folder} was written under DeepSpeed: its weights were read, and optimizers begin anew",
+    )
+
+
+def say_gradients_are_missing(folder: Path) -> None:
+    """Tell that the window that was open as the checkpoint was saved is a smaller one."""
+    notice(
+        f"{folder} was written under DeepSpeed in the middle of an accumulation window, without "
+        "the gradients of its batches: the rest of this window is a smaller one. Save after a step "
+        "to go on exactly"
     )
