@@ -16,9 +16,13 @@ from notebook_accel.launch.rank import RankContext, current
 from notebook_accel.training.data.replay import Replay
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
     from notebook_accel.training.data.samplers import LastRound
 
-__all__ = ["ActiveLoaders", "Position", "active_loaders"]
+__all__ = ["ActiveLoaders", "LoaderProgress", "Position", "active_loaders"]
 
 
 class Position:
@@ -73,6 +77,26 @@ class Position:
         self.is_over = False
         self.is_stopped = False
         self.replay = replay or Replay(None, watches=False)
+
+
+class LoaderProgress:
+    """How far a loader is. A loader and what ``skip_first_batches`` makes of it share one."""
+
+    def __init__(self) -> None:
+        self.iteration = 0  # number of the epoch
+        self.samples = 0  # of all ranks, in the epochs that are complete
+        self.position: Position | None = None  # of the newest pass
+        self.generators: dict[str, torch.Tensor] = {}  # states as that pass began
+        self.restored: Mapping[str, Any] | None = None  # what the next pass has to go on from
+        # Of a dataset that says itself how far it is (``stateful``): what the next pass has to go
+        # on from, and its states after the last few batches read, by their numbers.
+        self.reader: Mapping[str, Any] | None = None
+        self.reader_states: dict[int, Mapping[str, Any]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The pass that is under way stays with its loop: a pickled loader begins the epoch anew.
+        kept = {"iteration": self.iteration, "restored": self.restored, "reader": self.reader}
+        return LoaderProgress, (), kept
 
 
 class ActiveLoaders:

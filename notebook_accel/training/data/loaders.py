@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch.rank import current
 from notebook_accel.training.collectives import num_ranks, this_rank
-from notebook_accel.training.data.active import Position, active_loaders
+from notebook_accel.training.data.active import LoaderProgress, Position, active_loaders
 from notebook_accel.training.data.joined import copy_as
 from notebook_accel.training.data.options import LoaderOptions
 from notebook_accel.training.data.replay import IndexSource, Replay, seed_of_pass
@@ -57,26 +57,6 @@ _NO_BATCH = object()
 _SEED_STEP = 0x9E37_79B9_7F4A_7C15
 
 
-class _Progress:
-    """How far a loader is. A loader and what ``skip_first_batches`` makes of it share one."""
-
-    def __init__(self) -> None:
-        self.iteration = 0  # number of the epoch
-        self.samples = 0  # of all ranks, in the epochs that are complete
-        self.position: Position | None = None  # of the newest pass
-        self.generators: dict[str, torch.Tensor] = {}  # states as that pass began
-        self.restored: Mapping[str, Any] | None = None  # what the next pass has to go on from
-        # Of a dataset that says itself how far it is (``stateful``): what the next pass has to go
-        # on from, and its states after the last few batches read, by their numbers.
-        self.reader: Mapping[str, Any] | None = None
-        self.reader_states: dict[int, Mapping[str, Any]] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The pass that is under way stays with its loop: a pickled loader begins the epoch anew.
-        kept = {"iteration": self.iteration, "restored": self.restored, "reader": self.reader}
-        return _Progress, (), kept
-
-
 class PreparedLoader(DataLoader[Any]):
     """What the prepared loaders have in common.
 
@@ -96,7 +76,7 @@ class PreparedLoader(DataLoader[Any]):
 
     _notebook_accel_stays_home = "prepare it inside the function"
     _options: LoaderOptions
-    _progress: _Progress
+    _progress: LoaderProgress
     _index: IndexSource
 
     def __init__(
@@ -122,7 +102,7 @@ class PreparedLoader(DataLoader[Any]):
             split_batches=split_batches,
             data_group=DataGroup.of_all_ranks(num_ranks(), this_rank()),
         )
-        self._settle(options, _Progress())
+        self._settle(options, LoaderProgress())
 
     @classmethod
     def around(cls, loader: DataLoader[Any], options: LoaderOptions) -> PreparedLoader:
@@ -131,7 +111,7 @@ class PreparedLoader(DataLoader[Any]):
         A subclass of DataLoader stays one: what it overrides holds here too.
         """
         new = copy_as(cls, loader)
-        new._settle(options, _Progress())
+        new._settle(options, LoaderProgress())
         return new
 
     def skipping(self, num_batches: int) -> PreparedLoader:
@@ -140,7 +120,7 @@ class PreparedLoader(DataLoader[Any]):
         new._settle(replace(self._options, skip_batches=num_batches), self._progress)
         return new
 
-    def _settle(self, options: LoaderOptions, progress: _Progress) -> None:
+    def _settle(self, options: LoaderOptions, progress: LoaderProgress) -> None:
         self._options = options
         self._progress = progress
         self._index = IndexSource(super()._index_sampler)
