@@ -175,11 +175,14 @@ def test_settings_of_a_batch_sampler_count_as_those_of_the_loader(dispatched: bo
 
 
 def test_a_loader_that_shares_out_itself_is_left_alone() -> None:
-    sampler = DistributedSampler(range(8), num_replicas=2, rank=1, shuffle=False)  # type: ignore[arg-type]
-    raw = numbers(8, 2, sampler=sampler)
+    sampler = DistributedSampler(range(6), num_replicas=2, rank=1, shuffle=False)  # type: ignore[arg-type]
+    raw = numbers(6, 2, sampler=sampler)
     with pytest.warns(UserWarning, match="DistributedSampler"):
         prepared = prepare(raw, 1, 2)
-    assert lists(prepared) == [[1, 3], [5, 7]]
+    for loader in (prepared, prepare(raw, 1, 2, split_batches=True)):
+        assert lists(loader) == [[1, 3], [5]]
+        assert loader.total_batch_size == 4
+        assert loader.progress() == (1, 0, 6), "samples of both ranks"
 
 
 # What is kept of the user's loader.

@@ -226,7 +226,7 @@ def _share_out(
             "prepare leaves a loader with a DistributedSampler as it is; without one it shares "
             "the data out itself, and gather_for_metrics leaves out what was repeated",
         )
-        return options
+        return replace(options, split_batches=False)
     name = "sampler" if draft.batch_sampler is None else "batch_sampler"
     vars(draft)[name] = BatchSamplerShard(
         getattr(draft, name),

@@ -62,6 +62,10 @@ class DataLoaderDispatcher(PreparedLoader):
         return None
 
     @property
+    def _num_readers(self) -> int:
+        return 1
+
+    @property
     def _keeps_batches(self) -> bool:
         return self.batch_sampler is not None and has_own_batches(self.batch_sampler)
 

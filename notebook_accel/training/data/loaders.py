@@ -472,12 +472,26 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def _num_lacking(self) -> int:
-        """Samples that the last round lacks, and nothing fills up; 0 where that is not known."""
-        batches, size = self._index.sampler, self.total_batch_size
-        if isinstance(self.dataset, IterableDataset) or size is None or has_own_batches(batches):
+        """By how many samples the last round is short, where nothing fills it up; 0 where that is
+        not known."""
+        samples, size = self._num_samples, self.total_batch_size
+        if samples is None or size is None or self._index.sampler.drop_last:
             return 0
-        length = None if batches.drop_last else length_or_none(batches.sampler)
-        return 0 if length is None else -length % size
+        return -samples % size
+
+    @property
+    def _num_samples(self) -> int | None:
+        """Samples that all ranks read in a pass; None where that is not known."""
+        batches = self._index.sampler
+        if isinstance(self.dataset, IterableDataset) or has_own_batches(batches):
+            return None
+        length = length_or_none(batches.sampler)
+        return None if length is None else length * self._num_readers
+
+    @property
+    def _num_readers(self) -> int:
+        """Ranks whose samplers each give their own samples, as a DistributedSampler does."""
+        return self._options.num_processes
 
     @property
     def _knows_repeats(self) -> bool:
