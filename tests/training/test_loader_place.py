@@ -342,6 +342,24 @@ def test_skipping_batches_of_a_loader_not_prepared() -> None:
     assert lists(skip_first_batches(one_by_one, 3)) == [3]
 
 
+@pytest.mark.parametrize(
+    ("count", "lengths"),
+    [(5, [1, 1]), (7, [2, 1]), (3, [1, 0]), (2, [0, 0]), (1, [0, 0])],
+)
+def test_what_was_skipped_before_is_in_no_round(count: int, lengths: list[int]) -> None:
+    for raw in (numbers(count, 2), DataLoader(SizedStream(count), batch_size=2)):
+        given = [
+            prepare(skip_first_batches(raw, 1), rank, 2, dispatch_batches=True, even_batches=False)
+            for rank in range(2)
+        ]
+        assert [len(loader) for loader in given] == lengths
+
+
+def test_samples_that_were_skipped_before_are_not_counted() -> None:
+    loader = prepare(skip_first_batches(numbers(11, 3), 1), 0, 2, dispatch_batches=True)
+    assert loader._num_lacking == 4, "of 8 samples, the second round of 6"
+
+
 @pytest.mark.parametrize("seedable", [False, True])
 @pytest.mark.parametrize("given", [0, 1, 3])
 def test_a_restored_loader_gives_the_rest_of_its_epoch(given: int, seedable: bool) -> None:

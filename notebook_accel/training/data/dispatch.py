@@ -34,7 +34,12 @@ from notebook_accel.training.collectives import (
 )
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.rounds import RankShare, Round, RoundDivider
-from notebook_accel.training.data.samplers import LastRound, RoundBatch, has_own_batches
+from notebook_accel.training.data.samplers import (
+    LastRound,
+    RoundBatch,
+    has_own_batches,
+    length_of,
+)
 from notebook_accel.training.nested import recursively_apply
 from notebook_accel.training.seeding import synchronize_rng_state
 
@@ -82,17 +87,19 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _misses_last_round(self, num_read: int) -> bool:
         """Whether the last round has nothing for this rank."""
-        options, size = self._options, self.total_batch_size
+        options, batch_size = self._options, self._batch_size
         if not options.is_uneven:
             return False
         if self._keeps_batches:
             return 0 < num_read % self._batches_a_round <= options.process_index
-        if size is None:
+        if batch_size is None:
             return False
-        samples: Any = getattr(self._index.sampler, "sampler", self.sampler)
+        samples = self._num_samples
         if isinstance(self.dataset, IterableDataset):
-            samples = self.dataset
-        return 0 < len(samples) % size <= options.process_index
+            left_out = getattr(self, "num_left_out", 0)  # of a SkipDataLoader
+            samples = max(0, length_of(self.dataset) - left_out * batch_size)
+        a_round = batch_size * self._batches_a_round
+        return samples is not None and 0 < samples % a_round <= options.process_index
 
     def _synchronize(self) -> None:
         # The order is rank 0's; nobody else reads.

@@ -39,6 +39,7 @@ from notebook_accel.training.data.samplers import (
     has_own_batches,
     length_of,
     length_or_none,
+    num_left_out,
     samplers_of,
 )
 from notebook_accel.training.data.seedable import SeedableRandomSampler
@@ -486,7 +487,8 @@ class PreparedLoader(DataLoader[Any]):
         if isinstance(self.dataset, IterableDataset) or has_own_batches(batches):
             return None
         length = length_or_none(batches.sampler)
-        return None if length is None else length * self._num_readers
+        left_out = num_left_out(batches) * batches.batch_size
+        return None if length is None else max(0, length - left_out) * self._num_readers
 
     @property
     def _num_readers(self) -> int:

@@ -47,6 +47,7 @@ __all__ = [
     "has_own_batches",
     "length_of",
     "length_or_none",
+    "num_left_out",
     "samplers_of",
     "share_of",
 ]
@@ -196,11 +197,7 @@ class BatchSamplerShard(BatchSampler):
     @property
     def _num_skipped(self) -> int:
         """Samples at the start of the order that ``skip_first_batches`` leaves out."""
-        num_batches, inner = 0, self.batch_sampler
-        while isinstance(inner, SkipBatchSampler):
-            num_batches += inner.skip_batches
-            inner = inner.batch_sampler
-        return num_batches * int(self.batch_size)
+        return num_left_out(self.batch_sampler) * int(self.batch_size)
 
     @property
     def _num_samples(self) -> int:
@@ -311,6 +308,15 @@ def has_own_batches(batch_sampler: Any) -> bool:
     while isinstance(batch_sampler, SkipBatchSampler):
         batch_sampler = batch_sampler.batch_sampler
     return type(batch_sampler).__iter__ is not BatchSampler.__iter__
+
+
+def num_left_out(batch_sampler: Any) -> int:
+    """Batches at the start of the order that ``skip_first_batches`` made this leave out."""
+    number = 0
+    while isinstance(batch_sampler, SkipBatchSampler):
+        number += batch_sampler.skip_batches
+        batch_sampler = batch_sampler.batch_sampler
+    return number
 
 
 def length_of(sized: Any) -> int:
