@@ -529,6 +529,10 @@ def ends_early() -> dict[str, Any]:
     results["small in the middle"] = steps_and_samples(divided, 3)[0]
     common = itertools.islice(divided, 3)
     results["small, gathered"] = [gather_for_metrics(batch).tolist() for batch in common]
+    resumed = prepare(numbers(5, 2), even_batches=False)
+    resumed.load_state_dict(resumed.state_dict())
+    rest = list(skip_first_batches(resumed, 1))  # all that rank 1 has, and half of rank 0's
+    results["skipped"] = len(rest), resumed.iteration
     return results
 
 
@@ -546,6 +550,7 @@ def test_ranks_make_the_same_steps_until_one_has_no_more() -> None:
     assert first["small in the middle"] == [[0], [2], [3], [5]]
     assert second["small in the middle"] == [[1], [2], [4]]
     assert first["small, gathered"] == second["small, gathered"] == [[0, 1], [2], [3, 4]]
+    assert (first["skipped"], second["skipped"]) == ((1, 1), (0, 1)), "in the same epoch"
 
 
 def test_a_batch_without_rows_is_not_divided() -> None:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch.rank import current
-from notebook_accel.training.collectives import num_ranks, this_rank
+from notebook_accel.training.collectives import broadcast_object_list, num_ranks, this_rank
 from notebook_accel.training.data.active import LoaderProgress, Position, active_loaders
 from notebook_accel.training.data.joined import copy_as
 from notebook_accel.training.data.options import LoaderOptions
@@ -317,14 +317,19 @@ class PreparedLoader(DataLoader[Any]):
         return self._give(position.replay.open(partial(self._read, position)), position)
 
     def _skips_what_was_complete(self) -> bool:
-        """Whether all is skipped of an epoch that was complete when the state was saved.
+        """Whether the script skips a whole epoch that was complete when the state was saved.
 
-        That state is already the one at the start of the next epoch, which waits for its own pass.
+        The restored state then belongs to the next epoch: this pass gives nothing, and leaves it
+        for the next one.
         """
         restored = self._progress.restored
         if restored is None or restored["given"] or not self.skip_batches:
             return False
         total = self._count_total()
+        if self._options.is_uneven:
+            # The total of rank 0's share, of which no rank has more: ranks that skip while others
+            # go on would wait for each other in different collectives.
+            (total,) = broadcast_object_list([total])
         return total is not None and self.skip_batches >= total
 
     def _restore(self) -> tuple[int, Mapping[str, Any] | None]:
