@@ -42,6 +42,7 @@ from notebook_accel.training.checkpoint.start import (
     as_plain,
     candidates,
     find_damage,
+    loader_of,
     num_steps_of,
     random_states_file,
     read_random_states,
@@ -477,6 +478,9 @@ class Checkpoints:
             steps = num_steps_of(stands, len(optimizers))
             for known, num_steps in zip(optimizers, steps, strict=True):
                 known.num_steps = num_steps
+            loaders, index = dict(enumerate(self._prepared_loaders())), loader_of(stands)
+            if index in loaders:  # a save before the next step speaks of it, too
+                self._plan.accumulation.trained_on = loaders[index]
         self._load_loaders(folder, (own or {}).get("loaders", []), options)
 
     def _load_loaders(

@@ -29,6 +29,7 @@ __all__ = [
     "as_plain",
     "candidates",
     "find_damage",
+    "loader_of",
     "num_steps_of",
     "random_states_file",
     "read_random_states",
@@ -78,7 +79,13 @@ def read_start(folder: Path, rank: int = 0) -> tuple[Start, int | None]:
     states = read_random_states(folder, 0) or read_random_states(folder, rank) or {}
     stands = states.get(_KEY, {})
     known = {field.name: stands[field.name] for field in fields(Start) if field.name in stands}
-    return Start(**{**known, "folder": str(folder)}), stands.get(_LOADER)
+    return Start(**{**known, "folder": str(folder)}), loader_of(states)
+
+
+def loader_of(states: Mapping[str, Any]) -> int | None:
+    """The index of the prepared loader that a rank's random states speak of; None for none."""
+    index: int | None = states.get(_KEY, {}).get(_LOADER)
+    return index
 
 
 def num_steps_of(states: Mapping[str, Any], num_optimizers: int) -> list[int]:
