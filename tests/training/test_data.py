@@ -134,6 +134,17 @@ def test_a_stream_that_divides_itself_does() -> None:
     assert lists(prepare(raw, 1, 2, dispatch_batches=False, split_batches=True)) == [[1], [3], [5]]
 
 
+def test_shards_that_do_not_divide_evenly_are_read_by_every_rank() -> None:
+    dataset = Sharded(6)
+    dataset.num_shards = 3
+    raw = DataLoader(dataset, batch_size=2)
+    with pytest.warns(UserWarning, match="3 shards does not divide itself evenly over 2 ranks"):
+        prepared = prepare(raw, 1, 2, dispatch_batches=False)
+    assert lists(prepared) == [[2, 3], [0, 1]]
+    uneven = prepare(raw, 1, 2, dispatch_batches=False, even_batches=False)
+    assert lists(uneven) == [[1, 3], [5]]
+
+
 def test_streams_are_dispatched_where_batches_are_placed() -> None:
     raw = DataLoader(Stream(4), batch_size=2)
     assert isinstance(prepare(raw), DataLoaderDispatcher)

@@ -58,7 +58,7 @@ class SizedStream(Stream):
 class Sharded(Stream):
     """Divides itself, into parts of different lengths."""
 
-    num_shards = 8
+    num_shards = 6
     part = (0, 1)
 
     def __iter__(self) -> Iterator[int]:

@@ -244,7 +244,8 @@ def _share_iterable(
     dataset: Any = draft.dataset
     if isinstance(draft, SkipDataLoader) and not config.split_batches:
         draft.num_left_out = _share_of_left_out(draft.num_left_out, options.num_processes)
-    if _divides_itself(dataset, options.num_processes) and not config.split_batches:
+    evenly = config.even_batches
+    if not config.split_batches and _divides_itself(dataset, options.num_processes, evenly=evenly):
         vars(draft)["dataset"] = dataset.shard(
             num_shards=options.num_processes, index=options.process_index
         )
@@ -285,10 +286,22 @@ def _share_of_left_out(num_batches: int, num_processes: int) -> int:
     return share
 
 
-def _divides_itself(dataset: Any, num_processes: int) -> bool:
-    """Whether an iterable dataset (of Hugging Face's, say) has shards for every rank."""
+def _divides_itself(dataset: Any, num_processes: int, *, evenly: bool) -> bool:
+    """Whether an iterable dataset (of Hugging Face's, say) has shards for every rank, with
+    ``evenly`` as many for each."""
     num_shards = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
-    return hasattr(dataset, "shard") and num_shards >= num_processes
+    if not hasattr(dataset, "shard") or num_shards < num_processes:
+        return False
+    if evenly and num_shards % num_processes:
+        notice_once(
+            "shards",
+            f"a stream of {num_shards} shards does not divide itself evenly over {num_processes} "
+            "ranks, of which those with more shards would wait for the others: each rank reads all "
+            "of it, and takes its part of the samples. Make the number of shards a multiple of "
+            f"{num_processes}, or pass even_batches=False",
+        )
+        return False
+    return True
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:

@@ -27,7 +27,8 @@ class DataLoaderConfiguration:
 
     even_batches: bool = True
     """True: the end of the data is filled up with samples from its start, so that every rank
-    gets as many batches of the same size."""
+    gets as many batches of the same size. A stream that divides itself (with a method ``shard``, as
+    Hugging Face's) does so where each rank gets as many of its shards, and is as even as those."""
 
     use_seedable_sampler: bool = False
     """True: the order of an epoch depends on the seed and the number of the epoch alone."""
