@@ -107,6 +107,16 @@ def test_streams_that_cannot_say_their_length_are_read() -> None:
     assert lists(prepare(unsure, 1, 2, dispatch_batches=False)) == [[2, 3]]
 
 
+def test_what_a_stream_says_of_itself_is_not_of_its_loader() -> None:
+    stream = Stream(6)
+    vars(stream).update(batch_size=1024, remainder=5, is_uneven=True)  # rows of a file, say
+    prepared = prepare(DataLoader(stream, batch_size=2), dispatch_batches=False)
+    assert prepared.total_batch_size == 2
+    assert lists(prepared) == [[0, 1], [2, 3], [4, 5]]
+    assert prepared.progress() == (1, 0, 6)
+    assert not prepared._progress.position.is_uneven
+
+
 def test_a_stream_drops_its_last_round() -> None:
     raw = DataLoader(Stream(10), batch_size=2, drop_last=True)
     assert lists(prepare(raw, 0, 2, dispatch_batches=False)) == [[0, 1], [4, 5]]

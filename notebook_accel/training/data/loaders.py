@@ -196,8 +196,8 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def _shard(self) -> Any:
         """The sampler or dataset that knows which part of the samples is this rank's."""
-        is_iterable = isinstance(self.dataset, IterableDataset)
-        return self.dataset if is_iterable else self._index.sampler
+        is_ours = isinstance(self.dataset, IterableDatasetShard)  # a user's own knows nothing of it
+        return self.dataset if is_ours else self._index.sampler
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes, to the samplers and the dataset too."""
