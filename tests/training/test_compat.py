@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -118,6 +118,23 @@ def test_a_loader_is_prepared_by_accelerates_arguments() -> None:
     for index in (4, 5):  # they hold one model together, as the third of four
         part = prepare_data_loader(loader, process_index=index, torch_device_mesh=mesh)  # type: ignore[arg-type]
         assert [batch.tolist() for batch in part] == [[4, 5]]
+
+
+def test_loaders_of_one_length_have_orders_of_their_own() -> None:
+    from notebook_accel.data_loader import DataLoaderShard, prepare_data_loader
+
+    def orders(seed: int) -> list[list[int]]:
+        torch.manual_seed(seed)
+        data: Any = range(20)
+        plain = [torch.utils.data.DataLoader(data, shuffle=True) for _ in range(2)]
+        loaders: list[Any] = [prepare_data_loader(loader) for loader in plain]
+        loaders += [DataLoaderShard(data, shuffle=True) for _ in range(2)]
+        return [[int(batch) for batch in loader] for loader in loaders]
+
+    first = orders(1)
+    assert len(set(map(tuple, first))) == 4
+    assert orders(1) == first
+    assert orders(2) != first
 
 
 def test_states_can_be_reset() -> None:

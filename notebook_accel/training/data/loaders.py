@@ -92,7 +92,10 @@ class PreparedLoader(DataLoader[Any]):
         non_blocking: bool = False,
         **kwargs: Any,
     ) -> None:
-        kwargs.setdefault("generator", torch.Generator().manual_seed(torch.initial_seed()))
+        if kwargs.get("generator") is None:
+            # Drawn, so that loaders made one after the other have orders of their own.
+            seed = int(torch.empty((), dtype=torch.int64).random_())
+            kwargs["generator"] = torch.Generator().manual_seed(seed)
         super().__init__(dataset, **kwargs)
         options = LoaderOptions(
             device=device,

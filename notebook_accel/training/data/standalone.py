@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from notebook_accel.training import topology
 from notebook_accel.training.data import prepare_data_loader as prepare
 from notebook_accel.training.data.config import DataLoaderConfiguration
@@ -12,7 +14,6 @@ from notebook_accel.training.data_group import DataGroup
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import DataLoader
 
@@ -83,4 +84,7 @@ def prepare_data_loader(
         rng_types=rng_types,
         data_group=data_group,
         slice_fn=slice_fn_for_dispatch,
+        # Nobody counts the loaders here. Drawn from the random numbers, as in Accelerate, it gives
+        # each an order of its own, and the same ones after the same seed.
+        ordinal=int(torch.empty((), dtype=torch.int64).random_()),
     )
