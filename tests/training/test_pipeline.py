@@ -218,7 +218,10 @@ def test_a_pipeline_equals_one_process(name: str, trained: tuple[str, list[Any]]
 
 
 def resume(pipeline: str | None, folder: str, saves: bool, num_steps: int = 1) -> list[float]:
-    """Three epochs, a checkpoint, and three more; or the last three from the checkpoint."""
+    """Three epochs, a checkpoint, and three more; or the last three from the checkpoint.
+
+    Where that is within a window, the one that loads it has used a window of its own before.
+    """
     window = GradientAccumulationPlugin(num_steps=num_steps, sync_with_dataloader=False)
     accelerator = accelerator_for(pipeline, split_batches=True, gradient_accumulation_plugin=window)
     model, optimizer = make(CASES["decoder"])
@@ -229,9 +232,9 @@ def resume(pipeline: str | None, folder: str, saves: bool, num_steps: int = 1) -
     loader: Any = DataLoader(data(8), batch_size=8)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    def steps() -> list[float]:
+    def steps(num_epochs: int = 3) -> list[float]:
         losses = []
-        for _ in range(3):
+        for _ in range(num_epochs):
             for inputs, targets in loader:
                 with accelerator.accumulate(model):
                     loss = accelerator.forward_backward(model, inputs, targets, loss_of)
@@ -244,6 +247,7 @@ def resume(pipeline: str | None, folder: str, saves: bool, num_steps: int = 1) -
         steps()
         accelerator.save_state(folder)
     else:
+        steps(num_steps if num_steps > 1 else 0)
         accelerator.load_state(folder)
     return steps()
 

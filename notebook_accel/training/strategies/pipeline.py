@@ -160,6 +160,14 @@ class PipelineParallel(MeshParallel):
     def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
         raise ConfigError(f"backward() was called: {stages.PLAIN_LOOP}")
 
+    def restore_gradients(
+        self, model: Module, whole: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]
+    ) -> None:
+        pipeline = stages.pipeline_of(model)
+        if pipeline is not None:
+            pipeline.has_added_up = False  # that was said of the gradients before these
+        super().restore_gradients(model, whole, parts)
+
     def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
         pipeline = stages.pipeline_of(model)
         if pipeline is None:
