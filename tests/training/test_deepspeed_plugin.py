@@ -151,6 +151,27 @@ def test_steps_of_the_engine_are_counted_but_for_overflows() -> None:
     assert accumulation.trained_on is loader
 
 
+def test_a_load_drops_what_an_open_window_has_added_up() -> None:
+    cleared: list[str] = []
+    added_up: dict[int, Any] = {0: [torch.ones(1)]}
+    library = SimpleNamespace(
+        optimizer=SimpleNamespace(
+            zero_grad=lambda: cleared.append("zero_grad"),
+            averaged_gradients=added_up,
+            all_grad_tensors={},
+        )
+    )
+    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    accumulation = Accumulation(GradientAccumulationPlugin())
+    optimizer = DeepSpeedOptimizerWrapper(
+        inner, DeepSpeedEngineWrapper(library), accumulation=accumulation
+    )
+    optimizer.zero_grad()
+    assert not cleared, "the window goes on"
+    optimizer.drop_gradients()
+    assert (cleared, added_up) == (["zero_grad"], {0: None})
+
+
 def test_a_window_without_its_gradients_is_told(tmp_path: Path) -> None:
     """DeepSpeed saves none of an open window: there is its folder, and no gradients."""
 

@@ -82,8 +82,11 @@ class DeepSpeedEngineWrapper:
 
     def drop(self) -> None:
         """Forget the gradients of a whole window that no step has used."""
-        if not self._is_due:
-            return
+        if self._is_due:
+            self.drop_all()
+
+    def drop_all(self) -> None:
+        """Forget all gradients that no step has used, those of an open window too."""
         self._is_due = False
         optimizer = self.engine.optimizer
         optimizer.zero_grad()
@@ -147,7 +150,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         self._engine.drop()
 
     def drop_gradients(self) -> None:
-        self._engine.drop()
+        self._engine.drop_all()
 
     @property
     def step_was_skipped(self) -> bool:
