@@ -114,7 +114,9 @@ class PipelineParallel(MeshParallel):
         joined = []
         for names_of_group in zip(*of_stages, strict=True):
             names = {name for names in names_of_group for name in names}
-            joined.append(sorted(names, key=lambda name: self._order.get(name, len(self._order))))
+            # By the name, too: the order of a set of names differs from process to process.
+            last = len(self._order)
+            joined.append(sorted(names, key=lambda name: (self._order.get(name, last), name)))
         return joined
 
     def forward_backward(
