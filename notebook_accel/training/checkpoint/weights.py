@@ -97,7 +97,7 @@ def with_ties(state: dict[str, Any], model: Module) -> dict[str, Any]:
     """``state`` with the names that ``model`` ties to others, where they were left out."""
     several: dict[Any, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if torch.is_tensor(value) and value.numel():
+        if torch.is_tensor(value):
             several.setdefault(_memory_of(value), []).append(name)
     filled = dict(state)
     for names in several.values():
@@ -109,8 +109,8 @@ def with_ties(state: dict[str, Any], model: Module) -> dict[str, Any]:
 
 def _memory_of(value: torch.Tensor) -> Any:
     """What tied weights have in common: the same memory, seen the same way."""
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        return id(value)  # one in parts has no memory of its own
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.numel():
+        return id(value)  # in parts or empty (as DeepSpeed's stage 3 leaves it): no memory to tell
     return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
 
 
