@@ -494,7 +494,14 @@ class Checkpoints:
         """
         for index, (name, loader) in enumerate(self._stateful_loaders()):
             # A checkpoint of Accelerate has none, and one may have been made before this loader.
-            if not (folder / name).exists() or loader.is_iterated:
+            if not (folder / name).exists():
+                continue
+            if loader.is_iterated:
+                notice(
+                    f"load_state() leaves loader {index + 1} of those prepared where it is: a loop "
+                    "over it is under way, or a name still holds its iterator. Leave the loop, or "
+                    "delete that name, before load_state()"
+                )
                 continue
             of_all = read_state(folder / name, options)
             loader.load_state_dict({**of_all, **dict(*own[index : index + 1])})
