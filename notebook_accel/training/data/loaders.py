@@ -36,10 +36,8 @@ from notebook_accel.training.data.samplers import (
     LastRoundCollate,
     RoundBatch,
     SkipBatchSampler,
-    has_own_batches,
     length_of,
-    length_or_none,
-    num_left_out,
+    num_samples_of,
     samplers_of,
 )
 from notebook_accel.training.data.seedable import SeedableRandomSampler
@@ -491,12 +489,9 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def _num_samples(self) -> int | None:
         """Samples that all ranks read in a pass; None where that is not known."""
-        batches = self._index.sampler
-        if isinstance(self.dataset, IterableDataset) or has_own_batches(batches):
-            return None
-        length = length_or_none(batches.sampler)
-        left_out = num_left_out(batches) * batches.batch_size
-        return None if length is None else max(0, length - left_out) * self._num_readers
+        is_stream = isinstance(self.dataset, IterableDataset)
+        own = None if is_stream else num_samples_of(self._index.sampler)
+        return None if own is None else own * self._num_readers
 
     @property
     def _num_readers(self) -> int:

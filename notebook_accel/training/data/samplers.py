@@ -47,7 +47,7 @@ __all__ = [
     "has_own_batches",
     "length_of",
     "length_or_none",
-    "num_left_out",
+    "num_samples_of",
     "samplers_of",
     "share_of",
 ]
@@ -197,7 +197,7 @@ class BatchSamplerShard(BatchSampler):
     @property
     def _num_skipped(self) -> int:
         """Samples at the start of the order that ``skip_first_batches`` leaves out."""
-        return num_left_out(self.batch_sampler) * int(self.batch_size)
+        return _num_left_out(self.batch_sampler) * int(self.batch_size)
 
     @property
     def _num_samples(self) -> int:
@@ -310,13 +310,20 @@ def has_own_batches(batch_sampler: Any) -> bool:
     return type(batch_sampler).__iter__ is not BatchSampler.__iter__
 
 
-def num_left_out(batch_sampler: Any) -> int:
+def _num_left_out(batch_sampler: Any) -> int:
     """Batches at the start of the order that ``skip_first_batches`` made this leave out."""
     number = 0
     while isinstance(batch_sampler, SkipBatchSampler):
         number += batch_sampler.skip_batches
         batch_sampler = batch_sampler.batch_sampler
     return number
+
+
+def num_samples_of(batch_sampler: Any) -> int | None:
+    """Samples that batches of torch's own ``BatchSampler`` have; None where that is not known."""
+    length = None if has_own_batches(batch_sampler) else length_or_none(batch_sampler.sampler)
+    left_out = _num_left_out(batch_sampler)
+    return None if length is None else max(0, length - left_out * batch_sampler.batch_size)
 
 
 def length_of(sized: Any) -> int:
