@@ -39,9 +39,8 @@ class Position:
         last_round: what the round that the loop has now lacks; None where that is nothing.
         is_uneven: whether ranks may have batches of different sizes at the same step.
         is_over: whether the pass has ended, or was left.
-        is_stopped: whether a stop of the run (``RunStopped``) ended it, and it is no evaluation: a
-            training that is resumed from a checkpoint saved after that goes on with the rest of the
-            epoch.
+        is_stopped: whether a stop of the run (``RunStopped``) ended the pass, and it was a
+            training's: a checkpoint saved after that keeps its place, and resuming goes on there.
         replay: the random numbers that the reads of the pass find.
     """
 

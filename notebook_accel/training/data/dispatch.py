@@ -10,9 +10,10 @@ The header is the structure of every rank's batch, with what is not a tensor; in
 tensor stands a slot, which says where in the rank's buffer it lies.
 
 Every rank takes part in the same collectives each round, whether it gets something or not. A header
-that says that there is no more, or that reading failed, ends the pass for the others. So does a
-round that has nothing for some ranks, for all of them: a rank that gets nothing has one step fewer,
-and would wait for one more header while the others are in a collective of their step.
+that says that there is no more, or that reading failed, ends the pass for the others. A round in
+which some ranks get nothing ends the pass on all ranks, and no header follows it: ranks without a
+batch would wait for that header, while the others make their step and wait for them in another
+collective.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def _drops_last(self) -> bool:
-        # A loader that was given a batch sampler says False, whatever that does.
+        # DataLoader(batch_sampler=...).drop_last is always False; the batch sampler's own counts.
         return bool(getattr(self._index.sampler, "drop_last", self.drop_last))
 
     def _num_batches(self) -> int:

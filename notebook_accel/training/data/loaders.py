@@ -11,7 +11,7 @@ A *pass* is one run over the loader (``for batch in loader``). From the samples 
 
 Reading one batch ahead of the loop tells, while the loop has the last batch, that it is the last
 (:class:`~notebook_accel.training.data.active.Position`). What a pass costs beyond torch's own is a
-few attribute reads a batch: what can be decided at its start is.
+few attribute reads a batch: whatever can be decided as the pass begins is decided there.
 """
 
 from __future__ import annotations
@@ -267,7 +267,8 @@ class PreparedLoader(DataLoader[Any]):
             sampler.restore_seed(int(seed))
         self.set_epoch(int(state_dict["iteration"]))
         self._progress.samples = int(state_dict.get("samples", 0))
-        # With another number of samples a step a rank reads other samples, which draw anew.
+        # With another number of samples a step this rank reads other samples than it did: saved
+        # random states of its reads are of no use.
         drawn = state_dict.get("random") if before == now else None
         self._progress.restored = {**state_dict, "given": given, "random": drawn}
 
@@ -301,8 +302,8 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         if self._skips_what_was_complete():
             return iter(())
-        # The order counts: restored first, so that rank 0's states go to all; noted last, since
-        # this pass draws its order from them, and a checkpoint must keep those.
+        # In this order: restore, so that what rank 0 sends is what the checkpoint had; send; then
+        # note the states, which a checkpoint of this pass keeps.
         start, drawn = self._restore()
         self._synchronize()
         self._progress.generators = self._generator_states()
@@ -348,7 +349,7 @@ class PreparedLoader(DataLoader[Any]):
         given, asked, drawn = int(restored["given"]), self._options.skip_batches, restored["random"]
         if asked in (None, given):
             return given, drawn
-        # The states that are kept are those before the reads of other batches.
+        # `ahead` has the states before the read of batch `given`; this pass begins with another.
         return asked, drawn and {**drawn, "ahead": []}
 
     def _synchronize(self) -> None:
@@ -500,12 +501,13 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def _knows_repeats(self) -> bool:
+        """Whether this loader would know of repeated samples: no word of any means none."""
         is_shared_out = hasattr(self._shard, "last_round") or self._marks_last_round
         return is_shared_out or self._options.num_processes == 1
 
     def _count_total(self) -> int | None:
         """Batches of a whole pass, those included that this one skips; None where unknown."""
-        # Torch warns of a dataset longer than it said, once asked for its length: undo that.
+        # After len() torch warns of a stream that gives more than it said: not where we ask.
         asked = self._IterableDataset_len_called
         try:
             return self._num_batches()

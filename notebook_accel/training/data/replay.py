@@ -1,9 +1,12 @@
 """What a dataset draws from random numbers, so that a pass that is resumed gets the very same.
 
-This holds for datasets that are read by index. What a stream draws while its first batches are read
-and left out, a ``worker_init_fn`` of the user and torchdata's loader of a dataset with
-``state_dict`` are not followed; nor is what samples read in the rank's own process draw in a pass
-whose first 4 reads drew nothing.
+This holds for datasets that are read by index. Not replayed:
+
+- what a stream draws while its first batches are read and left out;
+- what workers draw where the user has a ``worker_init_fn``, which may seed them;
+- what torchdata's loader reads of a dataset with ``state_dict``;
+- what samples that are read in the rank's own process draw, in a pass whose first 4 reads drew
+  nothing.
 
 A prepared loader reads one batch ahead of its loop. Where samples are read in the rank's own
 process, what they draw from the global random numbers (an augmentation, say) lies between what two
@@ -16,9 +19,9 @@ steps of the training draw (dropout)::
     resumed  [states of the save]   back to `ahead`: read 2   forth again   read 3   step 2   ...
 
 ``begin`` are the states before the first read, from which a sampler without a generator of its own
-draws the order of the whole pass. ``opened`` are those before torch's iterator is made (at
-``iter(loader)``, where ``begin`` is at the first ``next``), which may draw an order already. What
-the user's code draws between the two belongs to no read.
+draws the order of the whole pass; that is at the first ``next``. ``opened`` are those at
+``iter(loader)``, when torch's iterator is made: some samplers draw their order there. What the
+user's code draws between the two is not replayed.
 
 Worker processes have random numbers of their own. They are seeded anew for each batch, by the seed
 of the pass and the number of the batch, so that they do not depend on which batches came before.
@@ -74,10 +77,10 @@ class IndexSource:
         self.seed: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        # Torch's iterators with workers ask for several iterators, of which they use one.
+        # Torch may call this twice for a pass and use one: nothing is drawn before a first next().
         if not self.start and self.seed is None:
             return iter(self.sampler)
-        # What holds for this pass, even if another begins before it asks for its first indices.
+        # Kept in locals: another pass may change both before this one takes its first index.
         batches = self.skip(enumerate(self.sampler), self.start)
         seed = self.seed
         if seed is None:
@@ -193,7 +196,11 @@ class Replay:
         return itertools.chain(self._read_with_care(source), source)
 
     def _read_with_care(self, source: Iterator[Any]) -> Iterator[Any]:
-        """The batches before and after whose reads the states are set, kept or compared."""
+        """The first batches of a pass.
+
+        A pass that is resumed sets the random states before their reads; a new one compares them
+        after, to learn whether reads draw at all.
+        """
         now = get_random_states(_HOST)
         if self._begin is not None:
             # From `_begin` the order of the pass is drawn. Then, before it reads the first batch,

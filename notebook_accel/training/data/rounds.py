@@ -11,8 +11,8 @@ joined (padded to different lengths, say), and those of a user's own batch sampl
 belong together, stay whole: a rank for which none is left gets the first batch of the pass again.
 
 With ``is_uneven`` nothing is repeated, and a last round with too few samples has nothing for the
-last ranks. Only the last one: ranks that made fewer steps in the middle of a pass would be in other
-collectives than the rest from there on.
+last ranks. Only the last one: where some ranks made fewer steps in the middle of a pass, they and
+the others would from then on wait for each other in different collectives.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Round(NamedTuple):
     """Whether the parts may differ in size."""
 
     missed: LastRound | None = None
-    """The round as ranks that get nothing see it; None where each gets something. A pass ends with
-    a round that somebody misses."""
+    """The round as ranks that get nothing see it; None where each gets something. Such a round is
+    the last of its pass."""
 
 
 @dataclass
@@ -96,7 +96,8 @@ class RoundDivider:
                 yield divided
                 batches = [*itertools.islice(raw, self.batches_a_round)]
             else:
-                # Only here is it read ahead: others are read when the ranks ask for them.
+                # Only after such a round is the next one read at once, to know whether it is the
+                # last; else that waits until it is asked for.
                 batches = [*itertools.islice(raw, self.batches_a_round)]
                 yield _give_to_all(divided) if batches else divided
 
@@ -233,7 +234,7 @@ def _is_column(value: Any) -> bool:
 
 
 def slice_rows(batch: Any, start: int, stop: int) -> Any:
-    """Rows ``start`` to ``stop`` of a batch; what has none stays as it is."""
+    """Rows ``start`` to ``stop`` of a batch; values without rows stay."""
     rows = count_rows(batch)
 
     def cut(value: Any) -> Any:

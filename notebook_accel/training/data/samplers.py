@@ -149,7 +149,8 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
-        # By its number in the pass, each batch before the last that this rank only repeats.
+        # Batches before the last one that have no sample for this rank, which repeats one: by the
+        # number of the batch, what gathering leaves out.
         self.repeats: dict[int, LastRound] = {}
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
@@ -191,7 +192,8 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def _shares_samples(self) -> bool:
-        """Whether rounds are made of samples; those of a user's own batches stay batches."""
+        """True: rounds are cut out of the stream of samples. False: batches are the user's own,
+        given whole or divided one by one."""
         return not has_own_batches(self.batch_sampler)
 
     @property
