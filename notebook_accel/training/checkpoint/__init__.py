@@ -65,7 +65,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoints"]
 
-# What of a loader's state is each rank's own.
+# Of a loader's state: what every rank writes for itself, and what is left out of loader.bin.
+# Generators are in both: a rank without a file of its own takes rank 0's.
 _OF_RANK = ("generators", "random", "reader")
 _NOT_OF_ALL = ("random", "reader")
 
@@ -129,7 +130,7 @@ class Checkpoints:
         Args:
             output_dir: the folder; None takes the next number.
             safe: whole weights as safetensors.
-            in_background: return once the state is out of reach of the training.
+            in_background: return as soon as later steps can no longer change what is written.
         """
         self.wait()
         if output_dir is None:

@@ -30,7 +30,7 @@ __all__ = ["complete_version", "publish_folder", "replacing_file", "staging_fold
 
 _PARTIAL = ".partial"
 _UPDATE = ".notebook_accel_update"
-_REMOVED = ".removed.json"  # in an update: the names of the entries that go with the old folder
+_REMOVED = ".removed.json"  # in an update: entries that belong to the old checkpoint, to remove
 _CURRENT_FOLDER = -100  # AT_FDCWD
 _EXCHANGE = 2  # RENAME_EXCHANGE
 
@@ -76,8 +76,8 @@ def publish_folder(staged: Path, final: Path, *, is_ours: Callable[[str], bool])
     Args:
         staged: a complete folder beside ``final``.
         final: where it is to be; it may exist.
-        is_ours: whether an entry of this name in the old folder goes with it. All other entries
-            stay.
+        is_ours: whether an entry of this name in the old folder belongs to the old checkpoint,
+            and is removed with it. All other entries stay.
     """
     final = final.resolve()
     if not final.exists():

@@ -56,7 +56,7 @@ class Writer:
     """Writes in the background; this one by a thread."""
 
     def take(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The pieces, out of reach of the training."""
+        """Copies of the pieces, which later steps of the training cannot change."""
         return [piece.with_state(copy.deepcopy(piece.state)) for piece in pieces]
 
     def start(self, work: Callable[[], Any]) -> Callable[[], Any]:

@@ -2,8 +2,8 @@
 
 Each rank has gradients of its own batches, in a file of its own, ``gradients_{rank}.bin``. Where
 as many ranks load them, each takes its own. A rank that has none there, or ranks in another number,
-take the mean of those that were saved, as the exchange at the end of the window would have made
-it, where the gradients were whole.
+take the mean of all that were saved, which is what the exchange at the end of the window would have
+given. Gradients in parts have no such mean: a line says so, and the window is a smaller one.
 """
 
 from __future__ import annotations

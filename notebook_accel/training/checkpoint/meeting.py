@@ -9,8 +9,9 @@ for ever. So the ranks leave notes in the store of the process group::
 
 Where the plan does not name a rank, because it came later than rank 0 had patience for, that rank
 adds its own files to the checkpoint once that is finished. Plans stay in the store, and rank 0 may
-save alone, so a rank that is not named has to tell the plan of the call it stands at from others:
-by the folder, by how many collectives there were, and by the lines of the script that lead to it.
+save alone, so a rank that no plan names must find out which plan belongs to the call that it is in:
+it compares the folder, the number of collectives so far, and the lines of the script that lead to
+the call.
 
 How long rank 0 waits for the first other rank depends on what happened before at the same lines: a
 line under ``is_main_process`` costs that wait once, and one to which the others came, if late, is
@@ -64,8 +65,10 @@ class Patience:
     written: float = 3600.0
     """For the files of another rank, however slow its disk may be."""
     other_folder: float = 5.0
-    """Of a rank that was not named until it takes a plan that differs in one thing for its own:
-    another folder (each rank made up a name), another line, other collectives (sends count)."""
+    """How long a rank that no plan names looks for one whose folder, lines and number of
+    collectives are all its own. After that it takes one that differs in one of the three (the
+    script names folders by time; ranks save at different lines; a send is counted on one rank
+    alone)."""
 
 
 @dataclass(frozen=True)

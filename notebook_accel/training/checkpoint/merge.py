@@ -111,11 +111,11 @@ def _read_whole(folder: Path) -> dict[str, torch.Tensor]:
     if others:
         _log.warning("left out of the merged weights, since no tensors: %s", ", ".join(others))
     read_parts(state, folder, alone=True)
-    # Accelerate writes {"model": weights}, and the file keeps the way to each of them; a
-    # dictionary that was not nested has none.
-    ways = {key: (metadata.planner_data or {}).get(key, (key,)) for key in state}
-    is_nested = all(len(way) > 1 for way in ways.values())
+    # Torch stores the path of keys to each tensor, ("model", name) where Accelerate wrote
+    # {"model": weights}; a flat dictionary has no path.
+    paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in state}
+    is_nested = all(len(path) > 1 for path in paths.values())
     return {
-        ".".join(map(str, ways[key][1:] if is_nested else ways[key])): value
+        ".".join(map(str, paths[key][1:] if is_nested else paths[key])): value
         for key, value in state.items()
     }

@@ -3,7 +3,7 @@
 ::
 
     collect      a piece's state, as it is now            in the loop, between two steps
-    copy         out of reach of the training             only where it goes on meanwhile
+    copy         later steps cannot change it             only where training goes on meanwhile
     prepare      what ranks agree on, by collectives      in the loop
     write        this rank's file, no collective          in the loop, or in the background
     complete     what rank 0 adds once all have written   wherever it is written
