@@ -324,7 +324,7 @@ def _load_library(device: torch.device, local_rank: int) -> ModuleType:
     Raises:
         ConfigError: DeepSpeed was loaded for another kind of device.
     """
-    # Read as DeepSpeed is imported; without it, it takes what accelerator it finds.
+    # DeepSpeed reads DS_ACCELERATOR as it is imported, and else takes whatever it finds.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(local_rank))
     with _without_mlflow():

@@ -91,7 +91,8 @@ def checkpoint_activations(
     if not chosen:
         raise ConfigError(
             "activation_checkpointing=True wraps the modules that auto_wrap_policy chooses, and it "
-            "chose none: set auto_wrap_policy and what it looks for"
+            'chose none: set auto_wrap_policy="transformer_based_wrap" with '
+            'transformer_cls_names_to_wrap, or "size_based_wrap" with min_num_params'
         )
     wrappers = {id(part): checkpoint_wrapper(part) for part in chosen}
     if plugin.activation_checkpointing_offload:

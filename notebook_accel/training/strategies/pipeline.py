@@ -52,8 +52,8 @@ class PipelineParallel(MeshParallel):
         self._stage_index = self.mesh.get_local_rank("pp")
         # Whole files, unless the user's plugin wants every rank's parts.
         self.saves_shards = request.fsdp is not None and self.plugin.saves_shards
-        # Of each weight that was prepared, kept here or not: its name, alike on every rank, and
-        # of all names their order.
+        # The name of every weight of a prepared model, kept on this rank or not, alike on every
+        # rank; and the place of each name in the model.
         self._names = WeakIdKeyDictionary()
         self._order: dict[str, int] = {}
         # Weights that no other stage has.
@@ -279,7 +279,7 @@ _NAMES = "_notebook_accel_names"
 
 
 def _name_all(names: list[str]) -> Callable[..., None]:
-    """A hook that notes in a model's state dict what the whole one has."""
+    """A hook that notes in the state dict of a cut model the names of the whole one."""
 
     def note(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
         if not prefix:

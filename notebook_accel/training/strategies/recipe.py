@@ -7,8 +7,8 @@ step works on what the one before has left:
 2. pipeline: each rank keeps the blocks of its stages, so that all that follows sees those alone;
 3. tensor: the layers of the plan are divided over the ranks that compute them together;
 4. activation checkpointing: around whole blocks, so that it sees divided layers, not the reverse;
-5. compile: the forwards of what is computed here, recomputing included; a pipeline's, block by
-   block, since what goes from stage to stage is no graph;
+5. compile: forwards are compiled with their activation checkpointing inside; of a pipeline each
+   block on its own, since a stage ends a forward by an exception, which no graph can hold;
 6. data: what is left is sharded over the ranks that read different samples, or different parts
    of their sequences (context), outermost. Of a pipeline, each block is sharded on its own: its
    stage ends in the middle of the model's forward. What is outside of the blocks stays whole;

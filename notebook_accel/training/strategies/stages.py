@@ -208,7 +208,8 @@ class _PipelinedForward(ReplacedForward):
 
 @dataclass
 class _MicroBatch:
-    """A part of a batch. All have the same size, for which the last ones repeat a sample."""
+    """A part of a batch. All have one size: the last ones are filled up with the batch's last
+    sample, which then counts for nothing in the loss."""
 
     inputs: Any
     targets: Any
@@ -221,7 +222,7 @@ class Pipeline:
 
     Attributes:
         own_stages: the stages of this rank.
-        own_weights: weights that only this rank of the pipeline has, once they are noted.
+        own_weights: weights that only this rank of the pipeline has; empty until note_weights.
         shared_weights: weights that every rank of the pipeline has, likewise.
         sharded_blocks: modules of this rank whose weights are in parts.
         exchanges_gradients: whether the next batch is the last of its window.
@@ -464,7 +465,8 @@ class Pipeline:
 class _StageWithShards(PipelineStage):
     """Torch's stage, which lets blocks in parts reduce their gradients once a batch.
 
-    Torch's own does so for a stage that is a model of ``fully_shard`` itself; here its blocks are.
+    Torch's own does so where the stage's module itself was given to ``fully_shard``; here only
+    the blocks inside it were.
     """
 
     def __init__(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> None:

@@ -41,8 +41,9 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
-    # A norm of each attention head: every rank has its own heads, and gradients are summed. Which
-    # dimension is called the divided one makes no difference, but for the last.
+    # A norm of each attention head: every rank holds its own heads already, and gradients are
+    # summed. Torch only wants the name of some divided dimension: any but the last will do, which
+    # the norm is over.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(
         sequence_dim=0, use_local_output=True
     ),
