@@ -42,6 +42,21 @@ class Resumable(IterableDataset):
         self.next = state["next"]
 
 
+class Rows:
+    """A dataset that is read by index, and has a state."""
+
+    def __len__(self) -> int:
+        return 27
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 STATEFUL = {"use_stateful_dataloader": True}
 # P shares, what of DataLoaderConfiguration; each share reads alone here, without a group.
 KINDS: dict[str, dict[str, Any]] = {
@@ -110,12 +125,14 @@ def test_without_a_state_of_their_own_loaders_count() -> None:
 def in_two_ranks(folder: str) -> dict[str, Any]:
     """Dispatched, and torchdata's own loader given to ``prepare``; through checkpoints."""
     found: dict[str, Any] = {}
-    for name, dispatched in (("dispatched", None), ("alone", False)):
-        config = DataLoaderConfiguration(dispatch_batches=dispatched)
+    for name, dispatched in (("dispatched", None), ("alone", False), ("shuffled", True)):
+        config = DataLoaderConfiguration(dispatch_batches=dispatched, use_stateful_dataloader=True)
 
-        def make(config: Any = config) -> tuple[Any, Any]:
+        def make(config: Any = config, is_shuffled: bool = name == "shuffled") -> tuple[Any, Any]:
             accelerator = Accelerator(cpu=True, dataloader_config=config)
-            plain = StatefulDataLoader(Resumable(27), batch_size=3)
+            plain: Any = StatefulDataLoader(Resumable(27), batch_size=3)
+            if is_shuffled:  # by torch's own sampler, which has no state
+                plain = DataLoader(Rows(), batch_size=3, shuffle=True)  # type: ignore[arg-type]
             return accelerator, accelerator.prepare(plain)
 
         accelerator, loader = make()
@@ -127,6 +144,9 @@ def in_two_ranks(folder: str) -> dict[str, Any]:
         accelerator, loader = make()
         accelerator.load_state(f"{folder}/{name}")
         rest = lists(loader)
+        if name == "shuffled":
+            found[name] = rest == whole[3:]
+            continue
         stream = getattr(loader.dataset, "dataset", loader.dataset)
         found[name] = rest == whole[3:], [number for number in stream.read if number < 18]
         found[f"{name}, skipped"] = lists(skip_first_batches(make()[1], 2)) == whole[2:]
@@ -136,7 +156,7 @@ def in_two_ranks(folder: str) -> dict[str, Any]:
 def test_ranks_go_on_from_a_checkpoint(tmp_path: Any) -> None:
     first, second = run_ranks(in_two_ranks, 2, str(tmp_path))
     # Of what came before, the first batch alone is read again: it fills up the last round.
-    skipped = {"dispatched, skipped": True, "alone, skipped": True}
+    skipped = {"dispatched, skipped": True, "alone, skipped": True, "shuffled": True}
     assert first == {"dispatched": (True, [0, 1, 2]), "alone": (True, []), **skipped}
     assert second == {"dispatched": (True, []), "alone": (True, []), **skipped}
 

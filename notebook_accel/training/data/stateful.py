@@ -82,10 +82,12 @@ class _KeepsReaderState(PreparedLoader):
         index.before_start = None
         if keeps_first:
             dataset: Any = self.dataset
-            at_start = copy.deepcopy(dataset.state_dict())
+            at_start, order = copy.deepcopy(dataset.state_dict()), self._generator_states()
             torchdata.load_state_dict({})
             yield next(torchdata.__iter__())
             dataset.load_state_dict(at_start)  # read here, it has moved on
+            for name, generator in self._generators().items():
+                generator.set_state(order[name])  # so that the others come in the same order
         if position is not None and start:
             index.before_start = position.replay.reach_start
         torchdata.load_state_dict(restored["state"] if restored else {})
