@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from notebook_accel.launch import run_list
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import Throughput
+from notebook_accel.launch.view.summary import hang_line
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.live_panel import LivePanel
 from notebook_accel.notebook.panel import Details
@@ -27,9 +28,10 @@ __all__ = ["Dashboard"]
 _DRAW_SECONDS = 0.2
 # Where nothing has changed, only the time that has passed is drawn.
 _CLOCK_SECONDS = 1.0
-# A server that drops messages of a flood drops the last one too: the end is sent again this much
-# later. Only once: a page draws the summary anew, and a fold that somebody opened is closed again.
-_AGAIN_SECONDS = 1.0
+# A server that drops messages of a flood drops the last one too, until the end of the cell resets
+# what it has counted: the end is sent again this much later. Only once, and before anybody can have
+# opened a fold: a page draws the summary anew, with its folds closed.
+_AGAIN_SECONDS = 0.3
 # A cell that ends before looks like any other cell.
 _SLIM_SECONDS = 1.0
 
@@ -71,6 +73,7 @@ class Dashboard(View):
         self._slow_launch = ""
         self._throughput = Throughput()
         self._displays = RankDisplays()
+        self._last_hang = ""
         self._opened_at = 0.0
         self._drawn_at = 0.0
 
@@ -200,11 +203,14 @@ class Dashboard(View):
 
     def _details(self, state: RunState, panel: LivePanel) -> Details:
         assert self._run is not None, "a panel shows a run"
+        if state.hang is not None:
+            self._last_hang = hang_line(state)
         since = self._stopping_since
         return Details(
             now=state.now(),
             throughputs={rank.rank: self._throughput.of(rank.rank) for rank in state.ranks},
             of_run=self._throughput.of_run(state),
+            last_hang=self._last_hang,
             picked=panel.picked,
             stopping=None if since is None else time.monotonic() - since,
             grace=self._run.config.grace,

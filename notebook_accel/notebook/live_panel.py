@@ -182,7 +182,7 @@ class LivePanel:
         return _DOUBLE_CLICK_SECONDS <= now - self._kill_asked < _SURE_SECONDS
 
     def _draw_note(self, state: RunState) -> None:
-        """Stacks or the folder, whatever was asked for last; those of a hang by themselves."""
+        """Stacks or the folder, whatever came last: asked for, or found with a hang."""
         if self._is_folder_asked:
             self._is_folder_asked = False
             path = element("code", str(self._run.log_dir))
@@ -193,23 +193,20 @@ class LivePanel:
             title = f"stacks after {when}"
             self._note.value = str(render_stacks(stacks, title=title, is_open=True))
             self._stacks = ""
-        if state.hang is not self._hang:
-            hang = self._hang = state.hang
-            found = () if hang is None else hang.stacks
-            stacks = [(wording.rank_list(ranks), text) for ranks, text in found]
+        # Once a hang is over its stacks stay, as what is said of it does.
+        if state.hang is not None and state.hang is not self._hang:
+            self._hang = state.hang
+            stacks = [(wording.rank_list(ranks), text) for ranks, text in state.hang.stacks]
             markup = render_stacks(stacks, title="stacks of the ranks", is_open=False)
-            # What somebody asked for stays, once the hang is over.
-            if hang is not None:
-                self._note.value = str(markup)
-            elif "stacks of the ranks" in self._note.value:
-                self._note.value = ""
+            self._note.value = str(markup)
 
     def finish(self, snapshot: Snapshot) -> None:
         """Leave the summary in place of the live panel."""
-        # A page that was reloaded has forgotten the slot, and still shows the widget.
-        self._body.value = snapshot.bundle["text/html"]
-        self._box.children = (self._body,)
+        # First of all, and by one message: what follows would be seen as a panel that jumps.
         self._slot.show(snapshot.bundle)
+        # A page that was reloaded has forgotten the slot, and still shows the widget.
+        self._box.children = (self._body,)
+        self._body.value = snapshot.bundle["text/html"]
         self._log.close()
         self._metrics.close()
         for widget in (

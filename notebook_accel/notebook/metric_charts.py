@@ -87,13 +87,14 @@ def groups_of(names: Sequence[str]) -> dict[str, list[str]]:
     return groups
 
 
-def render_charts(shown: Sequence[Chart], look: Look) -> Markup:
-    """The charts of one page, side by side where there is room."""
+def render_charts(shown: Sequence[Chart], look: Look, *, num_places: int = 0) -> Markup:
+    """The charts of one page, side by side where there is room, with room for ``num_places``."""
     num_lines = sum(min(len(chart.points), MAX_LINES) for chart in shown)
     limit = max(16, min(160, _MAX_POINTS // max(1, num_lines)))
     num_stripes = max(6, min(_STRIPES, _MAX_STRIPES // max(1, len(shown))))
     cards = [_card(chart, look, limit, num_stripes) for chart in shown]
-    columns = {1: 2, 5: 3, 6: 3}.get(len(shown), len(shown))
+    cards += [element("div", class_="na-chart")] * (num_places - len(cards))
+    columns = {1: 2, 5: 3, 6: 3}.get(len(cards), len(cards))
     return element("div", *cards, class_="na-charts", style=f"--columns:{columns}")
 
 

@@ -92,8 +92,7 @@ class MetricsView:
         names = curves.names
         if not names:
             return
-        if not self._drawn:
-            self.box.remove_class("na-empty")
+        is_first = not self._drawn
         self._drawn, self._drawn_at = key, now
         if len(names) != len(self._groups.get("", ())):
             self._offer(names)
@@ -113,7 +112,12 @@ class MetricsView:
         charts = [_chart(curves, name) for name in page]
         if any(len(chart.points) > 1 for chart in charts):
             self._lines.layout.display = None
-        self._charts.value = str(render_charts(charts, self._look()))
+        # The last page is as high as the others.
+        num_places = PAGE_SIZE if pages > 1 else len(charts)
+        self._charts.value = str(render_charts(charts, self._look(), num_places=num_places))
+        # All at once: the choices alone would come before the charts.
+        if is_first:
+            self.box.remove_class("na-empty")
 
     def close(self) -> None:
         """Close all widgets."""

@@ -16,6 +16,7 @@ from notebook_accel.launch.view.progress import (
     ProgressLine,
     load_of,
     memory_of,
+    most_lines,
     progress_lines,
 )
 from notebook_accel.launch.view.summary import (
@@ -47,8 +48,9 @@ _MAX_STACKS = 8
 # As many ranks have a row each; of more, the slowest.
 _MAX_ROWS = 16
 _NUM_SLOWEST = 6
-# Nested bars get rows of their own while there are no more rows than this in all.
-_MAX_ROWS_OF_BARS = 8
+# Of so many ranks each nested bar has a row of its own; of more it is a thin line in the row of its
+# rank. How many ranks there are never changes, unlike how many bars are open.
+_MAX_RANKS_WITH_ROWS_OF_BARS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ class Details:
         now: wall time, seconds.
         throughputs: items a second of ranks that draw no bar.
         of_run: items a second of a rank in the mean, and what one is.
+        last_hang: what was said of the last hang, which may be over; "" where there was none.
         picked: the rank whose output is shown; None for all.
         stopping: seconds since somebody asked for the end; None where nobody did.
         grace: seconds that the ranks get to leave.
@@ -67,20 +70,24 @@ class Details:
     now: float
     throughputs: Mapping[int, float | None] = field(default_factory=dict)
     of_run: tuple[float, str] | None = None
+    last_hang: str = ""
     picked: int | None = None
     stopping: float | None = None
     grace: float = 0.0
 
 
 def render_panel(state: RunState, details: Details) -> Markup:
-    """The ranks and what is to be said of them, in as much detail as fits."""
+    """The ranks and what is to be said of them, in as much detail as fits.
+
+    What may come stands below what is there from the start, the latest last, and stays once it is
+    there: a panel that jumps under the mouse cannot be used.
+    """
     for text_bytes in (60, 30, 12):
         body = element(
             "div",
-            _hang(state),
-            _stopping(details),
             _ranks(state, details, text_bytes),
             _notices(state, 5 * text_bytes),
+            _warnings(state, details),
             class_="na",
         )
         if message_bytes(body) <= MAX_BYTES:
@@ -89,20 +96,24 @@ def render_panel(state: RunState, details: Details) -> Markup:
 
 
 def render_title(state: RunState, details: Details) -> Markup:
-    """One line: what runs, how it stands, since when, on what, and how fast."""
+    """What runs, how it stands, since when, on what, and how fast; two lines where it is narrow."""
     devices = {rank.device for rank in state.ranks if rank.device}
     where = f"{num_ranks(state)} on {shorten(' and '.join(sorted(devices)), 60)}"
     facts = [where if devices else num_ranks(state)]
     if details.of_run is not None and state.status == "running":
         per_second, item = details.of_run
         facts.append(wording.rate(per_second, item))
-    return element(
+    name = element(
         "div",
         element("span", class_=f"na-dot na-{state.status}"),
         element("b", shorten(state.name, 60), title=shorten(state.name, 90)),
         element("span", state.status, class_=f"na-status na-{state.status}", role="status"),
         element("span", wording.clock(elapsed(state, details.now)), class_="na-muted na-clock"),
-        *(element("span", fact, class_="na-muted") for fact in facts),
+    )
+    return element(
+        "div",
+        name,
+        element("div", *(element("span", fact) for fact in facts), class_="na-muted na-facts"),
         class_="na na-title",
     )
 
@@ -143,6 +154,15 @@ _COLUMNS = (
     ("load", "cpu"),
     ("memory", "memory"),
 )
+# A row without an inner bar, as high as one with it: a cell for each column, since a narrow page
+# gives the bar a line of its own.
+_BLANK_ROW = element(
+    "tr",
+    element("td", colspan=2),
+    *(element("td", class_=f"na-c-{name}") for name, _ in _COLUMNS[2:]),
+    class_="na-inner",
+    aria_hidden="true",
+)
 # A click on a cell of the heat row picks its rank in the list above the log. Nothing depends on
 # it: the list does the same, by the keyboard too.
 _PICK = (
@@ -165,17 +185,15 @@ def _ranks(state: RunState, details: Details, text_bytes: int) -> Markup:
         if picked is not None and all(rank.rank != picked for rank in shown):
             shown = [state.ranks[picked], *shown[:-1]]
         rest = hidden_ranks(state.ranks, shown)
-    lines = {
-        rank.rank: progress_lines(rank, throughput=details.throughputs.get(rank.rank))
-        for rank in shown
-    }
-    has_room = sum(map(len, lines.values())) <= max(_MAX_ROWS_OF_BARS, len(shown))
     rows: list[Markup] = []
     for rank in shown:
-        first, *inner = lines[rank.rank]
-        if has_room:
+        throughput = details.throughputs.get(rank.rank)
+        first, *inner = progress_lines(rank, throughput=throughput)
+        if state.world_size <= _MAX_RANKS_WITH_ROWS_OF_BARS:
             rows.append(_row(state, rank, first, [], text_bytes))
             rows += [_inner_row(rank, line, text_bytes) for line in inner]
+            # An inner bar that is over keeps its row for the next one.
+            rows += [_BLANK_ROW] * (most_lines(rank) - 1 - len(inner))
         else:
             rows.append(_row(state, rank, first, inner, text_bytes))
     is_of_device = any(rank.device_use is not None for rank in state.ranks)
@@ -292,15 +310,24 @@ def _class_of(status: str) -> str:
     return f"na-{status.replace(' ', '-')}"
 
 
-# ---- who waits for whom ---------------------------------------------------------------------
+# ---- what must be known ---------------------------------------------------------------------
 
 
-def _hang(state: RunState) -> Markup:
+def _warnings(state: RunState, details: Details) -> Markup:
+    """Who waits for whom, and how long ranks that do not leave are waited for."""
+    lines = [line for line in (_hang(state, details), _stopping(details)) if line]
+    return element("div", *lines, class_="na-warnings") if lines else Markup("")
+
+
+def _hang(state: RunState, details: Details) -> Markup:
     """Who waits for whom; their stacks are a widget of their own, whose fold stays as it is."""
-    if state.hang is None:
-        return Markup("")
-    kind = "na-hang" if state.hang.is_certain else "na-hang na-waiting"
-    return element("div", shorten(hang_line(state), 800), class_=kind, role="alert")
+    if state.hang is not None:
+        kind = "na-hang" if state.hang.is_certain else "na-waiting"
+        return element("div", shorten(hang_line(state), 800), class_=kind, role="alert")
+    if details.last_hang:
+        text = f"The run goes on. Before that: {details.last_hang}"
+        return element("div", shorten(text, 800), class_="na-muted")
+    return Markup("")
 
 
 def _stopping(details: Details) -> Markup:
@@ -319,7 +346,7 @@ def _stopping(details: Details) -> Markup:
         seconds = max(1, math.ceil(left + details.grace))
         text = f"one that ignores the interrupt is ended within {seconds} s"
     line = f"Waiting for the ranks to leave: {text}. Kill ends them now, and results are lost."
-    return element("div", line, class_="na-hang na-waiting", role="status")
+    return element("div", line, class_="na-waiting", role="status")
 
 
 def _notices(state: RunState, text_bytes: int) -> Markup:

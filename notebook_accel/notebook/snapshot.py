@@ -36,10 +36,13 @@ _MAX_NOTICE = 500
 # Plots, and ranks with a curve in each: colours of more are not told apart.
 _MAX_PLOTS = 6
 _MAX_CURVES = 8
-# Characters of the error, which is a tenth of all.
+# Different stacks of ranks that waited in vain.
+_MAX_STACKS = 8
+# Characters of the error, which is a tenth of all; the stacks together take as many.
 _MAX_ERROR = 12_000
-# Lines of each output, plots and characters of the error's traceback, less and less of them: the
-# first that stays below the limit is taken. Without lines, a line says where the output is.
+# Lines of each output, plots and characters of the error's traceback (and of the stacks), less and
+# less of them: the first that stays below the limit is taken. Without lines, a line says where the
+# output is.
 _SIZES = (
     (200, _MAX_PLOTS, _MAX_ERROR),
     (40, _MAX_PLOTS, _MAX_ERROR),
@@ -160,6 +163,7 @@ def render_snapshot(
             element("div", *_title_parts(state, seconds)),
             _table(state, seconds),
             _notices(state),
+            _stacks(state, max_error),
             _failure(state, max_error),
             _metrics(curves, num_plots),
             _output(state, _TEXT, max_lines) if with_output else "",
@@ -229,6 +233,21 @@ def _notices(state: RunState) -> Markup:
     hang = (summary.hang_line(state),) if state.hang is not None else ()
     newest = (*hang, *state.notices[-_MAX_NOTICES:])
     return join(element("div", f"⚠ {shorten(text, _MAX_NOTICE)}") for text in newest)
+
+
+def _stacks(state: RunState, max_bytes: int) -> Markup:
+    """Where the ranks stood that waited in vain for each other, folded; so many bytes, about."""
+    if state.hang is None or not state.hang.stacks:
+        return Markup("")
+    shown = state.hang.stacks[:_MAX_STACKS]
+    share = max_bytes // len(shown)
+    parts: list[Markup] = []
+    for ranks, text in shown:
+        parts.append(element("div", wording.rank_list(ranks), style=_MUTED))
+        parts.append(element("pre", shorten(text.strip("\n"), share), style=_TEXT))
+    hidden = len(state.hang.stacks) - len(shown)
+    rest = element("div", f"… and {hidden} more", style=_MUTED) if hidden else Markup("")
+    return element("details", element("summary", "stacks of the ranks"), *parts, rest)
 
 
 def _failure(state: RunState, max_characters: int) -> Markup:

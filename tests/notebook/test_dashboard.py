@@ -98,6 +98,27 @@ def test_the_end_that_is_sent_again_leaves_a_newer_run_in_the_same_slot(page: Pa
     assert "succeeded" in page.only["text/html"]
 
 
+def test_the_summary_takes_the_place_of_a_panel_that_is_still_whole(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = Shown()
+    whole = shown.panel._box.children
+    seen: list[Any] = []
+
+    def update(bundle: dict[str, Any], **more: Any) -> None:
+        seen.append((shown.panel._box.children, shown.panel._body.value))
+        page.update(bundle, **more)
+
+    before = shown.panel._body.value
+    monkeypatch.setattr(display_slot, "update_display", update)
+    shown.end()
+    assert seen[0] == (whole, before)
+    # For pages that were reloaded, which know the widget only.
+    assert shown.panel._box.children == (shown.panel._body,)
+    assert shown.panel._body.value == page.only["text/html"]
+    shown.await_last_message()
+
+
 def test_shown_in_another_cell_a_live_run_has_the_same_panel_there(page: Page) -> None:
     shown = Shown()
     before = len(widget_module._instances)

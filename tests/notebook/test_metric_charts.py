@@ -65,6 +65,12 @@ def test_smoothing_calms_a_line() -> None:
     assert all(0.4 < value < 0.6 for value in values[2:])
 
 
+def test_the_last_page_has_as_many_places_as_the_others() -> None:
+    markup = render_charts([chart(), chart()], Look(), num_places=6)
+    assert markup.count("class='na-chart'") == 6
+    assert "--columns:3" in markup
+
+
 def test_a_single_value_and_one_that_is_no_number() -> None:
     one = Chart(name="best", points={0: [(3.0, 0.5)]}, means={}, last={0: 0.5})
     none = Chart(name="bad", points={0: []}, means={}, last={0: math.nan})
@@ -101,6 +107,7 @@ def test_a_new_metric_leaves_the_page_that_somebody_reads() -> None:
     view._after.click()
     view.draw(curves, now=10.0)
     assert view._title.value == "metrics 7-7 of 7"
+    assert view._charts.value.count("class='na-chart'") == 6
     curves.add(0, 1, {"train/accuracy": 1.0})
     view.draw(curves, now=20.0)
     assert (view._group.value, view._title.value) == ("eval", "metrics 7-7 of 7")

@@ -68,6 +68,23 @@ def test_every_one_of_nested_bars_has_a_row() -> None:
     assert page.tags.count("progress") == 2
 
 
+def num_rows(state: RunState) -> int:
+    return Tags(render_panel(state, NOW)).tags.count("tr")
+
+
+def test_no_row_goes_when_an_inner_bar_does_and_of_many_ranks_none_comes() -> None:
+    state = after(running(4), bar(0, 1), bar(0, 2), bar(0, 3))
+    assert num_rows(state) == 1 + 4 + 2
+    # The next epoch has a bar of its own, inside of which none is open yet.
+    ended = [bar(0, number, closed=True) for number in (3, 2, 1)]
+    state = after(state, *ended, bar(0, 4))
+    assert num_rows(state) == 1 + 4 + 2
+    assert Tags(render_panel(state, NOW)).tags.count("progress") == 4
+    state = after(running(5), bar(0, 1), bar(0, 2))
+    assert num_rows(state) == 1 + 5
+    assert Tags(render_panel(state, NOW)).tags.count("progress") == 6
+
+
 def test_the_title_says_on_what_and_how_fast() -> None:
     state = running(2)
     for rank in (0, 1):
@@ -109,6 +126,12 @@ def test_who_waits_for_whom() -> None:
     for words in ("Nothing has moved for 0:13: the run hangs", "waits", "in all_reduce", "missing"):
         assert words in page.text
     assert ("class", "na-c-state na-missing") in page.attributes
+
+
+def test_what_was_said_of_a_hang_stays_when_it_is_over() -> None:
+    page = Tags(render_panel(running(2), replace(NOW, last_hang="Nothing has moved for 0:13")))
+    assert page.text.endswith("The run goes on. Before that: Nothing has moved for 0:13")
+    assert ("role", "alert") not in page.attributes
 
 
 def test_a_rank_that_says_nothing_is_quiet() -> None:

@@ -27,13 +27,18 @@ SETUP = "from notebook_accel import notebook_launcher"
 SPEAK = r"""
 def speak(folder):
     import os, pathlib, time
+    from tqdm import tqdm
     from notebook_accel import Accelerator
     from notebook_accel.launch.rank import current
     accelerator = Accelerator()
     os.write(1, b"x" * 1_000_000)
     os.write(1, b"\nafter the long line\n")
     # More than a view shows at once stays in the file.
-    time.sleep(1)
+    for _ in range(2):
+        for _ in tqdm(range(1), desc="epoch"):
+            time.sleep(0.3)
+            for _ in tqdm(range(3), desc="batch", leave=False):
+                time.sleep(0.1)
     print("<b>bold</b><script>window.harmed = 1</script><img src=x onerror='window.harmed=1'>")
     print("\x1b[31mred\x1b[0m \x1b[2J\x1b[Hcleared \x07bell \x1b]0;title\x07after")
     print("\N{PARTY POPPER} \N{LATIN SMALL LETTER E WITH ACUTE} \u8a9e $5 or $6")
@@ -48,6 +53,12 @@ def speak(folder):
         current().metric({"loss": 1 / step, **values, "eval/best": 0.5}, step)
         time.sleep(0.05)
 """
+HEIGHT = "Math.round(document.querySelector('.na-panel').getBoundingClientRect().height)"
+NOTE_HEIGHTS = f"""() => {{ window.heights = []; window.logs = []; setInterval(() => {{
+  if (!document.querySelector('.na-panel table')) return;
+  window.heights.push({HEIGHT});
+  window.logs.push(document.querySelector('.na-scroll').offsetHeight);
+}}, 50) }}"""
 HANG = """
 def hang():
     import time, torch, torch.distributed as dist
@@ -113,7 +124,15 @@ def test_all_that_can_be_clicked(lab: Lab, browser: Browser, app: str, tmp_path:
     launch = f"run = notebook_launcher(speak, ({str(tmp_path)!r},), num_processes=2)"
     notebook = start(lab, browser, app, "speak", SPEAK, launch)
     page, output = notebook.page, notebook.output(2)
+    page.evaluate(NOTE_HEIGHTS)
     wait_for(output, "straw 49 of 1")
+    charts = output.locator(".na-charts")
+    charts.locator("polyline").first.wait_for(timeout=30_000)
+    # What comes makes the panel higher, in a few steps, and nothing makes it lower.
+    heights = page.evaluate("() => window.heights")
+    assert heights == sorted(heights), heights
+    assert len(set(heights)) <= 6, heights
+    assert len({height for height in page.evaluate("() => window.logs") if height}) == 1
 
     # What ranks print does no harm and is right.
     choose(output, "Output of", "rank 0")
@@ -155,11 +174,12 @@ def test_all_that_can_be_clicked(lab: Lab, browser: Browser, app: str, tmp_path:
     assert len(saved) > 1_000_000
 
     # Metrics: all can be reached, by group or by page.
-    charts = output.locator(".na-charts")
     assert charts.locator(".na-chart").count() == 6
     assert "metrics 1-6 of 11" in output.locator(".na-metrics").inner_text()
+    height = page.evaluate(HEIGHT)
     output.get_by_role("button", name="→").click()
     charts.get_by_text("eval/best").wait_for(timeout=30_000)
+    assert page.evaluate(HEIGHT) == height
     choose(output, "Which metrics", "eval/ (1)")
     page.wait_for_function("() => document.querySelectorAll('.na-chart').length === 1")
     choose(output, "Which metrics", "all (11)")
@@ -227,6 +247,8 @@ def test_a_hang_is_shown_within_fifteen_seconds(lab: Lab, browser: Browser) -> N
         wait_for(output, "■ stopped")
         # What held it up is worth knowing afterwards.
         wait_for(output, "the run hangs: rank 0 waits in all_reduce")
+        fold = output.locator("details", has_text="stacks of the ranks")
+        assert "Cell In[2], line 8" in (fold.text_content(timeout=30_000) or "")
         notebook.close()
 
 

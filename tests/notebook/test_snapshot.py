@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.control.hang import Hang
 from notebook_accel.launch.control.state import Failure
 from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.snapshot import MAX_BYTES, render_slim, render_snapshot
@@ -156,6 +157,20 @@ def test_a_traceback_stands_with_the_error_and_not_in_the_output_too() -> None:
     page = Tags(render_snapshot(state).html)
     assert page.text.count("Cell In[3], line 7") == 1
     assert "before" in page.text
+
+
+def test_the_stacks_of_a_hang_are_kept_below_a_fold() -> None:
+    stacks = tuple(((rank,), f"stack of {rank}: " + "<" * 4_000) for rank in range(10))
+    hang = Hang(
+        is_certain=True, text="it hangs", since=1000.0, operations={}, missing=(), stacks=stacks
+    )
+    state = replace(succeeded(running(10)), hang=hang)
+    html = render_snapshot(state).html
+    folded = Tags(re.findall("<details>.*?</details>", html, flags=re.DOTALL)[0])
+    assert folded.text.startswith("stacks of the ranksrank 0stack of 0: <<")
+    assert folded.tags.count("pre") == 8
+    assert folded.text.endswith("… and 2 more")
+    assert message_bytes(html) < 30_000
 
 
 def test_no_metric_vanishes_without_a_word() -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "last_values",
     "load_of",
     "memory_of",
+    "most_lines",
     "name_of",
     "named_lines",
     "progress_lines",
@@ -105,18 +106,29 @@ def progress_text(rank: RankState, *, throughput: float | None = None) -> str:
     return ", ".join(line.text for line in lines if line.text)
 
 
+def most_lines(rank: RankState) -> int:
+    """The most lines that :func:`progress_lines` has given of a rank so far."""
+    return min(_MAX_DEPTH, max(map(len, _nested_bars(rank.bars)), default=1))
+
+
 def current_bars(bars: Sequence[BarState]) -> list[BarState]:
     """The newest bar, and the bars around it, outermost first.
 
     A bar that was closed stays until another one of its depth is opened: between two epochs the
     view would flicker otherwise.
     """
-    chain: list[BarState] = []
+    nested = _nested_bars(bars)
+    return nested[-1][:_MAX_DEPTH] if nested else []
+
+
+def _nested_bars(bars: Sequence[BarState]) -> list[list[BarState]]:
+    """For each bar, the bars around it when it was the newest one, outermost first, and itself."""
+    nested: list[list[BarState]] = []
     for bar in bars:
         # In order of opening: whatever came before at this depth or deeper is over.
-        chain = [outer for outer in chain if outer.depth < bar.depth]
-        chain.append(bar)
-    return chain[:_MAX_DEPTH]
+        before = nested[-1] if nested else []
+        nested.append([*(outer for outer in before if outer.depth < bar.depth), bar])
+    return nested
 
 
 def _line_of_bar(bar: BarState) -> ProgressLine:
