@@ -13,23 +13,31 @@ from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.open_files import check_open_files, files_needed, hard_limit
-from notebook_accel.setting_checks import check_seconds
+from notebook_accel.setting_checks import check_enough_devices, check_seconds
 from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.machine import Machine
 
 __all__ = [
     "can_bind",
     "check_call",
     "check_files_of_kernel",
+    "check_fits",
     "check_machine",
     "check_platform",
     "check_wait",
+    "crowding",
 ]
 
 # Of the notebook's process while it launches: folder, metrics, payload, template and channels.
 _FILES_OF_KERNEL = 24
+_GIB = 1024**3
+# Of a rank that has imported torch, before it has a model.
+_BYTES_OF_RANK = _GIB // 4
+# With more, a training on the CPU mostly waits for its turn.
+_MAX_RANKS_OF_CORE = 4
 # Characters of a value in an error; of a longer one, its type.
 _MAX_SHOWN = 200
 _INLINE = "otherwise take engine='inline', which runs the function in the notebook's own process"
@@ -153,6 +161,43 @@ def check_machine(config: LaunchConfig, world_size: int) -> None:
     Raises:
         LaunchError: the limit of open files is too low for the ranks, or the port is taken.
     """
+    _check_files_of_ranks(world_size)
+    if config.use_port is not None and not can_bind(config.use_port):
+        raise LaunchError(
+            f"use_port={config.use_port} is taken on this machine: choose another, or leave it "
+            "out and a free one is found"
+        )
+
+
+def check_fits(config: LaunchConfig, machine: Machine) -> None:
+    """Refuse as many ranks as a launch with these settings would refuse on ``machine``.
+
+    Raises:
+        ConfigError: there are more ranks than accelerators.
+        LaunchError: the limit of open files is too low for the ranks.
+    """
+    wanted = config.num_processes
+    if wanted is None:
+        return
+    _check_files_of_ranks(wanted)
+    if machine.devices and config.devices is None and config.backend != "gloo":
+        check_enough_devices(wanted, len(machine.devices))
+
+
+def crowding(config: LaunchConfig, machine: Machine) -> str:
+    """What to expect where there are too many ranks for the cores or the memory; "" elsewhere."""
+    ranks = config.num_processes or 1
+    needed = ranks * _BYTES_OF_RANK
+    has_cores = ranks <= _MAX_RANKS_OF_CORE * machine.num_cores
+    if ranks == 1 or (has_cores and needed <= machine.free_memory):
+        return ""
+    return (
+        f"{ranks} ranks share {machine.num_cores} CPU cores, and take about {needed / _GIB:.1f} GB "
+        f"of memory before they have a model: {machine.free_memory / _GIB:.1f} GB are free"
+    )
+
+
+def _check_files_of_ranks(world_size: int) -> None:
     hard, needed = hard_limit(), files_needed(world_size)
     if hard is not None and hard < needed:
         ranks = "1 rank needs" if world_size == 1 else f"{world_size} ranks need"
@@ -160,11 +205,6 @@ def check_machine(config: LaunchConfig, world_size: int) -> None:
         raise LaunchError(
             f"{ranks} about {needed} open files, and this machine's hard limit is {hard} "
             f"(ulimit -Hn): {advice}"
-        )
-    if config.use_port is not None and not can_bind(config.use_port):
-        raise LaunchError(
-            f"use_port={config.use_port} is taken on this machine: choose another, or leave it "
-            "out and a free one is found"
         )
 
 

@@ -21,8 +21,9 @@ from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 from notebook_accel.config import LaunchConfig, default_config_path, given_settings, resolve
-from notebook_accel.errors import ConfigError
+from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.machine import look_at_machine
+from notebook_accel.launch.preflight import check_fits, crowding
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.launcher import launch_below
 from notebook_accel.notebook.markup import element
@@ -42,6 +43,7 @@ from notebook_accel.plugin_options import PLUGINS
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from notebook_accel.launch.machine import Machine
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.picker_fields import Row
 
@@ -77,13 +79,17 @@ class ConfigPicker:
         self.run: Any = None
         self._config = config
         self._error: ConfigError | None = None
+        self._is_refused = False
+        self._machine: Machine | None = None
+        # What is known of the machine comes from a thread of its own.
+        self._lock = threading.RLock()
         self._slot = DisplaySlot()
         self._is_filling = False
         self._has_call = False
         self._rows = setting_rows()
         self._plugins = {name: plugin_rows(plugin) for name, plugin in PLUGINS.items()}
         self._plugin_boxes: dict[str, Any] = {}
-        self._machine = ipywidgets.HTML(str(devices_line(None)))
+        self._devices = ipywidgets.HTML(str(devices_line(None)))
         self._strategy = StrategyRow()
         self._message = ipywidgets.HTML()
         self._code, self._yaml = ipywidgets.HTML(), ipywidgets.HTML()
@@ -147,7 +153,9 @@ class ConfigPicker:
 
     def _look(self) -> None:
         # Counting devices takes a clean process, which may have to be started first.
-        self._machine.value = str(devices_line(look_at_machine()))
+        self._machine = look_at_machine()
+        self._devices.value = str(devices_line(self._machine))
+        self._show_fit()
 
     # ---- layout ----------------------------------------------------------------------------
 
@@ -174,7 +182,7 @@ class ConfigPicker:
         box = ipywidgets.VBox(
             [
                 style,
-                self._machine,
+                self._devices,
                 *(self._rows[name].box for name in _FIRST),
                 self._strategy.box,
                 *self._plugin_boxes.values(),
@@ -221,12 +229,14 @@ class ConfigPicker:
         for name, box in self._plugin_boxes.items():
             box.layout.display = None if name in self._strategy.value else "none"
         self._refresh_functions()
-        try:
-            self._config = LaunchConfig(**self._values())
-            self._error = None
-        except ConfigError as error:
-            self._error = error
-        self._show_error()
+        with self._lock:
+            try:
+                self._config = LaunchConfig(**self._values())
+                self._error = None
+            except ConfigError as error:
+                self._error = error
+            self._show_error()
+            self._show_fit()
         is_wrong = self._error is not None
         code, yaml = _INVALID, _INVALID
         if not is_wrong:
@@ -261,6 +271,20 @@ class ConfigPicker:
             self._say("", "na-fine")
         else:
             self._say(_FUNCTION_MISSING, "na-about")
+
+    def _show_fit(self) -> None:
+        """Say what the machine makes of the ranks, beside their number, once it is known."""
+        with self._lock:
+            self._is_refused = False
+            if self._machine is not None and self._error is None:
+                row = self._rows["num_processes"]
+                try:
+                    check_fits(self._config, self._machine)
+                    row.say(crowding(self._config, self._machine) or None, "na-warn")
+                except (ConfigError, LaunchError) as error:
+                    row.say(str(error))
+                    self._is_refused = True
+            self._show_whether_launched()
 
     def _all_rows(self) -> list[Row]:
         return [*self._rows.values(), *itertools.chain(*self._plugins.values())]
@@ -312,7 +336,7 @@ class ConfigPicker:
         goes_on = self._goes_on
         button = self._buttons["Launch"]
         button.description = "Running" if goes_on else "Launch"
-        button.disabled = goes_on or not self._has_call
+        button.disabled = goes_on or not self._has_call or self._is_refused
 
     def _refresh_functions(self) -> None:
         names = [name for name, value in _namespace().items() if is_of_notebook(name, value)]

@@ -92,12 +92,15 @@ class Row:
         """Call ``call`` after each change."""
         self.widget.observe(lambda _: call(), names="value")
 
-    def say(self, error: str | None) -> None:
-        """Show what is wrong with the value beside it; None: what the setting does."""
-        kind = "na-about" if error is None else "na-wrong"
-        text = self._about if error is None else error
-        role = None if error is None else "alert"
-        self._note.value = str(element("span", text, class_=kind, role=role))
+    def say(self, text: str | None, kind: str = "na-wrong") -> None:
+        """Show what is wrong with the value beside it; None: what the setting does.
+
+        Args:
+            text: what is wrong.
+            kind: the class of the text: "na-wrong", or "na-warn" for what is worth a thought.
+        """
+        kind, role = ("na-about", None) if text is None else (kind, "alert")
+        self._note.value = str(element("span", text or self._about, class_=kind, role=role))
 
 
 class TextRow(Row):

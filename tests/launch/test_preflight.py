@@ -8,6 +8,7 @@ import resource
 import socket
 import tempfile
 from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ import torch
 from notebook_accel import ConfigError, LaunchError
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
-from notebook_accel.launch.preflight import check_call, check_machine, check_wait
+from notebook_accel.launch.machine import Machine
+from notebook_accel.launch.preflight import check_call, check_machine, check_wait, crowding
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.view import View
 
@@ -123,6 +125,15 @@ def test_more_ranks_than_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ulimit" in str(caught.value)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
     check_machine(LaunchConfig(), 500)
+
+
+def test_ranks_that_share_too_little_are_told_of() -> None:
+    machine = Machine(kind="cpu", devices=(), num_cores=2, memory=2**34, free_memory=2**31)
+    for ranks in (None, 1, 8):
+        assert crowding(LaunchConfig(num_processes=ranks), machine) == ""
+    for ranks, free in ((9, 2**34), (8, 2**30)):
+        text = crowding(LaunchConfig(num_processes=ranks), replace(machine, free_memory=free))
+        assert f"{ranks} ranks share 2 CPU cores" in text
 
 
 def test_a_port_that_is_taken() -> None:

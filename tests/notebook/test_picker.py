@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -182,8 +183,8 @@ class Notebook:
         monkeypatch.setattr(picker_module, "display", self.displayed.append)
         monkeypatch.setattr(display_slot, "display", lambda data, **_: self.displayed.append(data))
         monkeypatch.setattr(display_slot, "update_display", lambda *_, **__: None)
-        machine = Machine(kind="cpu", devices=(), num_cores=2, memory=2**30, free_memory=2**30)
-        monkeypatch.setattr(picker_module, "look_at_machine", lambda: machine)
+        self.machine = Machine(kind="cpu", devices=(), num_cores=2, memory=2**30, free_memory=2**30)
+        monkeypatch.setattr(picker_module, "look_at_machine", lambda: self.machine)
 
     def define(self, name: str) -> Any:
         """Run a cell that defines a function."""
@@ -214,6 +215,42 @@ def test_a_form_knows_functions_that_later_cells_define(monkeypatch: pytest.Monk
     assert not picker._buttons["Launch"].disabled
     notebook.define("evaluate")
     assert (picker._function.options, picker._function.value) == (("train", "evaluate"), "train")
+
+
+def test_what_the_machine_cannot_carry_is_told_before_it_is_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notebook = Notebook(monkeypatch)
+    notebook.define("train")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+    picker = config_picker(LaunchConfig())
+    processes = row(picker, "num_processes")
+    launch, save = picker._buttons["Launch"], picker._buttons["Save"]
+
+    def told(number: str) -> tuple[str, bool]:
+        processes.widget.value = number
+        assert not save.disabled, "the settings make sense elsewhere"
+        return processes._note.value, launch.disabled
+
+    before = told("100000")
+    assert before == (told("2")[0], False), "nothing is known of the machine yet"
+    told("100000")
+    picker._look()
+    assert "100000 ranks need about" in processes._note.value
+    assert launch.disabled
+    text, is_disabled = told("64")
+    assert "64 ranks share 2 CPU cores, and take about 16.0 GB" in text
+    assert "na-warn" in text
+    assert not is_disabled
+    assert told("2") == before
+    # With accelerators there is one a rank, unless ranks train on the CPU.
+    device = Device(index=0, name="H200", memory=2**37)
+    notebook.machine = replace(notebook.machine, devices=(device,))
+    picker._look()
+    assert "but this machine has 1" in processes._note.value
+    assert launch.disabled
+    row(picker, "devices").widget.value = "cpu"
+    assert told("2") == before
 
 
 def test_a_form_that_is_shown_again_shows_its_run_there_too(
