@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, ClassVar
 
 import ipywidgets
 from IPython.core.getipython import get_ipython
@@ -37,6 +37,11 @@ _INTERRUPT_TOOLTIP = (
 
 class ClicksAfterTheCell:
     """The base of all ways, and the last one: clicks are handled when the cell has ended."""
+
+    # Said on the panel; "" where clicks get through, or there is a button that does.
+    advice: ClassVar[str] = "Clicks wait while a cell runs: use the kernel's Interrupt."
+    # Said in Stop's tooltip.
+    tooltip: ClassVar[str] = ""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -67,6 +72,8 @@ class ClicksBySubshell(ClicksAfterTheCell):
     of its comm says otherwise (ipykernel's ``shell_channel_thread_main`` reads it). What pages
     send to the main shell all the same is answered while the cell waits for the run, and only then.
     """
+
+    advice = ""
 
     def __init__(self, kernel: Any) -> None:
         super().__init__(kernel)
@@ -101,6 +108,8 @@ class ClicksByPump(ClicksAfterTheCell):
     pumps: clicks come after it.
     """
 
+    advice = ""
+    tooltip = "While another cell computes, clicks wait for its end."
     _HANDLED = ("comm_open", "comm_msg", "comm_close", "comm_info_request", "kernel_info_request")
 
     @classmethod
@@ -150,6 +159,8 @@ class ClicksByPump(ClicksAfterTheCell):
 
 class ClicksByServer(ClicksAfterTheCell):
     """Any page of a Jupyter server: one more button asks the server to interrupt the kernel."""
+
+    advice = ""
 
     @classmethod
     def works_in(cls, kernel: Any) -> bool:

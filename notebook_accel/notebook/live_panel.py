@@ -83,7 +83,8 @@ class LivePanel:
         self._is_folder_asked = False
         self._num_displays, self._displays_due = 0, 0.0
         self._title, self._note, self._body, self._displays = (ipywidgets.HTML() for _ in range(4))
-        self._stop = ipywidgets.Button(description="Stop", tooltip=_STOP_TOOLTIP)
+        tooltip = f"{_STOP_TOOLTIP} {clicks.tooltip}".rstrip()
+        self._stop = ipywidgets.Button(description="Stop", tooltip=tooltip)
         self._stop.on_click(lambda _: stop())
         self._stop.add_class("na-stop")
         self._kill = _button(
@@ -94,6 +95,8 @@ class LivePanel:
         self._ask_stacks.on_click(self._on_stacks)
         self._folder = _button("Log folder", "The folder with the whole output of each rank")
         self._folder.on_click(self._on_folder)
+        advice = element("div", clicks.advice, class_="na na-muted na-advice")
+        self._advice = [ipywidgets.HTML(str(advice))] if clicks.advice else []
         self._more_buttons = clicks.more_buttons()
         self._buttons = ipywidgets.HBox(
             [self._stop, *self._more_buttons, self._kill, self._ask_stacks, self._folder]
@@ -118,6 +121,7 @@ class LivePanel:
                 self._style,
                 self._buttons,
                 self._title,
+                *self._advice,
                 self._body,
                 self._note,
                 self._metrics.box,
@@ -212,6 +216,7 @@ class LivePanel:
         for widget in (
             self._style,
             self._title,
+            *self._advice,
             self._note,
             self._stop,
             *self._more_buttons,

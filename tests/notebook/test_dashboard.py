@@ -11,7 +11,7 @@ from ipywidgets.widgets import widget as widget_module
 
 from notebook_accel.launch import wire
 from notebook_accel.notebook import dashboard, display_slot, live_panel
-from notebook_accel.notebook.clicks import ClicksAfterTheCell
+from notebook_accel.notebook.clicks import ClicksAfterTheCell, ClicksByPump, ClicksBySubshell
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot
 from tests.notebook.states import after, running, succeeded
@@ -52,7 +52,14 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Page:
 class Shown:
     """A run without processes, whose state the test sets, and its view."""
 
-    def __init__(self, slot: DisplaySlot | None = None, *, waits: bool = True, **more: Any) -> None:
+    def __init__(
+        self,
+        slot: DisplaySlot | None = None,
+        *,
+        waits: bool = True,
+        clicks: type[ClicksAfterTheCell] = ClicksAfterTheCell,
+        **more: Any,
+    ) -> None:
         self.run: Any = SimpleNamespace(
             id="calm-otter",
             state=running(2),
@@ -63,7 +70,7 @@ class Shown:
             _sample_metrics=list,
             **more,
         )
-        self.view = Dashboard(ClicksAfterTheCell(None), waits=waits, slot=slot)
+        self.view = Dashboard(clicks(None), waits=waits, slot=slot)
         before = set(threading.enumerate())
         self.view.open(self.run)
         (self.thread,) = set(threading.enumerate()) - before
@@ -128,6 +135,26 @@ def test_shown_in_another_cell_a_live_run_has_the_same_panel_there(page: Page) -
     assert page.only[WIDGET]["model_id"] == shown.panel._box.model_id
     shown.end()
     assert "succeeded" in page.only["text/html"]
+    shown.await_last_message()
+
+
+@pytest.mark.parametrize(
+    ("clicks", "on_panel", "on_stop"),
+    [
+        (ClicksAfterTheCell, "use the kernel&#39;s Interrupt", "as well."),
+        (ClicksByPump, "", "clicks wait for its end."),
+        (ClicksBySubshell, "", "as well."),
+    ],
+)
+def test_the_panel_says_where_clicks_wait(
+    page: Page, clicks: type[ClicksAfterTheCell], on_panel: str, on_stop: str
+) -> None:
+    shown = Shown(clicks=clicks)
+    advice = "".join(widget.value for widget in shown.panel._advice)
+    assert (on_panel in advice, bool(advice)) == (True, bool(on_panel))
+    assert set(shown.panel._advice) <= set(shown.panel._box.children)
+    assert shown.panel._stop.tooltip.endswith(on_stop)
+    shown.end()
     shown.await_last_message()
 
 
