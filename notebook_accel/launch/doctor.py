@@ -96,9 +96,12 @@ def _devices(machine: Machine) -> Iterator[Finding]:
 
 
 def _versions(machine: Machine) -> Iterator[Finding]:
-    found = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    if found:
-        yield Finding(level=FINE, subject="versions", found=found)
+    # One line a GPU, which all have the same.
+    drivers = {version for (version,) in _ask_nvidia("--query-gpu=driver_version", columns=1)}
+    named = [f"{name} {version}" for name, version in machine.versions.items()]
+    named += [f"NVIDIA driver {version}" for version in sorted(drivers)]
+    if named:
+        yield Finding(level=FINE, subject="versions", found=", ".join(named))
 
 
 def _who_uses_the_devices(machine: Machine) -> Iterator[Finding]:
@@ -117,19 +120,28 @@ def _who_uses_the_devices(machine: Machine) -> Iterator[Finding]:
 
 
 def _processes_on_gpus() -> list[tuple[int, str]]:
-    """Process id and memory of each process that computes on a GPU, as nvidia-smi tells them."""
+    """Process id and memory of each process that computes on a GPU."""
+    rows = _ask_nvidia("--query-compute-apps=pid,used_memory", columns=2)
+    return [(int(pid), used) for pid, used in rows if pid.isdecimal()]
+
+
+def _ask_nvidia(query: str, *, columns: int) -> list[list[str]]:
+    """The rows that nvidia-smi answers with; none where it is not there or gives no answer."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
-    query = ["--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
     try:
         done = subprocess.run(
-            [command, *query], capture_output=True, text=True, timeout=_SECONDS, check=True
+            [command, query, "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return []
     rows = csv.reader(io.StringIO(done.stdout), skipinitialspace=True)
-    return [(int(row[0]), row[1]) for row in rows if len(row) == 2 and row[0].isdecimal()]
+    return [row for row in rows if len(row) == columns]
 
 
 def _name_of(pid: int) -> str:
@@ -228,6 +240,11 @@ def _ports(_machine: Machine) -> Iterator[Finding]:
         yield Finding(level=STOPS, subject="ports", found=found, remedy=remedy)
 
 
+def _scripts(_machine: Machine) -> Iterator[Finding]:
+    found = "ranks do not import the script that launches: no `if __name__ == '__main__'` is needed"
+    yield Finding(level=FINE, subject="scripts", found=found)
+
+
 _QUESTIONS: Iterable[Callable[[Machine], Iterable[Finding]]] = (
     _platform,
     _devices,
@@ -238,4 +255,5 @@ _QUESTIONS: Iterable[Callable[[Machine], Iterable[Finding]]] = (
     _limits,
     _folders,
     _ports,
+    _scripts,
 )

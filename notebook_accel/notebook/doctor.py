@@ -83,6 +83,9 @@ def _widgets() -> list[Finding]:
         remedy = "install a pair that fits: ipywidgets 8 with jupyterlab-widgets 3; until then, "
         remedy += "view='text' shows runs as lines"
         return [Finding(level=HURTS, subject="widgets", found=found, remedy=remedy)]
+    if not page:
+        found += "; jupyterlab-widgets is not in the kernel's environment, the only one that was "
+        found += "looked at: where a panel stays empty, install it where Jupyter itself runs"
     return [Finding(level=FINE, subject="widgets", found=found)]
 
 

@@ -13,6 +13,7 @@ import pytest
 from notebook_accel.launch import doctor
 from notebook_accel.launch.doctor import FINE, HURTS, STOPS, Finding, examine
 from notebook_accel.launch.machine import Device, Machine
+from notebook_accel.notebook import doctor as notebook_doctor
 from notebook_accel.notebook.doctor import Diagnosis
 
 HOST: dict[str, Any] = {"num_cores": 2, "memory": 2**34, "free_memory": 2**33}
@@ -93,14 +94,38 @@ def test_who_holds_a_gpu_is_named_by_its_process(
         doctor, "look_at_machine", lambda: Machine(kind="cuda", devices=(device,), **HOST)
     )
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\necho '{os.getpid()}, 1024 MiB'\necho '{os.getppid()}, 5 MiB'\n")
+    tool.write_text(
+        "#!/bin/sh\ncase $1 in *driver*) echo 570.86; echo 570.86;; "
+        f"*) echo '{os.getpid()}, 1024 MiB'; echo '{os.getppid()}, 5 MiB';; esac\n"
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert about("versions").found == "NVIDIA driver 570.86"
     mine, other = [finding for finding in examine() if finding.subject == "devices in use"]
     assert "this very kernel holds 1024 MiB" in mine.found
     assert "empty_cache" in mine.remedy
     assert f"process {os.getppid()} (" in other.found
     assert f"kill {os.getppid()}" in other.remedy
+
+
+@pytest.mark.parametrize(
+    ("ipywidgets", "of_page", "level", "said"),
+    [
+        ("8.1.9", "3.0.17", FINE, "ipywidgets 8.1.9, jupyterlab-widgets 3.0.17"),
+        ("7.7.1", "1.1.4", FINE, "jupyterlab-widgets 1.1.4"),
+        ("8.1.9", "1.1.4", HURTS, "ipywidgets 8 with jupyterlab-widgets 3"),
+        ("8.1.9", None, FINE, "install it where Jupyter itself runs"),
+    ],
+)
+def test_widgets_that_no_page_can_draw_are_named(
+    monkeypatch: pytest.MonkeyPatch, ipywidgets: str, of_page: str | None, level: str, said: str
+) -> None:
+    versions = {"ipywidgets": ipywidgets, "jupyterlab-widgets": of_page}
+    monkeypatch.setattr(notebook_doctor, "find_kernel", object)
+    monkeypatch.setattr(notebook_doctor, "_version", versions.get)
+    (found,) = notebook_doctor._widgets()
+    assert found.level == level
+    assert said in f"{found.found} {found.remedy}"
 
 
 def test_a_diagnosis_reads_as_a_table_and_as_lines() -> None:
