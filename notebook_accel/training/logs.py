@@ -24,12 +24,13 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
         """Log on rank 0; with ``main_process_only=False`` on all ranks.
 
-        With ``in_order=True`` too, one rank after the other: all ranks call it.
+        With ``in_order=True`` all ranks log, one after the other, whatever ``main_process_only``
+        says: all of them call it.
         """
         main_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         kwargs.setdefault("stacklevel", 2)
-        if not in_order or main_only:
+        if not in_order:
             if not main_only or current().rank == 0:
                 self._write(level, msg, *args, **kwargs)
             return

@@ -9,8 +9,10 @@ import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import accelerate
 import pytest
 import torch
+from accelerate.logging import get_logger as peer_get_logger
 
 import notebook_accel
 from notebook_accel.launch import rank
@@ -180,15 +182,45 @@ def test_a_logger_writes_on_rank_0_unless_told_otherwise(
     assert {record.filename for record in caplog.records} == {"test_compat.py"}
 
 
-def log_in_order() -> bool:
+def log_in_order(folder: str) -> None:
+    """Our logger and Accelerate's write the same lines, each into one file of all ranks."""
     from notebook_accel.logging import get_logger
 
-    get_logger("compat").warning("mine", main_process_only=False, in_order=True)
-    return True
+    accelerate.PartialState(cpu=True)
+    for get, name in ((get_logger, "ours"), (peer_get_logger, "theirs")):
+        logging.getLogger(f"compat.{name}").addHandler(logging.FileHandler(f"{folder}/{name}"))
+        logger = get(f"compat.{name}", "INFO")
+        letter = "ab"[int(os.environ["RANK"])]
+        logger.info(letter, in_order=True)
+        logger.info(letter, in_order=True, main_process_only=True)
+        logger.info(letter, in_order=True, main_process_only=False)
+        logger.debug("never", in_order=True)
+        logger.info(letter, in_order=False)
 
 
-def test_a_logger_can_go_rank_by_rank() -> None:
-    assert run_ranks(log_in_order, 2) == [True, True]
+def test_a_logger_can_go_rank_by_rank(tmp_path: Path) -> None:
+    run_ranks(log_in_order, 2, str(tmp_path))
+    written = (tmp_path / "ours").read_text()
+    assert written.splitlines() == ["[RANK 0] a", "[RANK 1] b"] * 3 + ["[RANK 0] a"]
+    assert written == (tmp_path / "theirs").read_text()
+
+
+def test_the_environment_says_from_which_level_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from notebook_accel.logging import get_logger
+
+    caplog.set_level(logging.root.level)  # the root has this level again after the test
+    for get, name in ((get_logger, "ours"), (peer_get_logger, "theirs")):
+        logging.root.setLevel("ERROR")
+        get(f"compat.level.{name}")
+        assert logging.root.level == logging.ERROR
+        monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "debug")
+        get(f"compat.level.{name}")
+        assert logging.getLogger(f"compat.level.{name}").level == logging.root.level == 10
+        get(f"compat.level.{name}", "info")
+        assert logging.getLogger(f"compat.level.{name}").level == logging.root.level == 20
+        monkeypatch.delenv("ACCELERATE_LOG_LEVEL")
 
 
 def save_and_show(folder: str) -> tuple[list[str], list[bool]]:
