@@ -7,6 +7,7 @@ takes its variable, then its default. Torch's own classes (``FullStateDictConfig
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -72,15 +73,15 @@ class FullyShardedDataParallelPlugin:
     backward_prefetch: Any = None
     """Accepted."""
     mixed_precision_policy: Any = None
-    """A ``MixedPrecisionPolicy`` (or ``MixedPrecision``, or a dict or the name of a type); None
-    follows the Accelerator's ``mixed_precision``."""
+    """A ``MixedPrecisionPolicy`` or ``MixedPrecision``, or what one is made of: the name of a type,
+    or a dict. None follows the Accelerator's ``mixed_precision``."""
     auto_wrap_policy: Any = None
     """Which modules are gathered on their own: "transformer_based_wrap", "size_based_wrap",
     "no_wrap", or a function ``(module, recurse, nonwrapped_numel) -> bool``. Variable
     FSDP_AUTO_WRAP_POLICY."""
     cpu_offload: Any = None
-    """True, ``CPUOffload`` or ``CPUOffloadPolicy``: parts live on the host. Variable
-    FSDP_OFFLOAD_PARAMS."""
+    """True, ``CPUOffload`` or ``CPUOffloadPolicy``: parts live on the host. Read back, a flag is
+    torch's object. Variable FSDP_OFFLOAD_PARAMS."""
     ignored_modules: Iterable[Module] | str | None = None
     """Modules whose weights every rank keeps whole, or a regular expression of their names.
     Variable FSDP_IGNORED_MODULES."""
@@ -110,9 +111,9 @@ class FullyShardedDataParallelPlugin:
     host. Variable FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD."""
     cpu_ram_efficient_loading: bool | None = None
     """Whether rank 0 alone has read the weights. Variable FSDP_CPU_RAM_EFFICIENT_LOADING."""
-    transformer_cls_names_to_wrap: list[str] | None = None
-    """Names of the classes that "transformer_based_wrap" wraps; None takes the model's own
-    ``_no_split_modules``. Variable FSDP_TRANSFORMER_CLS_TO_WRAP, with commas."""
+    transformer_cls_names_to_wrap: list[str] | str | None = None
+    """Names of the classes that "transformer_based_wrap" wraps, in a list or with commas; None
+    takes the model's own ``_no_split_modules``. Variable FSDP_TRANSFORMER_CLS_TO_WRAP."""
     min_num_params: int | None = None
     """Weights from which on "size_based_wrap" wraps. Variable FSDP_MIN_NUM_PARAMS."""
 
@@ -123,9 +124,8 @@ class FullyShardedDataParallelPlugin:
             raise ConfigError(f"fsdp_version={self.fsdp_version!r}: expected 1 or 2")
         self._resolve_sharding()
         self._resolve_wrapping()
-        self._resolve_state_dicts()
-        if self.cpu_offload is None:
-            self.cpu_offload = _flag("FSDP_OFFLOAD_PARAMS")
+        self.set_state_dict_type()
+        self._resolve_policies()
         if self.ignored_modules is None:
             self.ignored_modules = os.environ.get("FSDP_IGNORED_MODULES") or None
         for name, default in _FLAGS.items():
@@ -161,9 +161,29 @@ class FullyShardedDataParallelPlugin:
             reshards = parse_flag("reshard_after_forward", reshards)
         self.reshard_after_forward = reshards
 
+    def _resolve_policies(self) -> None:
+        if self.cpu_offload is None:
+            self.cpu_offload = _flag("FSDP_OFFLOAD_PARAMS")
+        self.set_cpu_offload()
+        self.validate_cpu_offload()
+        given = self.mixed_precision_policy
+        if isinstance(given, (str, torch.dtype)):
+            self.set_mixed_precision(given, override=True)
+        elif isinstance(given, Mapping):
+            self._set_precision_policy(**given)
+        if self.mixed_precision_policy is not None:
+            self.validate_mixed_precision_policy()
+
     def _resolve_wrapping(self) -> None:
+        from torch.distributed.fsdp import wrap
+
         if self.auto_wrap_policy is None:
             self.auto_wrap_policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "no_wrap")
+        # Torch's own functions lack what the fields below say, such as the classes.
+        if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
+            self.auto_wrap_policy = "transformer_based_wrap"
+        if self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
+            self.auto_wrap_policy = "size_based_wrap"
         if isinstance(self.auto_wrap_policy, str):
             self.auto_wrap_policy = self.auto_wrap_policy.lower()
             if self.auto_wrap_policy not in _WRAPS:
@@ -171,27 +191,51 @@ class FullyShardedDataParallelPlugin:
                     f"auto_wrap_policy={self.auto_wrap_policy!r}: expected one of {_WRAPS}, or a "
                     "function"
                 )
-        if self.transformer_cls_names_to_wrap is None:
+        names = self.transformer_cls_names_to_wrap
+        if names is None:
             names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
-            self.transformer_cls_names_to_wrap = [n.strip() for n in names.split(",") if n] or None
+        if isinstance(names, str):
+            names = [name.strip() for name in names.split(",") if name.strip()]
+        self.transformer_cls_names_to_wrap = names or None
         if self.min_num_params is None:
             self.min_num_params = _number("FSDP_MIN_NUM_PARAMS", 0)
 
-    def _resolve_state_dicts(self) -> None:
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Have ``save_state`` write in another way from now on; all ranks call it.
+
+        Args:
+            state_dict_type: a ``StateDictType``, its name or its number; None leaves what is said.
+
+        Raises:
+            ConfigError: it is none of them, or belongs to version 1 alone.
+        """
         from torch.distributed import fsdp
 
-        given = self.state_dict_type or os.environ.get("FSDP_STATE_DICT_TYPE")
+        given = state_dict_type or self.state_dict_type or os.environ.get("FSDP_STATE_DICT_TYPE")
         if given is None:
             is_full = self.fsdp_version == 1
             if self.state_dict_config is not None:
                 is_full = isinstance(self.state_dict_config, fsdp.FullStateDictConfig)
             given = "FULL_STATE_DICT" if is_full else "SHARDED_STATE_DICT"
-        self.state_dict_type = _member(fsdp.StateDictType, given, "state_dict_type")
+        found = _member(fsdp.StateDictType, given, "state_dict_type")
+        if self.fsdp_version == 2 and found is fsdp.StateDictType.LOCAL_STATE_DICT:
+            raise ConfigError(
+                "state_dict_type=LOCAL_STATE_DICT with fsdp_version=2: expected FULL_STATE_DICT or "
+                "SHARDED_STATE_DICT"
+            )
+        self.state_dict_type = found
 
     @property
     def saves_shards(self) -> bool:
         """Whether ``save_state`` lets each rank write its part, rather than rank 0 all."""
         return str(self.state_dict_type.name) != "FULL_STATE_DICT"
+
+    def set_auto_wrap_policy(self, model: Module) -> None:
+        """Make a function of the policy's name, for the classes of this model.
+
+        A policy that chooses nothing in this model is left as it is.
+        """
+        self.auto_wrap_policy = self.wrap_policy(model) or self.auto_wrap_policy
 
     def wrap_policy(self, model: Module) -> Callable[..., bool] | None:
         """The function that chooses the modules to be gathered on their own; None for none."""
@@ -218,6 +262,56 @@ class FullyShardedDataParallelPlugin:
             return None
         return functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=kinds)
 
+    def set_mixed_precision(
+        self,
+        mixed_precision: str | torch.dtype,
+        buffer_autocast: bool = False,
+        override: bool = False,
+    ) -> None:
+        """Gather weights and reduce gradients in this type, where no policy says otherwise.
+
+        Args:
+            mixed_precision: "bf16", "fp16", "fp32", "fp8" (which is gathered in bf16), or a type of
+                torch.
+            buffer_autocast: in version 1's policy buffers stay float32.
+            override: whatever a policy says.
+
+        Raises:
+            ConfigError: it is no such type.
+        """
+        dtype = _dtype(mixed_precision)
+        if self.mixed_precision_policy is not None and not override:
+            return
+        if self.fsdp_version == 1:
+            buffers = torch.float32 if buffer_autocast else dtype
+            self._set_precision_policy(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=buffers)
+        else:
+            self._set_precision_policy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+
+    def _set_precision_policy(self, **given: Any) -> None:
+        from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+        fields = {key: _dtype(one) if isinstance(one, str) else one for key, one in given.items()}
+        kind: Any = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
+        unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)})
+        if unknown:
+            raise ConfigError(
+                f"mixed_precision_policy has {unknown}, which {kind.__name__} of "
+                f"fsdp_version={self.fsdp_version} has not: expected param_dtype, reduce_dtype, ..."
+            )
+        self.mixed_precision_policy = kind(**fields)
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Raise ConfigError unless ``mixed_precision_policy`` is one of torch's objects."""
+        from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+        given = self.mixed_precision_policy
+        if not isinstance(given, (MixedPrecision, MixedPrecisionPolicy)):
+            raise ConfigError(
+                f"mixed_precision_policy={given!r}: expected a MixedPrecisionPolicy or "
+                "MixedPrecision of torch.distributed.fsdp, the name of a type, or a dict"
+            )
+
     def precision_policy(self, dtype: torch.dtype | None) -> MixedPrecisionPolicy:
         """In which types weights are gathered and gradients reduced; ``dtype`` is that of the
         Accelerator's ``mixed_precision``."""
@@ -228,24 +322,42 @@ class FullyShardedDataParallelPlugin:
             return given
         if isinstance(given, MixedPrecision):
             return MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype)
-        if isinstance(given, Mapping):
-            return MixedPrecisionPolicy(**{key: _dtype(value) for key, value in given.items()})
-        if given is not None:
-            return MixedPrecisionPolicy(_dtype(given), _dtype(given))
         # Gradients are summed over the ranks in float32: it costs twice the traffic of the type
         # itself, and keeps the sums as exact as those of DDP.
         return MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
+
+    def set_cpu_offload(self) -> None:
+        """Make torch's object of a flag in ``cpu_offload``."""
+        from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+
+        if not isinstance(self.cpu_offload, bool):
+            return
+        if self.fsdp_version == 1:
+            self.cpu_offload = CPUOffload(offload_params=self.cpu_offload)
+        else:
+            self.cpu_offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
+
+    def validate_cpu_offload(self) -> None:
+        """Raise ConfigError unless ``cpu_offload`` is one of torch's objects."""
+        from torch.distributed.fsdp import CPUOffload, OffloadPolicy
+
+        if not isinstance(self.cpu_offload, (CPUOffload, OffloadPolicy)):
+            raise ConfigError(
+                f"cpu_offload={self.cpu_offload!r}: expected True, False, or a CPUOffloadPolicy or "
+                "CPUOffload of torch.distributed.fsdp"
+            )
 
     def offload_policy(self, device: torch.device) -> OffloadPolicy:
         """Where the parts live between steps."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-        if isinstance(self.cpu_offload, OffloadPolicy):
-            return self.cpu_offload
-        if getattr(self.cpu_offload, "offload_params", self.cpu_offload):
-            # Torch pins by default, which fails where there is no accelerator to pin for.
-            return CPUOffloadPolicy(pin_memory=device.type != "cpu")
-        return OffloadPolicy()
+        given = self.cpu_offload
+        offloads = given is True or getattr(given, "offload_params", False)
+        if not offloads and not isinstance(given, CPUOffloadPolicy):
+            return OffloadPolicy()
+        # Torch pins by default, which fails where there is no accelerator to pin for.
+        pins = getattr(given, "pin_memory", True) and device.type != "cpu"
+        return CPUOffloadPolicy(pin_memory=pins)
 
     def ignored_parameters(self, model: Module) -> set[torch.nn.Parameter]:
         """The weights that every rank keeps whole."""
@@ -301,10 +413,18 @@ def _name(member: Any) -> str:
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
+# What is multiplied in 8 bits travels between ranks in 16.
+_DTYPES["fp8"] = torch.bfloat16
 
 
-def _dtype(given: Any) -> Any:
-    return _DTYPES.get(given.removeprefix("torch."), given) if isinstance(given, str) else given
+def _dtype(given: str | torch.dtype) -> torch.dtype:
+    """A type in which weights are gathered, by itself or its name."""
+    name = str(given).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(
+            f"mixed precision of FSDP by {given!r}: expected one of {', '.join(_DTYPES)}"
+        )
+    return _DTYPES[name]
 
 
 def resolve_fsdp(plugin: Any) -> FullyShardedDataParallelPlugin | None:

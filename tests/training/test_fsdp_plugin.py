@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin as PeerPlugin
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.fsdp import (
@@ -15,10 +16,12 @@ from torch.distributed.fsdp import (
     FullStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from notebook_accel import (
     Accelerator,
@@ -41,7 +44,7 @@ def test_the_defaults_are_accelerates() -> None:
     assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT
     assert Plugin(fsdp_version=2).state_dict_type == StateDictType.SHARDED_STATE_DICT
     assert plugin.auto_wrap_policy == "no_wrap"
-    assert plugin.cpu_offload is False
+    assert plugin.cpu_offload == CPUOffload(offload_params=False)
     assert plugin.sync_module_states is True
 
 
@@ -114,7 +117,7 @@ def test_the_environment_says_what_is_left_open(monkeypatch: pytest.MonkeyPatch)
     assert plugin.reshard_after_forward is False
     assert plugin.auto_wrap_policy == "transformer_based_wrap"
     assert plugin.transformer_cls_names_to_wrap == ["A", "B"]
-    assert plugin.cpu_offload is True
+    assert plugin.cpu_offload == CPUOffloadPolicy()
     assert plugin.activation_checkpointing is True
     assert plugin.min_num_params == 7
     assert not plugin.saves_shards
@@ -143,11 +146,88 @@ def test_precision_policies(given: Any, expected: Any) -> None:
     assert Plugin(mixed_precision_policy=given).precision_policy(torch.bfloat16) == expected
 
 
-@pytest.mark.parametrize("given", [True, CPUOffload(offload_params=True)])
-def test_offloading_pins_no_memory_where_there_is_no_device(given: Any) -> None:
-    policy = Plugin(cpu_offload=given).offload_policy(CPU)
-    assert isinstance(policy, CPUOffloadPolicy)
-    assert not policy.pin_memory
+def by_setters(kind: Any, version: int) -> list[Any]:
+    """What the setters of a plugin, ours or Accelerate's, make of its fields."""
+    plugin = kind(fsdp_version=version)
+    seen: list[Any] = [plugin.cpu_offload, plugin.state_dict_type, plugin.mixed_precision_policy]
+    plugin.cpu_offload = True
+    plugin.set_cpu_offload()
+    plugin.validate_cpu_offload()
+    seen.append(plugin.cpu_offload)
+    for given in ("FULL_STATE_DICT", "3", "full_state_dict", StateDictType.SHARDED_STATE_DICT):
+        plugin.set_state_dict_type(given)
+        plugin.set_state_dict_type()
+        seen.append(plugin.state_dict_type)
+    for given, options in (("fp8", {}), ("fp16", {}), (torch.float16, {"override": True})):
+        plugin.set_mixed_precision(given, buffer_autocast=True, **options)
+        plugin.validate_mixed_precision_policy()
+        seen.append(plugin.mixed_precision_policy)
+    seen.append(kind(fsdp_version=version, mixed_precision_policy="bf16").mixed_precision_policy)
+    for change in (
+        lambda: plugin.set_mixed_precision("int3"),
+        lambda: plugin.set_mixed_precision(torch.int8, override=True),
+        lambda: kind(fsdp_version=version, mixed_precision_policy={"param_dtype": "x"}),
+        lambda: kind(fsdp_version=version, cpu_offload="no"),
+        lambda: kind(fsdp_version=version, mixed_precision_policy=3),
+        lambda: kind(fsdp_version=2).set_state_dict_type("LOCAL_STATE_DICT"),
+    ):
+        with pytest.raises(ValueError):
+            change()
+    return seen
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_setters_do_what_accelerates_do(version: int) -> None:
+    assert by_setters(Plugin, version) == by_setters(PeerPlugin, version)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": "ReLU"},
+        {
+            "auto_wrap_policy": transformer_auto_wrap_policy,
+            "transformer_cls_names_to_wrap": ["Linear", "ReLU"],
+        },
+        {"auto_wrap_policy": "size_based_wrap", "min_num_params": 7},
+        {"auto_wrap_policy": size_based_auto_wrap_policy, "min_num_params": 7},
+    ],
+)
+def test_a_policy_is_made_a_function_as_accelerate_makes_it(given: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    ours: Any = Plugin(**given)
+    theirs: Any = PeerPlugin(**given)
+    for plugin in (ours, theirs):
+        plugin.set_auto_wrap_policy(model)
+    assert ours.auto_wrap_policy.func is theirs.auto_wrap_policy.func
+    assert ours.auto_wrap_policy.keywords == theirs.auto_wrap_policy.keywords
+    assert ours.wrap_policy(model) is ours.auto_wrap_policy
+
+
+def test_a_policy_that_chooses_nothing_stays_as_it_is() -> None:
+    for given in ("no_wrap", "transformer_based_wrap"):
+        plugin = Plugin(auto_wrap_policy=given, transformer_cls_names_to_wrap="A,LinearX")
+        plugin.set_auto_wrap_policy(nn.Linear(1, 1))
+        assert plugin.auto_wrap_policy == given
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "offloads"),
+    [
+        (1, True, True),
+        (2, True, True),
+        (1, CPUOffload(offload_params=True), True),
+        (2, CPUOffloadPolicy(pin_memory=True), True),
+        (1, CPUOffload(offload_params=False), False),
+        (2, OffloadPolicy(), False),
+    ],
+)
+def test_offloading_pins_no_memory_where_there_is_no_device(
+    version: int, given: Any, offloads: bool
+) -> None:
+    policy = Plugin(fsdp_version=version, cpu_offload=given).offload_policy(CPU)
+    assert policy == (CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy())
+    assert Plugin(cpu_offload=CPUOffloadPolicy()).offload_policy(torch.device("cuda")).pin_memory
 
 
 def test_modules_are_ignored_by_name() -> None:
@@ -181,6 +261,9 @@ def test_a_variable_that_is_no_number_is_named(
         (lambda: Plugin(sharding_strategy="HALF"), "expected one of FULL_SHARD, "),
         (lambda: Plugin(auto_wrap_policy="all"), "expected one of .*, or a function"),
         (lambda: Plugin(state_dict_type="X"), "expected one of FULL_STATE_DICT"),
+        (lambda: Plugin(mixed_precision_policy="half"), "'half': expected one of bf16, fp16"),
+        (lambda: Plugin(mixed_precision_policy={"output_dtype": None}), "MixedPrecision of fsdp_v"),
+        (lambda: Plugin(cpu_offload="no"), "cpu_offload='no': expected True, False"),
         (lambda: Plugin(activation_checkpointing_offload=True), "set activation_checkpointing=T"),
         (lambda: ParallelismConfig(tp_size=0), r"tp_size=0\): expected a whole number, 1 or more"),
         (lambda: ParallelismConfig(pp_size=2, cp_size=2), "does not compose with divided sequ"),

@@ -239,9 +239,12 @@ def two_models(folder: str) -> dict[str, Any]:
     # A model with more than tensors in its state, which is rank 0's where ranks differ.
     keeps: Any = nn.Sequential(Keeps({"rank": accelerator.process_index}), Keeps(torch.ones(2)))
     keeps = accelerator.prepare(keeps)
-    accelerator.save_state(folder)
+    accelerator.save_state(f"{folder}/parts")
+    # As scripts do before their last save.
+    accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")  # type: ignore[union-attr]
+    accelerator.save_state(f"{folder}/whole")
     keeps[0].kept, keeps[1].kept = None, torch.zeros(2)
-    accelerator.load_state(folder)
+    accelerator.load_state(f"{folder}/parts")
     return {
         "moved": not torch.equal(before["weight"], after["weight"]),
         "loss": float(loss),
@@ -254,3 +257,10 @@ def test_two_models_and_an_optimizer_that_is_prepared_later(tmp_path: Path) -> N
     assert all(result["moved"] for result in results)
     assert results[0] == results[1]
     assert results[0]["kept"] == [{"rank": 0}, [1.0, 1.0]]
+    parts, whole = (
+        {each.name for each in (tmp_path / name).iterdir()} for name in ("parts", "whole")
+    )
+    assert parts >= {"pytorch_model_fsdp_0", "optimizer_0"}
+    assert whole >= {"model.safetensors", "model_1.safetensors", "optimizer.bin"}
+    assert not any(name.startswith(("model", "optimizer.bin")) for name in parts)
+    assert not any(name.startswith(("pytorch_model_fsdp", "optimizer_0")) for name in whole)

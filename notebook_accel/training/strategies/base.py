@@ -46,7 +46,6 @@ class Strategy:
 
     Attributes:
         distributed_type: what ``accelerator.distributed_type`` says; None for the topology's.
-        saves_shards: whether each rank writes its part of a checkpoint's weights.
         topology: where this rank stands; precision: in which numbers models compute; handlers:
             the ``kwargs_handlers`` of the user; dynamo: how models are compiled.
         scaling: the loss scaling that this package does; None where none is needed, or where
@@ -57,7 +56,6 @@ class Strategy:
     """
 
     distributed_type: DistributedType | None = None
-    saves_shards: bool = False
     mesh: DeviceMesh | None = None
     parallelism: ParallelismConfig | None = None
 
@@ -70,6 +68,11 @@ class Strategy:
         self.data_group = DataGroup.of_all_ranks(
             self.topology.num_processes, self.topology.process_index
         )
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether each rank writes its part of a checkpoint's weights."""
+        return False
 
     @property
     def saves_together(self) -> bool:

@@ -61,7 +61,6 @@ class MeshParallel(TakesSpreadModels):
             num_processes=self.topology.num_processes,
             local_num_processes=self.topology.local_num_processes,
         )
-        self.saves_shards = self.plugin.saves_shards
         sizes = self.parallelism
         if request.fsdp is not None or sizes.dp_shard_enabled or sizes.cp_enabled:
             self.distributed_type = DistributedType.FSDP
@@ -70,6 +69,11 @@ class MeshParallel(TakesSpreadModels):
         # The new weight of each one that was replaced: an optimizer may be prepared later.
         # Weak by identity: the old weight goes as soon as no optimizer holds it.
         self._replaced = WeakIdKeyDictionary()
+
+    @property
+    def saves_shards(self) -> bool:
+        # Asked each time: a script may change it before its last save.
+        return self.plugin.saves_shards
 
     def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
         models, optimizers = super().prepare(call)

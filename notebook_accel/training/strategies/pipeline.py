@@ -50,8 +50,7 @@ class PipelineParallel(MeshParallel):
         assert self.mesh is not None
         self._group = self.mesh["pp"].get_group()
         self._stage_index = self.mesh.get_local_rank("pp")
-        # Whole files, unless the user's plugin wants every rank's parts.
-        self.saves_shards = request.fsdp is not None and self.plugin.saves_shards
+        self._has_users_plugin = request.fsdp is not None
         # The name of every weight of a prepared model, kept on this rank or not, alike on every
         # rank; and the place of each name in the model.
         self._names = WeakIdKeyDictionary()
@@ -61,6 +60,11 @@ class PipelineParallel(MeshParallel):
         # Of each optimizer: the names of the weights of all stages, by group.
         self._layouts: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
         self._state_names: WeakKeyDictionary[Module, list[str]] = WeakKeyDictionary()
+
+    @property
+    def saves_shards(self) -> bool:
+        # Whole files, unless the user's plugin wants every rank's parts.
+        return self._has_users_plugin and super().saves_shards
 
     def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
         given = [_weights_of(optimizer) for optimizer in call.optimizers]
