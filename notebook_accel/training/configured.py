@@ -80,7 +80,8 @@ class ConfiguredView(ProcessView):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How many ranks each kind of parallelism has; None for plain data parallelism."""
+        """How many ranks each kind of parallelism has; None where neither the user nor a plugin
+        said so."""
         return self._plan.strategy.parallelism
 
     @property
@@ -91,7 +92,7 @@ class ConfiguredView(ProcessView):
     @property
     def is_composable_parallelism_enabled(self) -> bool:
         """Whether the weights are in parts over a mesh."""
-        return self._plan.strategy.mesh is not None
+        return self._plan.strategy.spreads_weights
 
     @property
     def data_parallel_rank(self) -> int:

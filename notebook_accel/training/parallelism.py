@@ -7,14 +7,16 @@ and of the plan for divided layers beside them.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import environment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
 
     from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 
@@ -60,6 +62,10 @@ class ParallelismConfig:
     The ranks form a mesh in this order, the innermost last: pipeline, replicas, shards, context,
     tensor. Ranks with the same place among replicas and shards read the same samples.
 
+    Attributes:
+        device_mesh: the ranks in this order, once an ``Accelerator`` or ``get_device_mesh`` made
+            it.
+
     Raises:
         ConfigError: a size is no whole number of at least 1, or something is not known.
     """
@@ -75,13 +81,13 @@ class ParallelismConfig:
     """Ranks that divide each sequence (context parallelism): train inside
     ``accelerator.maybe_context_parallel``. Weights are sharded over them, too."""
     cp_backend: str | None = None
-    """Accepted."""
+    """There is "torch" alone. Variable PARALLELISM_CONFIG_CP_BACKEND."""
     sp_size: int | None = None
     """Refused beyond 1: sequences are divided by ``cp_size``."""
     sp_backend: str | None = None
-    """Accepted."""
+    """There is "deepspeed" alone. Variable PARALLELISM_CONFIG_SP_BACKEND."""
     tp_handler: Any = None
-    """Accepted."""
+    """A :class:`TorchTensorParallelConfig`."""
     cp_handler: Any = None
     """A :class:`TorchContextParallelConfig`."""
     sp_handler: Any = None
@@ -98,6 +104,7 @@ class ParallelismConfig:
     ``ParallelStyle`` of torch; None takes the model's own ``tp_plan`` or ``_tp_plan``."""
 
     def __post_init__(self) -> None:
+        self.device_mesh: DeviceMesh | None = None
         for name in _SIZES:
             value, shown = getattr(self, name), f"ParallelismConfig({name}={getattr(self, name)!r})"
             if value is None:
@@ -107,7 +114,7 @@ class ParallelismConfig:
                 setattr(self, name, value)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{shown}: expected a whole number, 1 or more")
-        self._check_context()
+        self._check_backends()
         if self.pp_schedule not in _SCHEDULES:
             raise ConfigError(
                 f"ParallelismConfig(pp_schedule={self.pp_schedule!r}): expected one of {_SCHEDULES}"
@@ -127,16 +134,25 @@ class ParallelismConfig:
         if self.pp_enabled and self.num_microbatches is not None:
             self._check_microbatches(self.num_microbatches)
 
-    def _check_context(self) -> None:
+    def _check_backends(self) -> None:
+        for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+            given = getattr(self, name)
+            if given is None:
+                given = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "").strip() or known
+                setattr(self, name, given)
+            if given != known:
+                raise ConfigError(f"ParallelismConfig({name}={given!r}): expected {known!r}")
         if isinstance(self.sp_size, int) and self.sp_size > 1:
             raise ConfigError(
                 f"ParallelismConfig(sp_size={self.sp_size}): sequences that are divided by "
                 "all-to-all (ALST, Ulysses) belong to DeepSpeed's strategy; to divide sequences "
                 "without it, use cp_size"
             )
+        if self.tp_enabled and self.tp_handler is None:
+            self.tp_handler = TorchTensorParallelConfig()
         if self.cp_handler is None:
-            self.cp_handler = TorchContextParallelConfig()
-        if not isinstance(self.cp_handler, TorchContextParallelConfig):
+            self.cp_handler = TorchContextParallelConfig() if self.cp_enabled else None
+        elif not isinstance(self.cp_handler, TorchContextParallelConfig):
             raise ConfigError(
                 f"ParallelismConfig(cp_handler=) is a {type(self.cp_handler).__name__}: expected "
                 "a TorchContextParallelConfig"
@@ -178,7 +194,90 @@ class ParallelismConfig:
     @property
     def active_mesh_dims(self) -> list[str]:
         """The dimensions of more than one rank."""
-        return [name for name, size in self.sizes.items() if size > 1]
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """Those whose ranks read different samples; joined, the mesh's "dp"."""
+        return self._several("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Those whose ranks read the same samples."""
+        return self._several("tp", "cp", "pp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Those over which weights are sharded; joined, the mesh's "dp_shard_cp"."""
+        return self._several("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Those over which a loss is averaged; joined, the mesh's "dp_cp"."""
+        return self._several("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """What ``fully_shard`` takes of the mesh: replicas, where there are some, and shards."""
+        return [*self._several("dp_replicate"), "dp_shard_cp"]
+
+    def _several(self, *names: str) -> list[str]:
+        return [name for name in names if self.sizes[name] > 1]
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Make a mesh of all ranks, which call it together; None where every size is 1.
+
+        Args:
+            device_type: such as "cuda" or "cpu".
+        """
+        dimensions = [name for name, size in self.sizes.items() if size > 1]
+        return self.arrange_ranks(device_type, dimensions) if dimensions else None
+
+    def arrange_ranks(self, device_type: str, dimensions: Sequence[str]) -> DeviceMesh:
+        """Make a mesh of these dimensions, the innermost last; all ranks call it.
+
+        Where they have members, it knows the joined dimensions "dp", "dp_shard_cp" and "dp_cp".
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = tuple(self.sizes[name] for name in dimensions)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(dimensions))
+        for joined, names in (
+            ("dp", self.dp_dim_names),
+            ("dp_shard_cp", self.dp_shard_cp_dim_names),
+            ("dp_cp", self.dp_cp_dim_names),
+        ):
+            if names:
+                mesh[tuple(names)]._flatten(joined)
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """The ``Accelerator``'s mesh; without one, a mesh that all ranks make together and keep.
+
+        Raises:
+            ConfigError: there is no mesh yet, and no device type; or it is one of other devices.
+        """
+        if self.device_mesh is None:
+            if device_type is None:
+                raise ConfigError(
+                    "ParallelismConfig.get_device_mesh() has no mesh yet: make the Accelerator "
+                    'first, or pass the type of its devices, such as "cuda" or "cpu"'
+                )
+            self.device_mesh = self.build_device_mesh(device_type)
+        elif device_type not in (None, self.device_mesh.device_type):
+            raise ConfigError(
+                f"ParallelismConfig.get_device_mesh({device_type!r}): there is a mesh of "
+                f"{self.device_mesh.device_type!r} devices already; leave the type out to get it"
+            )
+        return self.device_mesh
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, those of handlers included."""
+        return asdict(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A mesh belongs to the process group of its ranks.
+        return {**vars(self), "device_mesh": None}
 
     @property
     def dp_replicate_enabled(self) -> bool:
@@ -199,6 +298,11 @@ class ParallelismConfig:
     def cp_enabled(self) -> bool:
         """Whether sequences are divided."""
         return self.sizes["cp"] > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether DeepSpeed divides sequences: never so here."""
+        return self.sp_size != 1
 
     @property
     def pp_enabled(self) -> bool:

@@ -116,7 +116,7 @@ def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
         num_steps: that the optimizers have made.
     """
     strategy = preparation.plan.strategy
-    is_spread = strategy.mesh is not None
+    is_spread = strategy.spreads_weights
     if not preparation.models or not (is_spread or preparation.plan.topology.process_index == 0):
         return
     models = [uncompiled(known.inner) for known in preparation.models]

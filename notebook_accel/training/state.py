@@ -154,7 +154,8 @@ class AcceleratorState(PartialState):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How many ranks each kind of parallelism has; None for plain data parallelism."""
+        """How many ranks each kind of parallelism has; None where neither the user nor a plugin
+        said so."""
         return self._settings.parallelism
 
     @property

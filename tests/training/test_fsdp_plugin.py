@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin as PeerPlugin
+from accelerate import ParallelismConfig as PeerConfig
 from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.fsdp import (
@@ -230,6 +232,56 @@ def test_offloading_pins_no_memory_where_there_is_no_device(
     assert Plugin(cpu_offload=CPUOffloadPolicy()).offload_policy(torch.device("cuda")).pin_memory
 
 
+NAMES = [
+    *("active_mesh_dims", "dp_dim_names", "non_dp_dim_names", "dp_shard_cp_dim_names"),
+    *("dp_cp_dim_names", "fsdp_dim_names", "cp_backend", "sp_backend", "sp_enabled"),
+    *("dp_replicate_enabled", "dp_shard_enabled", "tp_enabled", "cp_enabled"),
+    *("total_size", "data_parallel_size", "non_data_parallel_size"),
+]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"dp_replicate_size": 2},
+        {"dp_shard_size": 2},
+        {"tp_size": 2},
+        {"cp_size": 2},
+        {"dp_replicate_size": 2, "dp_shard_size": 2},
+        {"dp_shard_size": 2, "tp_size": 2},
+        {"dp_shard_size": 2, "cp_size": 3},
+        {"dp_replicate_size": 5, "dp_shard_size": 4, "tp_size": 2, "cp_size": 3},
+    ],
+    ids=str,
+)
+def test_names_of_dimensions_are_accelerates(given: dict[str, int]) -> None:
+    ours: Any = ParallelismConfig(**given)
+    theirs: Any = PeerConfig(**given)
+    for name in NAMES:
+        assert getattr(ours, name) == getattr(theirs, name), name
+    for name in ("tp_handler", "cp_handler", "sp_handler"):
+        handlers = [getattr(config, name) for config in (ours, theirs)]
+        assert len({type(handler).__name__ for handler in handlers}) == 1, name
+    assert (
+        json.loads(json.dumps(ours.to_json())).items() >= {**given, "cp_backend": "torch"}.items()
+    )
+
+
+def test_a_config_without_ranks_has_no_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    for config in (ParallelismConfig(), PeerConfig()):
+        with pytest.raises(ValueError):
+            config.get_device_mesh()
+        assert config.get_device_mesh("cpu") is None
+    assert ParallelismConfig(cp_size=2).to_json()["cp_handler"] == {"cp_comm_strategy": "allgather"}
+    for kind in (ParallelismConfig, PeerConfig):
+        for name in ("CP", "SP"):
+            with monkeypatch.context() as patch:
+                patch.setenv(f"PARALLELISM_CONFIG_{name}_BACKEND", "other")
+                with pytest.raises(ValueError):
+                    kind()
+
+
 def test_modules_are_ignored_by_name() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     ignored = Plugin(ignored_modules="0").ignored_parameters(model)
@@ -272,6 +324,7 @@ def test_a_variable_that_is_no_number_is_named(
             lambda: ParallelismConfig(pp_size=2, pp_schedule="Interleaved1F1B", num_microbatches=3),
             "num_microbatches=3.: this schedule expects a multiple of 2",
         ),
+        (lambda: ParallelismConfig(cp_backend="ring"), r"cp_backend='ring'\): expected 'torch'"),
         (lambda: ParallelismConfig(pp_schedule="2F"), "expected one of .*1F1B"),
         (lambda: ParallelismConfig(num_microbatches=0), "expected a whole number, 1 or more"),
         (lambda: ParallelismConfig(num_microbatches="4"), "microbatches='4'.: expected a whole"),

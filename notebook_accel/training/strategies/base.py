@@ -51,12 +51,15 @@ class Strategy:
         scaling: the loss scaling that this package does; None where none is needed, or where
             the strategy's library does it.
         mesh: the ranks, arranged by the kinds of parallelism; None where they are just a row.
-        parallelism: how many ranks each kind of parallelism has, where there is a mesh.
+        spreads_weights: whether weights are in parts over the mesh.
+        parallelism: how many ranks each kind of parallelism has, where the user or the mesh says
+            so.
         data_group: which ranks read different samples.
     """
 
     distributed_type: DistributedType | None = None
     mesh: DeviceMesh | None = None
+    spreads_weights: bool = False
     parallelism: ParallelismConfig | None = None
 
     def __init__(self, request: Request) -> None:
@@ -64,6 +67,7 @@ class Strategy:
         self.precision = request.precision
         self.handlers = request.handlers
         self.dynamo = request.dynamo
+        self.parallelism = request.parallelism
         self.scaling = request.precision.scaling
         self.data_group = DataGroup.of_all_ranks(
             self.topology.num_processes, self.topology.process_index
@@ -77,7 +81,7 @@ class Strategy:
     @property
     def saves_together(self) -> bool:
         """Whether all ranks have to take part in saving a model, because it is spread over them."""
-        return self.saves_shards or self.mesh is not None
+        return self.saves_shards or self.spreads_weights
 
     def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
         """The models and optimizers of one call as they are to be used, in the same order."""
@@ -198,7 +202,7 @@ class Strategy:
             for name, weight in model.named_parameters()
             if weight.grad is not None and id(weight) in waiting
         }
-        return (whole, {}) if self.mesh is None else ({}, whole)
+        return ({}, whole) if self.spreads_weights else (whole, {})
 
     def restore_gradients(
         self, model: Module, whole: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]

@@ -14,13 +14,20 @@ from notebook_accel.training.strategies.given import TakesSpreadModels, has_part
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from notebook_accel.training.strategies.request import ModelToPrepare
+    from notebook_accel.training.strategies.request import ModelToPrepare, Request
 
 __all__ = ["DataParallel"]
 
 
 class DataParallel(TakesSpreadModels):
     """Torch's ``DistributedDataParallel``."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        asked = request.parallelism
+        if asked is not None:
+            # For scripts alone, which average a loss over its "dp_cp" whatever the sizes are.
+            self.mesh = asked.device_mesh = asked.build_device_mesh(self.topology.device.type)
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
         model = super().prepare_model(given)

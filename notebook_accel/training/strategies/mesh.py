@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from notebook_accel.training.data_group import DataGroup
@@ -51,11 +50,14 @@ class MeshParallel(TakesSpreadModels):
         plugin: how weights are sharded.
     """
 
+    spreads_weights = True
+    parallelism: ParallelismConfig
+
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self.scaling = self.precision.make_scaling(dtensors.AgreeingScaling)
         self.plugin = request.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2)
-        self.parallelism: ParallelismConfig = fit_sizes(
+        self.parallelism = fit_sizes(
             request.parallelism,
             request.fsdp,
             num_processes=self.topology.num_processes,
@@ -64,7 +66,9 @@ class MeshParallel(TakesSpreadModels):
         sizes = self.parallelism
         if request.fsdp is not None or sizes.dp_shard_enabled or sizes.cp_enabled:
             self.distributed_type = DistributedType.FSDP
-        self.mesh = _make_mesh(self.parallelism, self.topology)
+        self.mesh = self.parallelism.device_mesh = _make_mesh(self.parallelism, self.topology)
+        if request.parallelism is not None:
+            request.parallelism.device_mesh = self.mesh
         self.data_group = _make_data_group(self.parallelism, self.topology)
         # The new weight of each one that was replaced: an optimizer may be prepared later.
         # Weak by identity: the old weight goes as soon as no optimizer holds it.
@@ -165,16 +169,12 @@ class MeshParallel(TakesSpreadModels):
 
 
 def _make_mesh(parallelism: ParallelismConfig, here: Topology) -> DeviceMesh:
-    dimensions = list(parallelism.active_mesh_dims)
+    dimensions = [name for name, size in parallelism.sizes.items() if size > 1]
     if parallelism.dp_replicate_enabled and "dp_shard" not in dimensions:
         # fully_shard replicates over the first of two dimensions: the second may have one rank.
         dimensions.insert(dimensions.index("dp_replicate") + 1, "dp_shard")
-    sizes = [parallelism.sizes[name] for name in dimensions]
     note_mesh()
-    mesh = init_device_mesh(here.device.type, tuple(sizes), mesh_dim_names=tuple(dimensions))
-    if {"dp_shard", "cp"} <= set(dimensions):
-        mesh["dp_shard", "cp"]._flatten(recipe.SHARDS_AND_CONTEXT)
-    return mesh
+    return parallelism.arrange_ranks(here.device.type, dimensions)
 
 
 def _make_data_group(parallelism: ParallelismConfig, here: Topology) -> DataGroup:

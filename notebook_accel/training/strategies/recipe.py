@@ -36,10 +36,7 @@ if TYPE_CHECKING:
     from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.parallelism import ParallelismConfig
 
-__all__ = ["SHARDS_AND_CONTEXT", "spread"]
-
-# The name of the two dimensions of a mesh as one: a weight is sharded over both.
-SHARDS_AND_CONTEXT = "dp_shard_cp"
+__all__ = ["spread"]
 
 
 def spread(
@@ -125,4 +122,5 @@ def _data_dimensions(parallelism: ParallelismConfig, dimensions: Sequence[str]) 
         return ()
     shards = [name for name in ("dp_shard", "cp") if name in dimensions]
     replicas = [name for name in ("dp_replicate",) if name in dimensions]
-    return (*replicas, *([SHARDS_AND_CONTEXT] if len(shards) > 1 else shards))
+    # A weight is sharded over both as over one.
+    return (*replicas, *(["dp_shard_cp"] if len(shards) > 1 else shards))
