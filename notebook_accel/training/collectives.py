@@ -8,6 +8,7 @@ travel where the group's backend can reach them and come back to where they were
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -25,6 +26,7 @@ from notebook_accel.training.nested import (
 )
 
 __all__ = [
+    "CannotPadNestedTensorWarning",
     "as_bytes",
     "broadcast",
     "broadcast_object_list",
@@ -348,6 +350,10 @@ def _reduce(leaf: torch.Tensor, reduction: str, group: dist.ProcessGroup | None)
     return total.clone() if total.data_ptr() == leaf.data_ptr() else total
 
 
+class CannotPadNestedTensorWarning(UserWarning):
+    """A tensor of torch's nested layout was given to ``pad_across_processes``, and left."""
+
+
 def pad_across_processes(
     tensor: Any,
     dim: int = 0,
@@ -360,7 +366,7 @@ def pad_across_processes(
 
     Args:
         tensor: tensors whose other dimensions are the same on every rank; those that lack
-            ``dim`` stay as they are.
+            ``dim``, or whose layout is torch's nested one, stay as they are.
         dim: the dimension to pad.
         pad_index: the value to pad with.
         pad_first: pad in front rather than behind.
@@ -373,6 +379,14 @@ def pad_across_processes(
     _require_agreement("pad_across_processes", tensor, group, dim)
 
     def pad(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.is_nested:
+            warnings.warn(
+                "pad_across_processes leaves a tensor of torch's nested layout as it is: pad its "
+                "parts with torch.nested.to_padded_tensor first",
+                CannotPadNestedTensorWarning,
+                stacklevel=2,
+            )
+            return leaf
         if not -leaf.ndim <= dim < leaf.ndim:
             return leaf
         return _pad(leaf, dim % leaf.ndim, pad_index, pad_first, group)

@@ -29,6 +29,7 @@ __all__ = [
     "barrier_kwargs",
     "choose_device",
     "default_backend",
+    "default_device",
     "distributed_type",
     "empty_cache",
     "free_memory",
@@ -115,6 +116,13 @@ def _named_device(accelerator: torch.device | None) -> torch.device | None:
             "of these, or the kind alone"
         )
     return torch.device(text)
+
+
+def default_device() -> torch.device:
+    """The kind of device on which a rank computes unless it is told otherwise; none is used."""
+    if not torch.accelerator.is_available():
+        return _HOST
+    return torch.accelerator.current_accelerator() or _HOST
 
 
 def _make_current(index: int) -> None:

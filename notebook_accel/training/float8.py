@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-__all__ = ["AORecipeKwargs", "convert_model_to_fp8_ao", "has_ao_layers", "torchao_required"]
+__all__ = [
+    "AORecipeKwargs",
+    "check_cuda_fp8_capability",
+    "convert_model_to_fp8_ao",
+    "filter_first_and_last_linear_layers",
+    "has_ao_layers",
+    "torchao_required",
+]
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 # torch's product of 8-bit numbers takes no other sizes.
@@ -130,18 +137,43 @@ def convert_model_to_fp8_ao(
     from torchao.float8 import convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
-    linear = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
-    ends = {linear[0], linear[-1]} if linear else set()
+    ends = _first_and_last_linear(model)
 
     def is_chosen(module: Module, name: str) -> bool:
         if isinstance(module, Float8Linear):
             return False
         if module_filter_func is not None:
             return module_filter_func(module, name)
-        sizes = (getattr(module, "in_features", 1), getattr(module, "out_features", 1))
-        return name not in ends and not any(size % _DIVISOR for size in sizes)
+        return name not in ends and _has_fitting_sizes(module)
 
     convert_to_float8_training(model, module_filter_fn=is_chosen, config=config)
+
+
+def filter_first_and_last_linear_layers(module: Module, fqn: str) -> bool:
+    """Whether a layer is one to convert: of fitting sizes, and not at either end.
+
+    Args:
+        module: whose first and last linear layers are left as they are; where it is a linear layer
+            itself, its sizes have to be multiples of 16.
+        fqn: name of the layer in it.
+    """
+    return fqn not in _first_and_last_linear(module) and _has_fitting_sizes(module)
+
+
+def _first_and_last_linear(model: Module) -> set[str]:
+    linear = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+    return {linear[0], linear[-1]} if linear else set()
+
+
+def _has_fitting_sizes(module: Module) -> bool:
+    if not isinstance(module, torch.nn.Linear):
+        return True
+    return not any(size % _DIVISOR for size in (module.in_features, module.out_features))
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Whether the current NVIDIA device multiplies in 8 bits; False where there is none."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _LEAST_CAPABILITY
 
 
 @torchao_required

@@ -15,7 +15,12 @@ from notebook_accel.training import devices
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["find_executable_batch_size", "is_out_of_memory", "release_memory"]
+__all__ = [
+    "clear_device_cache",
+    "find_executable_batch_size",
+    "is_out_of_memory",
+    "release_memory",
+]
 
 # Texts of errors that have no type of their own, in lower case: CUDA, HIP, XPU and MPS; cuDNN and
 # cuBLAS, which say so when their workspace does not fit; the host's allocator.
@@ -29,12 +34,12 @@ _OUT_OF_MEMORY = (
 )
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(exception: BaseException) -> bool:
     """Whether an error says that the memory of a device or of the host did not suffice."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(part in text for part in _OUT_OF_MEMORY)
+    text = str(exception).lower()
+    return isinstance(exception, RuntimeError) and any(part in text for part in _OUT_OF_MEMORY)
 
 
 def release_memory(*objects: Any) -> list[None]:
@@ -46,12 +51,18 @@ def release_memory(*objects: Any) -> list[None]:
     """
     given = len(objects)
     del objects
-    _free()
+    clear_device_cache(garbage_collection=True)
     return [None] * given
 
 
-def _free() -> None:
-    gc.collect()
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give back to the driver what torch's allocator keeps of the device's memory for later.
+
+    Args:
+        garbage_collection: free what Python holds in cycles first, which takes a moment.
+    """
+    if garbage_collection:
+        gc.collect()
     device = torch.accelerator.current_accelerator()
     if device is not None:
         devices.empty_cache(device)
@@ -98,7 +109,7 @@ def find_executable_batch_size(
         nonlocal batch_size
         _check_call(function, args, kwargs)
         while batch_size > 0:
-            _free()
+            clear_device_cache(garbage_collection=True)
             try:
                 return function(batch_size, *args, **kwargs)
             except (RuntimeError, MemoryError) as error:
@@ -114,7 +125,7 @@ def find_executable_batch_size(
                 )
             batch_size = smaller
         batch_size = start
-        _free()
+        clear_device_cache(garbage_collection=True)
         raise RuntimeError(
             f"No executable batch size found: {_name(function)}() ran out of memory with each one "
             f"from {start} down. Free what the process holds (release_memory) or make the model "

@@ -22,6 +22,7 @@ __all__ = [
     "leaves",
     "listify",
     "merge_dicts",
+    "move_to_device",
     "pad_input_tensors",
     "rebuild",
     "recursively_apply",
@@ -137,6 +138,11 @@ def send_to_device(
     """
     keep = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
     return _send(tensor, device, non_blocking, keep)
+
+
+def move_to_device(state: Any, device: torch.device | str | int) -> Any:
+    """:func:`send_to_device`, as code that moves the state of an optimizer calls it."""
+    return send_to_device(state, device)
 
 
 def _send(value: Any, device: Any, non_blocking: bool, keep: set[str]) -> Any:

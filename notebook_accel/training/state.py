@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
-from notebook_accel.training import topology
+from notebook_accel.training import devices, environment, topology
 from notebook_accel.training.accumulation import (
     Accumulation,
     current_accumulation,
@@ -32,6 +32,7 @@ from notebook_accel.training.settings import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
@@ -51,6 +52,7 @@ __all__ = [
 ]
 
 _SETTINGS = "accelerator settings"
+_XLA_SYNCED = "gradients were reduced on XLA"
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 
@@ -80,6 +82,20 @@ class PartialState(ProcessView):
     def debug(self) -> bool:
         """Whether collectives compare what the ranks give them (debug mode)."""
         return is_debugging()
+
+    @property
+    def default_device(self) -> torch.device:
+        """The kind of device that this rank would take unless it is told otherwise."""
+        return devices.default_device()
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether Accelerate's own launcher forked this process (``FORK_LAUNCHED``)."""
+        return environment.parse_flag_from_env("FORK_LAUNCHED")
+
+    def set_device(self) -> None:
+        """Choose the device of this rank: so it was, as the state was made."""
+        topology.topology()
 
     def destroy_process_group(self) -> None:
         """Leave the process group, unless somebody else made it."""
@@ -293,6 +309,17 @@ class GradientState:
         return vars(current_accumulation().plugin)
 
     @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Whether gradients were reduced since the last step, for code that does so on XLA itself
+        and sets this; always so where ``ACCELERATE_USE_FSDP`` asks for sharded weights."""
+        found: bool = current().shared.get(_XLA_SYNCED, False)
+        return found or environment.parse_flag_from_env("ACCELERATE_USE_FSDP")
+
+    @is_xla_gradients_synced.setter
+    def is_xla_gradients_synced(self, is_synced: bool) -> None:
+        current().shared[_XLA_SYNCED] = is_synced
+
+    @property
     def initialized(self) -> bool:
         """Whether there is a state: always so."""
         return True
@@ -333,6 +360,7 @@ class GradientState:
     def _reset_state() -> None:
         forget_accumulation()
         active_loaders().clear()
+        current().shared.pop(_XLA_SYNCED, None)
 
 
 def is_initialized() -> bool:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import socket
+import sys
+import warnings
 from collections import namedtuple
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import accelerate
 import accelerate.utils as peer
 import pytest
 import torch
+from accelerate.utils import environment as peer_environment
+from accelerate.utils import memory as peer_memory
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import notebook_accel
 from notebook_accel import ConfigError, utils
+from notebook_accel.training import rich_tracebacks
 from notebook_accel.training.optimizer import AcceleratedOptimizer
 from notebook_accel.training.scheduler import AcceleratedScheduler
 from tests.training.single import fresh_rank  # noqa: F401
@@ -33,6 +40,14 @@ PROBES = [
     "is_transformer_engine_mxfp8_available",
     "is_weights_only_available",
     "is_xccl_available",
+]
+
+
+CONSTANTS = [
+    "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
+    "TORCH_DISTRIBUTED_OPERATION_TYPES",
+    "TORCH_LAUNCH_PARAMS",
+    "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
 ]
 
 
@@ -59,6 +74,11 @@ def test_texts_are_asked_for_as_in_accelerate(name: str) -> None:
         assert (text in ours) == (text in theirs), text
     assert all(member in ours for member in ours)
     assert 3 not in ours
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_are_accelerates(name: str) -> None:
+    assert sorted(getattr(utils, name)) == sorted(getattr(peer, name))
 
 
 def test_versions_of_what_is_probed() -> None:
@@ -254,3 +274,178 @@ def test_methods_for_lomo_and_device_maps() -> None:
     assert model.weight.item() == pytest.approx(before - 0.5)
     accelerator.backward(model(torch.ones(1)).sum(), learning_rate=0.5)
     assert model.weight.item() == pytest.approx(before - 0.75)
+
+
+def test_memory_is_given_back_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[None] = []
+    monkeypatch.setattr("gc.collect", lambda: collected.append(None))
+    for clear in (utils.clear_device_cache, peer_memory.clear_device_cache):
+        clear()
+        assert not collected
+        clear(garbage_collection=True)
+        assert collected.pop() is None
+    for error, expected in (
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("shapes do not match"), False),
+        (ValueError("CUDA out of memory."), False),
+    ):
+        assert peer_memory.should_reduce_batch_size(error) is expected
+        assert utils.should_reduce_batch_size(exception=error) is expected
+
+
+def test_which_layers_and_devices_multiply_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [(16, 32), (32, 32), (32, 8), (16, 16)]
+    model = nn.Sequential(nn.ReLU(), *(nn.Linear(*each) for each in sizes))
+    for root in (model, *model):
+        for name, part in model.named_modules():
+            expected = peer.filter_first_and_last_linear_layers(part, name)
+            assert utils.filter_first_and_last_linear_layers(part, name) == expected
+            expected = peer.filter_first_and_last_linear_layers(root, name)
+            assert utils.filter_first_and_last_linear_layers(root, name) == expected
+    assert not utils.check_cuda_fp8_capability() or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(peer_environment, "_nvidia_smi", lambda: "no-such-program")
+    for capability in ((8, 6), (8, 9), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        theirs = peer_environment.check_cuda_fp8_capability.__wrapped__()
+        assert utils.check_cuda_fp8_capability() is theirs is (capability >= (8, 9))
+
+
+def test_optimizers_are_mapped_to_those_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in (("adam", "Adam"), ("adagrad", "Adagrad"), ("lion", "Lion")):
+        stand_in: Any = ModuleType(module)
+
+        def make(groups: Any, name: str = name, **settings: Any) -> tuple[str, dict[str, Any]]:
+            return name, settings
+
+        setattr(stand_in, f"DeepSpeedCPU{name}", make)
+        monkeypatch.setitem(sys.modules, f"deepspeed.ops.{module}", stand_in)
+    for path in ("deepspeed", "deepspeed.ops"):
+        monkeypatch.setitem(sys.modules, path, ModuleType(path))
+    monkeypatch.setattr("accelerate.utils.deepspeed.compare_versions", lambda *_: True)
+    monkeypatch.setattr("accelerate.utils.deepspeed.is_bnb_available", lambda *_, **__: False)
+    weights = [nn.Parameter(torch.ones(1))]
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        optimizer = kind(weights, lr=0.5, weight_decay=0.25)
+        mapped: Any = utils.map_pytorch_optim_to_deepspeed(optimizer)
+        assert mapped == peer.deepspeed.map_pytorch_optim_to_deepspeed(optimizer)
+        assert mapped[1]["lr"] == 0.5
+    name, settings = utils.map_pytorch_optim_to_deepspeed(torch.optim.Adagrad(weights, lr=0.5))
+    assert (name, settings) == ("Adagrad", {"lr": 0.5, "weight_decay": 0})
+
+    class Lion32bit(torch.optim.SGD):
+        """As bitsandbytes has it."""
+
+    lion: Any = Lion32bit(weights, lr=0.5)
+    for bits, expected in ((32, "Lion"), (8, "Adam")):
+        lion.args = SimpleNamespace(optim_bits=bits)
+        assert utils.map_pytorch_optim_to_deepspeed(lion)[0] == expected
+
+
+def test_states_have_the_small_names_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, gradients = notebook_accel.PartialState(), notebook_accel.GradientState()
+    theirs = accelerate.PartialState.default_device.fget(None)
+    assert state.default_device.type == theirs.type
+    device = state.device
+    state.set_device()
+    assert state.device == device
+    assert not state.fork_launched
+    monkeypatch.setenv("FORK_LAUNCHED", "1")
+    assert state.fork_launched
+    assert not gradients.is_xla_gradients_synced
+    gradients.is_xla_gradients_synced = True
+    assert notebook_accel.GradientState().is_xla_gradients_synced
+    gradients._reset_state()
+    assert not gradients.is_xla_gradients_synced
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert gradients.is_xla_gradients_synced
+    moved = notebook_accel.optimizer.move_to_device({"a": [torch.ones(1)], "b": 2}, "meta")
+    assert moved["a"][0].is_meta
+    assert moved["b"] == 2
+
+
+def mark_by_hand(loader: Any, state: Any) -> list[Any]:
+    """What a loader and the state of gradients say of a pass that is marked by hand."""
+    seen: list[Any] = []
+    loader.begin()
+    seen += [state.in_dataloader, state.active_dataloader is loader, state.end_of_dataloader]
+    loader.end_of_dataloader, loader.remainder = True, 3
+    seen += [state.end_of_dataloader, state.remainder]
+    loader.end()
+    seen += [state.in_dataloader, state.end_of_dataloader, loader.end_of_dataloader]
+    loader.reset()
+    seen += [loader.end_of_dataloader, loader.remainder]
+    order = [4, 2, 0, 1, 3]
+    loader.set_sampler(order)
+    assert loader.get_sampler() is order
+    return [*seen, *(batch.tolist() for batch in loader), state.in_dataloader]
+
+
+class Own(DataLoader[int]):
+    """A loader of the user's with a method of the same name."""
+
+    def reset(self) -> str:
+        return "own"
+
+
+def test_passes_are_marked_and_samplers_set_by_hand() -> None:
+    from notebook_accel.data_loader import DataLoaderShard, SkipBatchSampler, prepare_data_loader
+
+    ours = DataLoaderShard(range(5), batch_size=2)
+    theirs = accelerate.data_loader.DataLoaderShard(range(5), batch_size=2)
+    assert mark_by_hand(ours, notebook_accel.GradientState()) == mark_by_hand(
+        theirs, accelerate.state.GradientState()
+    )
+    state = ours.state_dict()
+    assert (state["iteration"], state["given"]) == (1, 0)
+    for number, index in ((1, 0), (2, 0), (2, 1)):
+        batches = []
+        for prepare in (prepare_data_loader, accelerate.data_loader.prepare_data_loader):
+            inner = BatchSampler(SequentialSampler(range(5)), 2, False)
+            grouped = SkipBatchSampler(inner, 1) if number == 1 else inner
+            loader: Any = prepare(
+                DataLoader(range(5), batch_sampler=grouped),  # type: ignore[arg-type]
+                num_processes=number,
+                process_index=index,
+            )
+            loader.set_sampler([4, 2, 0, 1, 3])
+            batches.append([batch.tolist() for batch in loader])
+        assert batches[0] == batches[1]
+    accelerator = notebook_accel.Accelerator(cpu=True)
+    assert accelerator.prepare(Own(range(2))).reset() == "own"  # type: ignore[arg-type]
+    whole: Any = accelerator.prepare(DataLoader(range(2), batch_size=None))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"set_sampler\(\) needs .* has NoneType"):
+        whole.set_sampler([1, 0])
+
+
+def test_tensors_of_the_nested_layout_are_left_unpadded() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the layout is a prototype
+        nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    with pytest.warns(utils.CannotPadNestedTensorWarning, match="to_padded_tensor"):
+        left = utils.pad_across_processes({"a": nested, "b": torch.ones(1)})
+    assert left["a"] is nested
+    assert issubclass(utils.CannotPadNestedTensorWarning, UserWarning)
+
+
+def test_the_door_of_the_accelerator_has_the_classes_that_are_imported_there() -> None:
+    ours, theirs = notebook_accel.accelerator, vars(accelerate.accelerator)
+    classes = {name for name, value in theirs.items() if inspect.isclass(value)}
+    wanted = {name for name in classes if theirs[name].__module__.startswith("accelerate.")}
+    assert {"GradientAccumulationPlugin", "DataLoaderConfiguration"} <= wanted
+    assert {name for name in wanted if not hasattr(ours, name)} == set()
+    assert ours.DistributedType is notebook_accel.DistributedType
+
+
+def test_rich_shows_tracebacks_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    installed: list[Any] = []
+    monkeypatch.setattr("rich.traceback.install", lambda **options: installed.append(options))
+    notebook_accel.Accelerator(cpu=True)
+    assert installed == []
+    monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "1")
+    for _ in range(2):
+        notebook_accel.Accelerator(cpu=True)
+    rich_tracebacks._install.cache_clear()
+    assert installed == [{"show_locals": False}]

@@ -1,4 +1,7 @@
 """Door: ``accelerate.utils.ao`` under our name."""
 
 from notebook_accel.training.float8 import convert_model_to_fp8_ao as convert_model_to_fp8_ao
+from notebook_accel.training.float8 import (
+    filter_first_and_last_linear_layers as filter_first_and_last_linear_layers,
+)
 from notebook_accel.training.float8 import has_ao_layers as has_ao_layers

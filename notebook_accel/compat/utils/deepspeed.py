@@ -15,3 +15,6 @@ from notebook_accel.training.strategies.zero_engine import (
 from notebook_accel.training.strategies.zero_engine import (
     DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
 )
+from notebook_accel.training.strategies.zero_engine import (
+    map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
+)

@@ -20,6 +20,9 @@ from notebook_accel.training.environment import (
     purge_accelerate_environment as purge_accelerate_environment,
 )
 from notebook_accel.training.environment import str_to_bool as str_to_bool
+from notebook_accel.training.float8 import (
+    check_cuda_fp8_capability as check_cuda_fp8_capability,
+)
 from notebook_accel.training.host import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
 from notebook_accel.training.host import get_gpu_info as get_gpu_info
 from notebook_accel.training.host import set_numa_affinity as set_numa_affinity

@@ -3,6 +3,9 @@
 from notebook_accel.training.agreement import (
     DistributedOperationException as DistributedOperationException,
 )
+from notebook_accel.training.collectives import (
+    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
+)
 from notebook_accel.training.collectives import broadcast as broadcast
 from notebook_accel.training.collectives import broadcast_object_list as broadcast_object_list
 from notebook_accel.training.nested import concatenate as concatenate

@@ -29,6 +29,7 @@ from notebook_accel.training.collectives import broadcast_object_list, num_ranks
 from notebook_accel.training.data.active import LoaderProgress, Position, active_loaders
 from notebook_accel.training.data.joined import copy_as
 from notebook_accel.training.data.options import LoaderOptions
+from notebook_accel.training.data.pass_view import PassView
 from notebook_accel.training.data.replay import IndexSource, Replay, seed_of_pass
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
@@ -56,7 +57,7 @@ _NO_BATCH = object()
 _SEED_STEP = 0x9E37_79B9_7F4A_7C15
 
 
-class PreparedLoader(DataLoader[Any]):
+class PreparedLoader(DataLoader[Any], PassView):
     """What the prepared loaders have in common.
 
     ``prepare`` makes them. One that is made by hand divides nothing: each rank gets all that the
@@ -158,18 +159,6 @@ class PreparedLoader(DataLoader[Any]):
     def iteration(self) -> int:
         """Number of the epoch that comes next, or is under way and not yet at its last batch."""
         return self._progress.iteration
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the batch that the newest pass gave is its last."""
-        position = self._progress.position
-        return position is not None and position.end_of_dataloader
-
-    @property
-    def remainder(self) -> int:
-        """Samples of all ranks in the last round, as :class:`Position` has it."""
-        position = self._progress.position
-        return -1 if position is None else position.remainder
 
     @property
     def total_batch_size(self) -> int | None:

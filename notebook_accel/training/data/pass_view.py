@@ -1,0 +1,107 @@
+"""What a prepared loader shows of its newest pass, and how code marks a pass that it makes itself.
+
+A loop over a prepared loader needs none of the setters and marks. They are for classes that users
+and libraries derive from Accelerate's loaders, with an ``__iter__`` of their own::
+
+    self.begin() -> batches -> self.end_of_dataloader = True -> the last batch -> self.end()
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.data.active import LoaderProgress, Position, active_loaders
+from notebook_accel.training.data.samplers import get_sampler
+
+__all__ = ["PassView"]
+
+
+class PassView:
+    """Base of the prepared loaders: their newest pass and their sampler."""
+
+    _progress: LoaderProgress
+
+    if TYPE_CHECKING:
+
+        @property
+        def _shard(self) -> Any: ...
+
+        def _generator_states(self) -> dict[str, Any]: ...
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch that the newest pass gave is its last."""
+        position = self._progress.position
+        return position is not None and position.end_of_dataloader
+
+    @end_of_dataloader.setter
+    def end_of_dataloader(self, value: bool) -> None:
+        self._marked_position().end_of_dataloader = value
+
+    @property
+    def remainder(self) -> int:
+        """Samples of all ranks in the last round, as :class:`Position` has it."""
+        position = self._progress.position
+        return -1 if position is None else position.remainder
+
+    @remainder.setter
+    def remainder(self, value: int) -> None:
+        self._marked_position().remainder = value
+
+    def _marked_position(self) -> Position:
+        if self._progress.position is None:
+            self.reset()
+        assert self._progress.position is not None
+        return self._progress.position
+
+    def reset(self) -> None:
+        """Forget how far the newest pass was."""
+        position = self._progress.position = Position(epoch=self._progress.iteration)
+        # No pass is under way: a checkpoint begins with the next one.
+        position.is_over = True
+
+    def begin(self) -> None:
+        """Make this loader the active one, at the start of a pass."""
+        remainder = getattr(self._shard, "remainder", -1)
+        position = Position(epoch=self._progress.iteration, remainder=remainder)
+        position.loader = self
+        self._progress.generators = self._generator_states()
+        self._progress.position = position
+        active_loaders().put_on_top(position)
+
+    def end(self) -> None:
+        """End the passes over this loader that are under way."""
+        active = active_loaders()
+        for position in [each for each in active.stack if each.loader is self]:
+            active.drop(position)
+            position.is_over = True
+            position.loader = None
+
+    def get_sampler(self: Any) -> Any:
+        """The sampler that gives the loader its indices one by one; None where it has none."""
+        return get_sampler(self)
+
+    def set_sampler(self: Any, sampler: Any) -> None:
+        """Let the loader take its indices from another sampler, from its next pass on.
+
+        Args:
+            sampler: in the same order on every rank: each takes its part of it.
+
+        Raises:
+            ConfigError: nothing in the loader groups the indices of a sampler into batches.
+        """
+        batches: Any = self.batch_sampler
+        if isinstance(self.sampler, BatchSampler):
+            batches = self.sampler
+        if not hasattr(batches, "sampler"):
+            raise ConfigError(
+                "set_sampler() needs a loader whose batches are made of a sampler's indices, and "
+                f"this one has {type(batches).__name__}: make a DataLoader with "
+                "sampler=... and batch_size=..., and prepare it"
+            )
+        while hasattr(batches, "sampler"):
+            batches.sampler = sampler
+            batches = getattr(batches, "batch_sampler", None)
