@@ -8,5 +8,6 @@ from notebook_accel.training.environment import (
 from notebook_accel.training.environment import (
     enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
 )
+from notebook_accel.training.fsdp_functions import *
 from notebook_accel.training.mixed_precision import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
 from notebook_accel.training.model_parts import fsdp2_canonicalize_names as fsdp2_canonicalize_names

@@ -127,7 +127,9 @@ def read_model(
     path = folder / f"pytorch_model_fsdp_{index}"
     known = _tensors_in(path)
     state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
-    missing = sorted(state.keys() - known.keys())
+    # Accelerate writes each name below "model".
+    prefix = "" if state.keys() & known.keys() else "model."
+    missing = sorted(name for name in state if prefix + name not in known)
     if strict and missing:
         raise RuntimeError(
             f"{path} lacks weights of {type(model).__name__}: {', '.join(missing)}. Load it into "
@@ -135,8 +137,8 @@ def read_model(
             "these as they are"
         )
     # The tensors of a state dict are the model's own: DCP fills them where they are.
-    found = {name: value for name, value in state.items() if name in known}
-    read_parts(found, path)
+    found = {name: value for name, value in state.items() if prefix + name in known}
+    read_parts({prefix + name: value for name, value in found.items()}, path)
     extra = {name: value for name, value in found.items() if name.endswith(_EXTRA_STATE)}
     if (path / _EXTRA_FILE).exists():
         extra |= read_state(path / _EXTRA_FILE, options)
