@@ -444,7 +444,7 @@ class Agent:
         if not isinstance(message, (wire.Returned, wire.Raised)):
             return message
         # The kernel may take the call for ended with the next message: all output comes before.
-        for news in rank.end_call():
+        for news in rank.end_call(has_returned=isinstance(message, wire.Returned)):
             self._channel.post(news)
         if not isinstance(message, wire.Raised):
             return message
@@ -492,8 +492,8 @@ class Agent:
         for message in rank.last_messages():
             self._channel.post(message)
         self._logs.end(rank.rank)
-        # An exit code is the process's own: once the call has ended everywhere, it fails nobody.
-        is_failure = was_in_call or (exitcode != 0 and not self._board.all_ended)
+        # How a process ends is its own, once it has returned, or all have ended the call.
+        is_failure = was_in_call or (exitcode and not (rank.has_returned or self._board.all_ended))
         rank.row.call_over = 1
         if not any(other.alive for other in self._ranks):
             # Before the kernel hears of it: the next launch may want the same port.

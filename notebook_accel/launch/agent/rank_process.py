@@ -62,6 +62,7 @@ class RankProcess:
         alive: whether the process was not reaped yet.
         ended_by_agent: whether it got SIGTERM or SIGKILL from here.
         is_in_call: whether a call was sent to it that it has not reported the end of.
+        has_returned: whether the newest call that was sent to it has returned.
         broken: what is wrong with its connection, so that nothing can be heard from it any more;
             "" while nothing is.
     """
@@ -87,6 +88,7 @@ class RankProcess:
         self.alive = True
         self.ended_by_agent = False
         self.is_in_call = False
+        self.has_returned = False
         self.broken = ""
         self._closed_at: float | None = None
         self._returned_at: float | None = None
@@ -130,6 +132,7 @@ class RankProcess:
             self._sample = {}
             self._returned_at = None
             self.is_in_call = True
+            self.has_returned = False
             self._has_started = False
             self._must_settle = False
             self._own_time = None
@@ -139,9 +142,10 @@ class RankProcess:
         """The rank said that it calls the function now."""
         self._has_started = True
 
-    def end_call(self) -> Iterator[wire.Message]:
+    def end_call(self, *, has_returned: bool) -> Iterator[wire.Message]:
         """The rank reported how its call ended; gives what else is new of it until then."""
         self.is_in_call = False
+        self.has_returned = has_returned
         yield from self._new_output(final=True)
         yield from self._new_sample(time.monotonic())
 

@@ -282,3 +282,15 @@ def test_the_death_of_a_rank_ends_the_call(agent: AgentByHand) -> None:
     ends = {end.rank: end for end in agent.all_of(wire.RankEnded, 2)}
     assert (ends[0].signal, ends[0].ended_by_agent) == (signal.SIGKILL, False)
     assert (ends[1].signal, ends[1].ended_by_agent) == (signal.SIGTERM, True)
+
+
+def test_the_death_of_a_rank_that_has_returned_ends_the_call_of_no_other(
+    agent: AgentByHand,
+) -> None:
+    # With ranks elsewhere, the agent says so at once where it takes a death for a failure.
+    pids = agent.launch(2, world_size=3).pids
+    agent.call(lambda: None if os.environ["RANK"] == "1" else sleeps())
+    assert agent.wait_for(wire.Returned).rank == 1
+    os.kill(pids[1], signal.SIGKILL)
+    assert agent.wait_for(wire.RankEnded).rank == 1
+    assert not any(isinstance(message, wire.RankFailed) for message in agent.heard)
