@@ -91,7 +91,7 @@ def fork_agent(
         ranks=ranks,
         sees_files=sees_files,
         how_it_ended=lambda: _how_it_ended(source, pid),
-        kill=lambda: _end(pid, run),
+        kill=lambda: _end(source, pid, run),
     )
 
 
@@ -108,7 +108,7 @@ def _fork_agent(
     except AuthenticationError as error:
         end = _how_it_ended(source, pid)
         # It may be stopped, and would not see that nobody wants it.
-        _end(pid, run)
+        _end(source, pid, run)
         raise LaunchError(
             f"the process that was to watch the ranks did not start: it {end.how} ({error}). "
             f"Launch again.{end.in_its_own_words}"
@@ -120,9 +120,11 @@ def _fork_agent(
     return source, pid, channel
 
 
-def _end(agent: int, run: str) -> None:
+def _end(source: Template, agent: int, run: str) -> None:
     """End an agent with all that it had, also where neither it nor its template can any more."""
-    processes.kill_tree([agent])
+    # Of one that has ended, the number may be that of another process by now.
+    if source.exit_of(agent, timeout=0.0) is None:
+        processes.kill_tree([agent])
     killed = processes.kill_leftovers(session=agent, variable=("NOTEBOOK_ACCEL_RUN", run))
     scratch.remove(run, used_by=killed)
 

@@ -26,6 +26,7 @@ __all__ = [
     "kill_leftovers",
     "kill_tree",
     "line_buffer_c_output",
+    "lives",
     "reset_signals",
     "signal_name",
     "supported",
@@ -227,14 +228,15 @@ def _is_leftover(process: psutil.Process, session: int, variable: tuple[str, str
     # No process gets the number of a session while anybody is in it. So where a process of that
     # number lives, the old session is empty, and whoever has its number is in a newer one.
     with contextlib.suppress(psutil.Error, OSError):
-        is_of_session = os.getsid(process.pid) == session and not _lives(session)
-        return _lives(process.pid) and (
+        is_of_session = os.getsid(process.pid) == session and not lives(session)
+        return lives(process.pid) and (
             is_of_session or process.environ().get(variable[0]) == variable[1]
         )
     return False
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
+    """Whether the process is there, and is no dead one for which nobody has waited yet."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from notebook_accel.launch.system import processes
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -39,7 +41,7 @@ def use(run: str) -> None:
 
 
 def remove(run: str, *, used_by: Collection[int]) -> None:
-    """Remove what is left of ``run``, whose processes ``used_by`` are dead."""
+    """Remove what is left of ``run``, whose processes ``used_by`` have ended."""
     shutil.rmtree(_folder(run), ignore_errors=True)
     for path in _SHARED.glob(f"sem.{_name(run)}-*"):
         _remove_links(path)
@@ -48,7 +50,8 @@ def remove(run: str, *, used_by: Collection[int]) -> None:
 
 def _remove_tensors(pids: Collection[int]) -> None:
     """Remove shared tensors of dead processes: torch names them for a moment after their maker."""
-    prefixes = tuple(f"torch_{pid}_" for pid in pids)
+    # One that lives has its number from a process that is long dead.
+    prefixes = tuple(f"torch_{pid}_" for pid in pids if not processes.lives(pid))
     with contextlib.suppress(OSError):
         for name in os.listdir(_SHARED):
             if name.startswith(prefixes):

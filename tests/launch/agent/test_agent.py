@@ -7,12 +7,16 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import pytest
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.agent.agent import Agent
 from notebook_accel.launch.rank import current
+from notebook_accel.launch.system import processes
 from tests.engines.processes import eventually, gone
 from tests.engines.two_agents import tcp_pair
 from tests.launch.agents import SECONDS, AgentByHand, agent_by_hand
@@ -294,3 +298,18 @@ def test_the_death_of_a_rank_that_has_returned_ends_the_call_of_no_other(
     os.kill(pids[1], signal.SIGKILL)
     assert agent.wait_for(wire.RankEnded).rank == 1
     assert not any(isinstance(message, wire.RankFailed) for message in agent.heard)
+
+
+def test_only_living_ranks_are_killed_when_the_kernel_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of one that was reaped long ago may be that of any process by now."""
+    killed: list[int] = []
+    monkeypatch.setattr(processes, "kill_tree", killed.extend)
+    monkeypatch.setattr(processes, "kill_descendants", list)
+    monkeypatch.setattr(os, "_exit", lambda _: None)
+    of_two: Any = SimpleNamespace(
+        _ranks=[SimpleNamespace(pid=11, alive=False), SimpleNamespace(pid=12, alive=True)],
+        _launch=SimpleNamespace(run=uuid4().hex),
+        _logs=SimpleNamespace(close=lambda: None),
+    )
+    Agent._kernel_gone(of_two)
+    assert killed == [12]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -171,3 +173,13 @@ def test_an_agent_that_cannot_be_reached_is_an_error_and_leaves_nothing() -> Non
         what="the agent is gone",
     )
     assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_the_number_of_an_agent_that_has_ended_may_be_another_s() -> None:
+    ended: Any = SimpleNamespace(exit_of=lambda pid, timeout: wire.AgentExited(pid=pid, exitcode=0))
+    with subprocess.Popen(["sleep", "600"]) as other:
+        try:
+            local._end(ended, other.pid, uuid4().hex)
+            assert not gone([other.pid])
+        finally:
+            other.kill()

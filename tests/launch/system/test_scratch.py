@@ -46,6 +46,11 @@ def test_nothing_is_left_of_a_killed_process(monkeypatch: pytest.MonkeyPatch) ->
         tensor = Path(f"/dev/shm/torch_{process.pid}_1_0")
         tensor.touch()
         left.append(tensor)
-        scratch.remove(_RUN, used_by=[process.pid])
+        # One that lives has got the number of one that is dead.
+        of_another = Path(f"/dev/shm/torch_{os.getpid()}_1_0")
+        of_another.touch()
+        scratch.remove(_RUN, used_by=[process.pid, os.getpid()])
         assert not any(path.exists() for path in left)
+        assert of_another.exists()
+        of_another.unlink()
         assert os.listdir(folder) == []
