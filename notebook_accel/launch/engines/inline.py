@@ -54,8 +54,9 @@ class InlineEngine(Engine):
         new.begin(conductor)
         request.view.open(new.run._without_results())
         of_cpu = ON_CPU if request.config.devices == "cpu" else {}
+        variables = {**request.environment, **_ALONE, **of_cpu}
         try:
-            with _environment({**request.environment, **_ALONE, **of_cpu}), let_through():
+            with _environment(variables), _seeded(request.config.seed), let_through():
                 conductor.call(request)
         except KeyboardInterrupt:
             # In the call, or held before it.
@@ -87,8 +88,6 @@ class _Inline(Conductor):
     def call(self, request: CallRequest) -> None:
         self._become("running", pid=os.getpid())
         try:
-            if request.config.seed is not None:
-                apply_generators(notebook_state.capture(request.config.seed))
             self._kept.put(0, request.function(*request.args, **request.kwargs))
         except KeyboardInterrupt:
             raise
@@ -143,3 +142,20 @@ def _environment(environment: dict[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """The random numbers of a rank that is given this seed, for the time of the call.
+
+    Then the notebook's own go on; those of its devices begin anew.
+    """
+    if seed is None:
+        yield
+        return
+    before = notebook_state.capture()
+    apply_generators(notebook_state.capture(seed))
+    try:
+        yield
+    finally:
+        apply_generators(before)
