@@ -216,12 +216,9 @@ class Run:
                     f"{_LIVED}"
                 )
             )
-        try:
-            return self._results.get(rank % len(self))
-        except KeyError:
-            raise self._about_this(
-                RunStopped(f"rank {rank} was stopped before it had a result")
-            ) from None
+        if not self._results.has(rank % len(self)):
+            raise self._about_this(RunStopped(f"rank {rank} was stopped before it had a result"))
+        return self._results.get(rank % len(self))
 
     def _check_rank(self, rank: int) -> None:
         if not isinstance(rank, int) or not -len(self) <= rank < len(self):

@@ -49,11 +49,16 @@ class Results:
         """Keep what a rank in this very process returned, as it is."""
         self._values[rank] = value
 
+    def has(self, rank: int) -> bool:
+        """Whether a rank returned something, None included."""
+        with self._lock:
+            return rank in self._values or rank in self._packed
+
     def get(self, rank: int) -> Any:
         """What a rank returned; unpickled once, in the caller's thread.
 
         Raises:
-            KeyError: it returned nothing.
+            KeyError: it returned nothing (:meth:`has`).
             Exception: whatever its classes raise when they are remade here.
         """
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch import run_list, wire
+from notebook_accel.errors import RunStopped
+from notebook_accel.launch import payload, run_list, wire
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.run import Conductor, Run
+from notebook_accel.launch.transport.packet import pack
 from notebook_accel.launch.view import View
 from tests.engines.processes import eventually
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
@@ -54,6 +57,31 @@ def test_a_call_that_returns(run: PlayedRun) -> None:
     assert call.results is None
     assert run.view.closed == [call.state]
     assert run.folder.load() == call.state
+
+
+class OfAnotherVersion:
+    """What a rank returns, and this process cannot make again."""
+
+    def __reduce__(self) -> Any:
+        return operator.getitem, ({}, "missing")
+
+
+def test_a_result_that_cannot_be_made_here_says_why_and_not_that_there_is_none(
+    run: PlayedRun,
+) -> None:
+    (agent,) = run.agents
+    call = run.begin_call()
+    handle = listed(call, run.folder, call._metrics)
+    call.stop()
+    packet, _ = pack(payload.pack_result(OfAnotherVersion(), None))
+    agent.tell(wire.Returned, rank=0, value=packet)
+    agent.tell(wire.Raised, rank=1, **raised(kind="stopped"))
+    assert call.ended.wait(SECONDS)
+    with pytest.raises(KeyError, match="missing"):
+        handle[0]
+    with pytest.raises(RunStopped, match="rank 1 was stopped before it had a result"):
+        handle[1]
+    assert handle.results == [None, None]
 
 
 def test_a_call_that_fails(run: PlayedRun) -> None:
