@@ -9,13 +9,14 @@ What a person calls is in notebook/run_list.py, which knows how to show a run in
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.launch.control.interrupts import Latch
+from notebook_accel.launch.control.interrupts import Latch, held
 from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.control.run_folder import run_folders, runs_folder
 from notebook_accel.launch.control.state import Failure
@@ -51,12 +52,16 @@ class _ListedRun:
 
 
 _known: list[_ListedRun] = []
+# Held by whoever changes it: a cell in the background may end while another launch begins.
+# Reentrant: what is freed with a run may be anything of the user's.
+_lock = threading.RLock()
 
 
 def add(run: Run) -> None:
     """List a run that begins, without what its handles alone keep."""
-    # The oldest goes with the next run: one that is discarded takes no place of another.
-    _known[:] = [*_newest(), _ListedRun(handle=weakref.ref(run), run=run._without_results())]
+    with held(), _lock:
+        # The oldest goes with the next run: one that is discarded takes no place of another.
+        _known[:] = [*_newest(), _ListedRun(handle=weakref.ref(run), run=run._without_results())]
 
 
 def _newest() -> list[_ListedRun]:
@@ -71,19 +76,21 @@ def keep(run: Run) -> None:
     It keeps the newest few of launches that failed, and as many of trainings that were rescued,
     which no failure after them pushes out.
     """
-    for index, known in enumerate(_known):
-        if known.handle() is run:
-            _known[index] = replace(known, run=run)
-    kept = [index for index, known in enumerate(_known) if known.is_kept]
-    rescued = [index for index in kept if _known[index].run._has_rescued]
-    failed = [index for index in kept if index not in rescued]
-    for index in (*rescued[:-_MAX_HANDLES], *failed[:-_MAX_HANDLES]):
-        _known[index] = replace(_known[index], run=_known[index].run._without_results())
+    with held(), _lock:
+        for index, known in enumerate(_known):
+            if known.handle() is run:
+                _known[index] = replace(known, run=run)
+        kept = [index for index, known in enumerate(_known) if known.is_kept]
+        rescued = [index for index in kept if _known[index].run._has_rescued]
+        failed = [index for index in kept if index not in rescued]
+        for index in (*rescued[:-_MAX_HANDLES], *failed[:-_MAX_HANDLES]):
+            _known[index] = replace(_known[index], run=_known[index].run._without_results())
 
 
 def discard(run: Run) -> None:
     """List a run that has ended no longer, and leave no files of it."""
-    _known[:] = [known for known in _known if known.run.id != run.id]
+    with held(), _lock:
+        _known[:] = [known for known in _known if known.run.id != run.id]
     run._remove_files()
 
 
