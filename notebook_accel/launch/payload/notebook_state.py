@@ -27,6 +27,8 @@ from typing import Any
 
 import msgspec
 
+from notebook_accel.launch.odd_text import wrapped
+
 __all__ = ["HandlerState", "LoggerState", "NotebookState", "WarningFilter", "capture", "from_bytes"]
 
 # Libraries that read from a variable, when they are imported, how much they are to log.
@@ -46,7 +48,10 @@ _FORMATS = {
 
 
 class HandlerState(msgspec.Struct, frozen=True, kw_only=True):
-    """A plain handler of logging: to ``stream`` ("stdout" or "stderr"), or to the file ``path``."""
+    """A plain handler of logging: to ``stream`` ("stdout" or "stderr"), or to the file ``path``.
+
+    The path is ``wrapped`` (odd_text.py): a folder may have a name that is not UTF-8.
+    """
 
     stream: str = ""
     path: str = ""
@@ -224,7 +229,7 @@ def _handler(handler: logging.Handler) -> HandlerState | None:
     if type(handler) is logging.StreamHandler:
         stream = _stream_name(handler.stream)
     elif type(handler) is logging.FileHandler:
-        path, encoding = handler.baseFilename, handler.encoding
+        path, encoding = wrapped(handler.baseFilename), handler.encoding
         _append_from_now_on(handler)
     if not stream and not path:
         return None

@@ -11,6 +11,8 @@ import warnings
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.launch.odd_text import unwrapped
+
 if TYPE_CHECKING:
     from notebook_accel.launch.payload.notebook_state import (
         HandlerState,
@@ -95,7 +97,8 @@ def _make_handler(state: HandlerState) -> logging.Handler:
     handler: logging.Handler
     if state.path:
         # Never mode "w": all ranks and the notebook write to this file.
-        handler = logging.FileHandler(state.path, mode="a", encoding=state.encoding, delay=True)
+        path = unwrapped(state.path)
+        handler = logging.FileHandler(path, mode="a", encoding=state.encoding, delay=True)
     else:
         handler = logging.StreamHandler(getattr(sys, state.stream))
     handler.setLevel(state.level)

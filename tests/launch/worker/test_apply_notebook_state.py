@@ -52,7 +52,7 @@ logging.basicConfig(
 logging.getLogger().addHandler(Mine())
 logging.getLogger("mine").setLevel(logging.DEBUG)
 logging.getLogger("quiet").disabled = True
-path = tempfile.mktemp()
+path = tempfile.mktemp() + "\\udcff"  # a name that is not UTF-8
 to_file = logging.FileHandler(path, mode="w")
 logging.getLogger("filed").addHandler(to_file)
 logging.getLogger("filed").propagate = False
