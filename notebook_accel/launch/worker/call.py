@@ -111,8 +111,9 @@ def _run(
 ) -> Outcome:
     call: payload.UnpackedCall | None = None
     try:
-        interrupts.begin_call(is_interrupted=is_interrupted)
+        # Before any interrupt is raised: it closes the descriptors, which nobody else does.
         packed = unpack(message.payload, fds)
+        interrupts.begin_call(is_interrupted=is_interrupted)
         if setup_error is not None:
             raise setup_error
         call = payload.unpack_call(packed, sent_before=sent_before)

@@ -96,7 +96,13 @@ def new_context() -> LaunchedContext:
     )
 
 
-def outcome_of(packet: wire.Packet, fds: tuple[int, ...], context: LaunchedContext) -> call.Outcome:
+def outcome_of(
+    packet: wire.Packet,
+    fds: tuple[int, ...],
+    context: LaunchedContext,
+    *,
+    is_interrupted: bool = False,
+) -> call.Outcome:
     before = signal.getsignal(signal.SIGINT)
     try:
         return call.run_call(
@@ -104,7 +110,7 @@ def outcome_of(packet: wire.Packet, fds: tuple[int, ...], context: LaunchedConte
             [*fds],
             context=context,
             interrupts=Interrupts(),
-            is_interrupted=lambda: False,
+            is_interrupted=lambda: is_interrupted,
             sent_before=None,
             setup_error=None,
         )
@@ -147,3 +153,15 @@ def test_an_interrupt_after_the_result_was_packed_drops_nothing(
     assert isinstance(outcome.message, wire.Returned)
     [fd] = outcome.fds
     os.close(fd)
+
+
+def test_an_interrupt_from_before_the_call_was_read_keeps_nothing_of_it() -> None:
+    """A session would have its arguments in memory to its end."""
+    large = bytearray(payload.MAX_INLINE_BYTES + 1)
+    packet, fds = pack(payload.pack_call(len, (large,)).packed)
+    outcome = outcome_of(packet, fds, new_context(), is_interrupted=True)
+    assert isinstance(outcome.message, wire.Raised)
+    assert outcome.message.kind == "interrupted"
+    [fd] = fds
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
