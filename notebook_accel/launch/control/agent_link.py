@@ -62,9 +62,13 @@ class AgentLink:
         return tuple(spec.rank for spec in self.ranks)
 
     def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        """Send without blocking; an agent that is gone gets nothing."""
+        """Send without blocking; an agent that is gone gets nothing.
+
+        Raises:
+            OSError: this process has no room for one more descriptor, so that nothing was sent.
+        """
+        self.channel.post(message, fds)
         with contextlib.suppress(OSError, ValueError):
-            self.channel.post(message, fds)
             self.channel.flush(block=False)
 
     def end(self) -> None:

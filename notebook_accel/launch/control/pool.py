@@ -143,12 +143,7 @@ class RankPool:
 
     # ---- calls -----------------------------------------------------------------------------
 
-    def send_call(
-        self,
-        call: RunningCall,
-        message: wire.Call,
-        fds: Sequence[int],
-    ) -> None:
+    def send_call(self, call: RunningCall, message: wire.Call, fds: Sequence[int]) -> None:
         """Send a call to all ranks; what they say about it goes to ``call``.
 
         Args:
@@ -158,6 +153,7 @@ class RankPool:
 
         Raises:
             LaunchError: a call is running, or a rank process has ended.
+            OSError: this process has no room for one more descriptor; nothing was sent.
         """
         with held(), self._lock:
             self.check_free()
@@ -173,8 +169,14 @@ class RankPool:
             self._for_others = [] if self._has_several else None
             self._call = call
             call.begin(self._num_calls)
-            # Where an agent is dead already, the pool's thread will notice and end the call.
-            self.send(message, fds)
+            try:
+                # Where an agent is dead already, the pool's thread will notice and end the call.
+                self.send(message, fds)
+            except OSError:  # no agent has heard of it
+                self._drop_for_others()
+                self._call = None
+                call.begin(0)
+                raise
 
     def check_free(self) -> None:
         """Refuse what cannot be called now.

@@ -17,7 +17,7 @@ __all__ = ["RunningCall"]
 class RunningCall(Protocol):
     """A call on the ranks of a pool.
 
-    The pool calls ``begin`` once, then ``take``, ``lose`` and ``tick`` from its thread until the
+    The pool calls ``begin``, then ``take``, ``lose`` and ``tick`` from its thread until the
     call is over, and ``finish`` once. ``note_stop`` may come from any thread.
 
     Attributes:
@@ -37,7 +37,7 @@ class RunningCall(Protocol):
         """Whether the function returned on every rank, and their process group is whole."""
 
     def begin(self, number: int) -> None:
-        """The call gets its number, and is about to be sent."""
+        """The call gets its number, and is about to be sent; or 0, since it could not be."""
 
     def take(self, message: wire.Message, fds: Sequence[int]) -> None:
         """Keep what a message brings; its descriptors are the call's from now on."""

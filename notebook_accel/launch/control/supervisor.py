@@ -143,7 +143,7 @@ class Supervisor(Conductor):
     # ---- what the pool does: `begin` in the thread that launches, the rest in its own ------
 
     def begin(self, number: int) -> None:
-        """The call gets its number, and is about to be sent."""
+        """The call gets its number, and is about to be sent; or 0, since it could not be."""
         self.number = number
         ranks = (
             replace(rank, pid=process.pid, agent=process.agent)

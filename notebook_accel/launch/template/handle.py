@@ -257,13 +257,13 @@ class Template:
         with self._lock:
             channel = self._ready()
             found: wire.M | None = None
+            # Outside of `try`: that no descriptor is left here says nothing of the process.
+            with held():
+                channel.post(request, fds)
             try:
-                # The answer is waited for in the open; what is read is read whole.
-                with held():
-                    channel.post(request, fds)
-                    channel.flush(block=False)
                 deadline = time.monotonic() + seconds
                 while found is None:
+                    # The answer is waited for in the open; what is read is read whole.
                     self._wait(channel, deadline - time.monotonic())
                     with held():
                         channel.flush(block=False)

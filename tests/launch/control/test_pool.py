@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import time
@@ -141,6 +142,33 @@ def test_no_call_after_leave(one: PlayedRun) -> None:
         one.begin_call()
     one.agents[0].end_all()
     assert one.pool.ended.wait(SECONDS)
+
+
+def test_a_call_that_cannot_be_sent_leaves_the_ranks_to_the_next(
+    one: PlayedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    (agent,) = one.agents
+    with monkeypatch.context() as patch:
+        patch.setattr(agent.link.channel, "post", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            one.begin_call()
+    call = one.begin_call()
+    sent = agent.next()
+    assert isinstance(sent, wire.Call)
+    agent.return_all(sent.call)
+    assert call.ended.wait(SECONDS)
+
+
+def test_a_call_whose_descriptors_cannot_be_sent_raises() -> None:
+    """The run would wait for its ranks for ever, who never heard of it."""
+    agent = PlayedAgent(0)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        agent.link.post(wire.CallEnded(), [-1])
+    agent.channel.close()
+    agent.link.post(wire.CallEnded())
 
 
 # ---- an agent that is lost -----------------------------------------------------------------------

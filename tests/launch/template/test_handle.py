@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
 from typing import NoReturn
 
@@ -34,3 +35,14 @@ def test_what_the_system_refuses_the_process_is_named(monkeypatch: pytest.Monkey
         ask_template(os.environ, lambda source: source.wait_until_ready())
     assert "ulimit -u" in look_at_machine().error
     warm()
+
+
+def test_a_kernel_without_room_for_a_descriptor_ends_no_template() -> None:
+    source = template()
+    source.wait_until_ready()
+    closed = socket.socket()
+    closed.close()
+    # Its number, -1, cannot be duplicated, as none can where too many files are open.
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        source.fork_agent(closed, run="r", secret=b"")
+    assert source.alive
