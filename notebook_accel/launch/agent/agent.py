@@ -500,6 +500,7 @@ class Agent:
             for bound in (self._port, self._store_port):
                 if bound is not None:
                     bound.close()
+            self._port = self._store_port = None
         if is_failure and not rank.ended_by_agent:
             self._rank_failed()
         self._post(

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import psutil
 import pytest
 
 from notebook_accel.launch import wire
@@ -286,6 +287,21 @@ def test_the_death_of_a_rank_ends_the_call(agent: AgentByHand) -> None:
     ends = {end.rank: end for end in agent.all_of(wire.RankEnded, 2)}
     assert (ends[0].signal, ends[0].ended_by_agent) == (signal.SIGKILL, False)
     assert (ends[1].signal, ends[1].ended_by_agent) == (signal.SIGTERM, True)
+
+
+def test_a_call_that_comes_with_the_end_of_the_last_rank_hides_it_not(agent: AgentByHand) -> None:
+    pid = agent.launch(1).pids[0]
+    agent.wait_for(wire.RankReady)
+    # So that it finds both at once, the end first.
+    os.kill(agent.pid, signal.SIGSTOP)
+    is_at = psutil.Process(agent.pid).status
+    eventually(lambda: is_at() == psutil.STATUS_STOPPED, within=SECONDS, what="it is stopped")
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: gone([pid]), within=SECONDS, what="the rank is dead")
+    agent.call(lambda: None)
+    os.kill(agent.pid, signal.SIGCONT)
+    agent.until_its_end()
+    assert agent.wait_for(wire.RankEnded).signal == signal.SIGKILL
 
 
 def test_the_death_of_a_rank_that_has_returned_ends_the_call_of_no_other(
