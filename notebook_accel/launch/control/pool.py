@@ -269,9 +269,11 @@ class RankPool:
     def kill(self, *, call: int = 0) -> None:
         """SIGKILL the ranks in the call of this number, which is stopped; with 0, all of them."""
         with held(), self._lock:
-            running = self._call
-            if call == 0 and running is not None:
-                running.note_stop()
+            if call == 0:
+                # The call ends with the processes: one that ends before has the kill forgotten.
+                self._is_shutting_down = True
+                if self._call is not None:
+                    self._call.note_stop()
             if call == 0 or self._is_in(call):
                 self._send_kill(call)
 

@@ -361,6 +361,18 @@ def test_an_agent_that_does_not_kill_is_killed(one: PlayedRun) -> None:
     assert call.ended.wait(SECONDS)
 
 
+def test_an_agent_that_kills_no_rank_is_killed_though_the_call_ends_meanwhile(
+    one: PlayedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_DEAF_SECONDS", 0.1)
+    call = one.begin_call()
+    with one.pool.paused():
+        one.agents[0].return_all()
+        one.pool.kill()
+    assert one.agents[0].killed.wait(SECONDS)
+    assert call.ended.wait(SECONDS)
+
+
 def test_an_agent_that_reads_nothing_does_not_hold_up_the_caller(two: PlayedRun) -> None:
     two.begin_call()
     begin_on_both(two)
