@@ -306,6 +306,9 @@ class Template:
     def _note(self, message: wire.Message) -> None:
         if isinstance(message, wire.AgentExited):
             self._exits[message.pid] = message
+        elif isinstance(message, wire.Forked):
+            # It may have the number of one that ended long ago.
+            self._exits.pop(message.pid, None)
 
     def _broken(self, error: str) -> LaunchError:
         """The error for a connection that is of no use any more; its process is ended."""

@@ -11,6 +11,7 @@ from typing import NoReturn
 import pytest
 
 from notebook_accel.errors import LaunchError
+from notebook_accel.launch import wire
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.template.handle import ask_template, template, warm
 
@@ -46,3 +47,11 @@ def test_a_kernel_without_room_for_a_descriptor_ends_no_template() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         source.fork_agent(closed, run="r", secret=b"")
     assert source.alive
+
+
+def test_an_agent_with_the_number_of_an_earlier_one_has_not_ended_as_that_did() -> None:
+    source = template()
+    source._note(wire.AgentExited(pid=-7, exitcode=9))
+    assert source.exit_of(-7, timeout=0.0) is not None
+    source._note(wire.Forked(pid=-7))
+    assert source.exit_of(-7, timeout=0.0) is None
