@@ -61,6 +61,7 @@ class Interrupts:
     def end_call(self) -> None:
         """Raise none from here on."""
         self._in_call = False
+        self._came_meanwhile = False
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

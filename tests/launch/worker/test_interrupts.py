@@ -117,3 +117,15 @@ def test_an_interrupt_waits_for_the_outermost_block() -> None:
             signal.raise_signal(signal.SIGINT)
             whole = True
     assert whole
+
+
+@pytest.mark.usefixtures("_signals")
+def test_an_interrupt_in_a_block_that_fails_is_not_raised_after_the_call() -> None:
+    interrupts = Interrupts()
+    interrupts.begin_call(is_interrupted=lambda: False)
+    with pytest.raises(ValueError, match="no message"), interrupts.held():  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("no message")
+    interrupts.end_call()
+    with interrupts.held():
+        pass
