@@ -280,7 +280,7 @@ class AgentEngine(Engine):
             except BaseException:
                 for link in links:
                     link.channel.close()
-                    link.kill()
+                    link.end()
                 raise
             return pool
 

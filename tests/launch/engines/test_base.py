@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import pytest
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import run_list, wire
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.state import starting
-from notebook_accel.launch.engines.base import CallRequest, NewRun, RankPlan, begin_call, sendable
+from notebook_accel.launch.engines import base
+from notebook_accel.launch.engines.base import (
+    AgentEngine,
+    CallRequest,
+    NewRun,
+    RankPlan,
+    StartRequest,
+    begin_call,
+    sendable,
+)
 from notebook_accel.launch.payload import pack_call
 from notebook_accel.launch.run import Run
+from notebook_accel.launch.view import View
 from notebook_accel.launch.wire import RankSpec
 from tests.launch.control.played import RUN, PlayedAgent, played
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
+    from notebook_accel.launch.control.agent_link import AgentLink
 
 
 def test_ranks_are_numbered_over_all_agents() -> None:
@@ -68,3 +81,31 @@ def test_what_stops_or_kills_a_run_as_soon_as_it_is_listed_is_about_its_call(
             (wire.Stop, 1),
             (wire.Kill, 1),
         ]
+
+
+def test_an_agent_that_cannot_be_ended_keeps_no_other_alive(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    agents = PlayedAgent(0), PlayedAgent(1)
+
+    def refused() -> None:
+        raise PermissionError("no")
+
+    class OfTwo(AgentEngine):
+        def plan_ranks(self, request: StartRequest) -> RankPlan:
+            return RankPlan.of_sizes(1, 1)
+
+        def start_agents(
+            self, request: StartRequest, plan: RankPlan, *, run: str
+        ) -> list[AgentLink]:
+            return [replace(agents[0].link, kill=refused), agents[1].link]
+
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(base, "RankPool", fails)
+    request = StartRequest(name="train", config=LaunchConfig(), environment={}, view=View())
+    engine = OfTwo()
+    with pytest.raises(ZeroDivisionError):
+        engine.start_ranks(request, engine.plan_ranks(request), run=RUN, log_dir=tmp_path)
+    assert agents[1].killed.is_set()
