@@ -80,7 +80,7 @@ class Hang:
         text: who waits in what for whom, and where.
         since: when the last rank made its last step, by the clock of the run (wall, seconds).
         operations: in what each rank waits, by its number.
-        missing: the ranks for which the others wait.
+        missing: the ranks that are elsewhere, and for which the others wait; none that has ended.
         stacks: each different stack as text, behind the ranks that have it.
     """
 
@@ -145,14 +145,14 @@ def _operation(frames: Sequence[Frame], *, is_idle: bool) -> str:
 
 
 def find_hang(
-    stacks: Sequence[RankStack], *, returned: Sequence[int], silent: float, since: float
+    stacks: Sequence[RankStack], *, ended: Sequence[int], silent: float, since: float
 ) -> Hang | None:
     """What to tell of ranks that say nothing; None where nobody waits for another,
     or where all wait in one place and have not done so for long.
 
     Args:
         stacks: of every rank whose part of the call goes on.
-        returned: the ranks whose part has ended.
+        ended: the ranks whose part has ended.
         silent: seconds since any rank made its last step.
         since: when that was, by the clock of the run.
     """
@@ -163,9 +163,7 @@ def find_hang(
             waiting.setdefault((stack.operation, stack.own_line), []).append(stack.rank)
         else:
             others.setdefault(stack.own_line, []).append(stack.rank)
-    if not waiting or (
-        len(waiting) == 1 and not others and not returned and silent < _SLOW_SECONDS
-    ):
+    if not waiting or (len(waiting) == 1 and not others and not ended and silent < _SLOW_SECONDS):
         return None
     groups = sorted(waiting.items(), key=lambda item: (-len(item[1]), item[1]))
     is_certain = all(one.is_idle for one in stacks if not one.operation)
@@ -178,8 +176,8 @@ def find_hang(
         parts.append(f"{_do(ranks, 'is', 'are')} {what}")
     if len(parts) > _MAX_PARTS:
         parts[_MAX_PARTS:] = [f"and so on, at {len(parts) - _MAX_PARTS} more places"]
-    if returned:
-        parts.append(f"{_do(returned, 'has', 'have')} returned")
+    if ended:
+        parts.append(f"{_do(ended, 'has', 'have')} ended")
     where = "; ".join(parts)
     if is_certain:
         text = (

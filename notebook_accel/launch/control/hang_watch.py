@@ -133,7 +133,7 @@ class HangWatch:
         silent = now - max(self._moved.values())
         found = find_hang(
             stacks,
-            returned=[rank.rank for rank in state.ranks if rank.has_ended],
+            ended=[rank.rank for rank in state.ranks if rank.has_ended],
             silent=silent,
             since=state.now() - silent,
         )

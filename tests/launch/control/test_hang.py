@@ -94,8 +94,8 @@ def test_a_rank_without_an_answer_and_one_whose_stack_is_cut() -> None:
     assert len(frames_of_function(f"{deep}  ...\n")) == 100
 
 
-def find(*stacks: RankStack, returned: tuple[int, ...] = (), silent: float = 10.0) -> Any:
-    return find_hang(stacks, returned=returned, silent=silent, since=1000.0)
+def find(*stacks: RankStack, ended: tuple[int, ...] = (), silent: float = 10.0) -> Any:
+    return find_hang(stacks, ended=ended, silent=silent, since=1000.0)
 
 
 def test_a_rank_that_skips_a_collective() -> None:
@@ -133,8 +133,8 @@ def test_one_collective_of_all_may_take_its_time() -> None:
     both = (stack(0, ALL_REDUCE), stack(1, ALL_REDUCE))
     assert find(*both, silent=20.0) is None
     assert find(*both, silent=40.0).is_certain
-    assert find(both[0], returned=(1,)).text.startswith(
-        "the run hangs: rank 0 waits in all_reduce at Cell In[4], line 7; rank 1 has returned"
+    assert find(both[0], ended=(1,)).text.startswith(
+        "the run hangs: rank 0 waits in all_reduce at Cell In[4], line 7; rank 1 has ended"
     )
 
 
