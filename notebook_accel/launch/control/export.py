@@ -11,6 +11,7 @@ import ast
 import base64
 import inspect
 import io
+import keyword
 import linecache
 import symtable
 import sys
@@ -116,13 +117,19 @@ def script_of(
         script.value(f"args[{index}]", arg, origins.of_argument(index))
         for index, arg in enumerate(args)
     ]
-    given += [
-        f"{key}={script.value(key, value, origins.of_argument(key))}"
-        for key, value in kwargs.items()
-    ]
+    named = {
+        key: script.value(key, value, origins.of_argument(key)) for key, value in kwargs.items()
+    }
+    given += [f"{key}={text}" for key, text in named.items() if _is_name(key)]
+    given += [f"**{{{key!r}: {text}}}" for key, text in named.items() if not _is_name(key)]
     script.add_seed()
     head = _HEAD.format(name=name, world_size=world_size, file=file)
     return script.text(head, f"{called}({', '.join(given)})")
+
+
+def _is_name(key: str) -> bool:
+    """Whether a keyword argument can be written as one; others can be in a dict alone."""
+    return key.isidentifier() and not keyword.iskeyword(key)
 
 
 # The places of definitions, and of the call that sets the seed.

@@ -211,6 +211,16 @@ def test_only_what_the_code_reads_as_globals_is_exported(tmp_path: Path) -> None
             script_of(train, (), {"b": file}, world_size=2, file="it.py")
 
 
+def test_keyword_arguments_of_any_name() -> None:
+    train = _function("def train(**options):\n    return options")
+    given = {"lr": 0.1, "weight-decay": 0.0, "class": 3}
+    text = script_of(train, (), given, world_size=1, file="it.py")
+    call = text.strip().splitlines()[-1].strip()
+    names: dict[str, Any] = {"__name__": "it"}
+    exec(text, names)
+    assert eval(call, names) == given
+
+
 def test_a_definition_comes_after_what_its_own_statement_uses() -> None:
     train = _function(
         """
