@@ -116,9 +116,12 @@ class RunFolder:
         folder = cls(root / (time.strftime("%Y%m%d-%H%M%S-") + uuid.uuid4().hex[:6]))
         try:
             folder.path.mkdir(parents=True, mode=0o700)
-            folder._hold()
+            try:
+                folder._hold()
+            except OSError:
+                folder.remove()
+                raise
         except OSError as error:
-            folder.remove()  # it may have been made, and only the mark of who holds it failed
             if error.errno in TOO_MANY_FILES:
                 raise too_many_files() from None
             raise LaunchError(

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import pytest
@@ -79,6 +80,17 @@ def test_a_folder_that_cannot_be_made_says_what_to_do(
     with pytest.raises(LaunchError, match="NOTEBOOK_ACCEL_RUNS") as caught:
         RunFolder.make(root)
     assert str(root) in str(caught.value)
+
+
+def test_a_run_that_has_the_name_of_another_leaves_that_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = RunFolder.make(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda *_: first.id[:-6])
+    monkeypatch.setattr("uuid.uuid4", lambda: SimpleNamespace(hex=first.id[-6:]))
+    with pytest.raises(LaunchError, match="File exists"):
+        RunFolder.make(tmp_path)
+    assert first.is_held
 
 
 # ---- which are kept ------------------------------------------------------------------------
