@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["is_served", "store_of_next_group"]
 
-_SERVER = "the store that this rank serves, and its address"
+_SERVER = "the address of the store that this rank serves, and the store"
 _NUM_GROUPS = "number of groups made in each call"
 # A connection to the loopback interface is made or refused at once; a busy server may be late.
 _PROBE_SECONDS = 1.0

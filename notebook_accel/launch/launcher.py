@@ -1,4 +1,8 @@
-"""Joins configuration, payload, engine and view into a run; the only place that does."""
+"""Launches and sessions: checks what is asked for, packs it, and has an engine begin the run.
+
+What a launch and a call of a session have in common is here; ``begin_call`` of engines/base.py
+sends the call, from which on the run goes on.
+"""
 
 from __future__ import annotations
 

@@ -425,7 +425,7 @@ class Terminate(Message, frozen=True, kw_only=True):
 class Kill(Message, frozen=True, kw_only=True):
     """SIGKILL to every rank process that is in the call, or shuts down, and to its children.
 
-    One about no call (0) goes to all rank processes.
+    One about no call (0), or about one whose payload is on its way, is for all rank processes.
     """
 
 

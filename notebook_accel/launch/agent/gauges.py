@@ -1,7 +1,7 @@
 """What a rank takes of its machine: processor time and memory, and its NVIDIA device's.
 
 psutil knows the process. NVML (the package nvidia-ml-py) knows the device without making a context
-on it; where it is not installed, a rank's own count of what torch has allocated is all there is.
+on it, but of a device's memory torch's own count is taken first, where the rank has one.
 """
 
 from __future__ import annotations

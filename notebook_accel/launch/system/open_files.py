@@ -29,7 +29,8 @@ __all__ = [
 
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
-# Of an agent, for each rank: its channel, log, watch and stacks; gloo's mesh is in the ranks.
+# Of an agent, for each rank: its channel, log, pidfd, dump of stacks, eventfd and multiprocessing's
+# sentinel; gloo's mesh is in the ranks.
 _FILES_A_RANK = 6
 _FILES_BESIDE = 64
 

@@ -37,7 +37,8 @@ class View:
         """A run of the function ``name`` will open in some seconds.
 
         Called where the template has to start first, so that the person sees that something goes
-        on. ``open`` or ``launch_failed`` follows.
+        on. ``open`` or ``launch_failed`` follows; a ``Session`` calls nothing else of the view that
+        it was started with, since each of its calls has one of its own.
         """
 
     def launch_failed(self) -> None:

@@ -139,7 +139,7 @@ def meet_at_one_store(port: int) -> None:
     @functools.wraps(plain)
     def create(host: str, port: int, rank: int, world_size: int, timeout: Any, *rest: Any) -> Any:
         context = current()
-        # A rank that is alone has port 0.
+        # 0: no port is known yet, before the first call.
         is_ours = 0 != port == _port_of_call
         is_ours = is_ours and (rank, world_size) == (context.rank, context.world_size)
         # Torch's elastic agent serves a store of its own, if the user says so.
