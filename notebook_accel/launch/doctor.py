@@ -55,7 +55,7 @@ class Finding:
         level: :data:`FINE`, :data:`HURTS` (a training may suffer) or :data:`STOPS` (no launch).
         subject: what was looked at.
         found: what was seen.
-        remedy: what to do; "" where all is well.
+        remedy: what to do; "" where all is well, or ``found`` says it.
     """
 
     level: str
@@ -77,15 +77,14 @@ def _platform(_machine: Machine) -> Iterator[Finding]:
     try:
         preflight.check_platform()
     except NotebookAccelError as error:
-        remedy = "do what the line says"
-        yield Finding(level=STOPS, subject="system", found=str(error), remedy=remedy)
+        yield Finding(level=STOPS, subject="system", found=str(error))
     else:
         yield Finding(level=FINE, subject="system", found="processes can be started and watched")
 
 
 def _devices(machine: Machine) -> Iterator[Finding]:
     if machine.error:
-        remedy = "do what the line says (repair the driver, say), or launch with devices='cpu'"
+        remedy = "repair the driver, say, or launch with devices='cpu'"
         yield Finding(level=STOPS, subject="devices", found=machine.error, remedy=remedy)
     elif machine.devices:
         names = ", ".join(f"{device.index}: {device.name}" for device in machine.devices)

@@ -31,7 +31,7 @@ __all__ = [
     "crowding",
 ]
 
-# Of the notebook's process while it launches: folder, metrics, payload, template and channels.
+# Files that the kernel itself opens for one launch: folder, metrics, payload, template, channels.
 _FILES_OF_KERNEL = 24
 _GIB = 1024**3
 # Of a rank that has imported torch, before it has a model.

@@ -52,8 +52,8 @@ _TICK_SECONDS = 0.05
 _ALIVE_SECONDS = 2.0
 # While the kernel and all ranks wait for the answer to a stop.
 _STOP_TICK_SECONDS = 0.002
-# A rank that has come to a point (transport/scoreboard.py) and has not said by then whether it went
-# on counts as if it had.
+# Once a stop is asked, a rank has so long to show on the board (transport/scoreboard.py) whether it
+# passed its newest point or waits there; one that shows neither counts as having passed.
 _STOP_SECONDS = 1.0
 # Messages that wait for a slow kernel, above which ranks have to wait as well.
 _BUSY_PENDING = 4096

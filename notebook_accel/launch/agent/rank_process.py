@@ -278,7 +278,7 @@ class RankProcess:
 
     def disconnect(self) -> None:
         """Have the rank shut its connections to other ranks down, if it is stuck in native code."""
-        # It may hear of this when it is in the next call, which is not meant.
+        # Its thread that reads the eventfd may wake in the next call: this says which one is meant.
         self.row.disconnected_call = self._call
         os.eventfd_write(self._disconnect, 1)
 

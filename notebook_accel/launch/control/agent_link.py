@@ -82,9 +82,9 @@ class AgentLink:
     def silence(self) -> str:
         """A line for the person about an agent of which nothing is heard."""
         return (
-            f"the process that watches {rank_list(self.numbers)} says nothing: it may be stopped "
-            "(SIGSTOP), or its machine too busy. When it goes on, so does the run; run.stop() ends "
-            "it"
+            f"the helper process that watches {rank_list(self.numbers)} says nothing: it may be "
+            "stopped (SIGSTOP), or its machine too busy. When it goes on, so does the run; "
+            "run.stop() ends it"
         )
 
 

@@ -5,6 +5,8 @@ A KeyboardInterrupt is raised between any two steps of the main thread. Inside o
 good, and whoever else waits for that lock hangs; half-way through a message it leaves a connection
 on which nobody understands anything. So such work is done inside of :func:`held`, and the main
 thread waits for a :class:`Latch`.
+
+A press is one Interrupt of the person; :func:`held` counts those that come in its block.
 """
 
 from __future__ import annotations

@@ -192,7 +192,8 @@ class RankPool:
         if self._call is not None:
             return "the ranks are still in a call: wait for it (run.wait()) or stop it (run.stop())"
         if self._lost:
-            return f"the process that watches the ranks {self._lost[0].end.how}: start them again"
+            how = self._lost[0].end.how
+            return f"the helper process that watches the ranks {how}: start them again"
         dead = [process for process in self.processes if process.status == "ended"]
         if dead:
             how = "; ".join(
@@ -232,7 +233,8 @@ class RankPool:
         # pool's thread writes what a socket does not take now.
         with held(), self._channel_lock:
             # What follows a call that the other agents do not have yet must not overtake it: a Stop
-            # or DumpStacks would find the call before. Kill ends them whatever they are in.
+            # or DumpStacks would be taken for one about the previous call. Kill ends them whatever
+            # they are in.
             if self._for_others is not None and not isinstance(message, wire.Kill):
                 self._for_others.append((message, tuple(os.dup(fd) for fd in fds)))
                 links = [link for link in links if link is self._first]
@@ -347,8 +349,8 @@ class RankPool:
         try:
             self._take_all(link)
             if link.channel.has_ended:
-                # Good messages came together with what ended the channel: this raises it now.
-                # After nonsense, unlike the end of the file, nothing would wake the selector.
+                # Above, the good messages were taken. This raises what ended the channel: after
+                # nonsense no byte need ever come that would wake the selector.
                 self._take_all(link)
         except (EOFError, OSError) as error:
             selector.unregister(link.channel.fileno())

@@ -133,8 +133,8 @@ class Supervisor(Conductor):
         with held(), self._state_lock:
             if self.state.has_ended:
                 return False
-            # Where every rank has ended its part, only processes are left that take their time to
-            # exit: that they are told to hurry changes nothing of what came of the call.
+            # Once every rank has ended its part, a stop only hurries the exit of the processes: the
+            # call keeps its result.
             self._is_stopped = self._is_stopped or not self.is_over
             if self.state.status in ("starting", "running"):
                 self.state = replace(self.state, status="stopping")

@@ -259,7 +259,7 @@ def _agent_failure(lost: LostAgent, without_result: tuple[int, ...]) -> Failure:
         advice = "Launch again; if it happens again, this says why." + end.in_its_own_words
     return Failure(
         message=(
-            f"the process that watches {rank_list(lost.ranks)} {end.how}, so that "
+            f"the helper process that watches {rank_list(lost.ranks)} {end.how}, so that "
             f"{rank_list(without_result)} ended without a result. {advice}"
         ),
         rank=None,

@@ -288,7 +288,7 @@ class AgentEngine(Engine):
         self, request: CallRequest, new: NewRun, plan: RankPlan, packed: PackedCall | None
     ) -> None:
         assert packed is not None, "needs_payload"
-        # Before any rank is there: a machine without the memory for it refuses it now.
+        # Before any rank is started: where there is no memory for it, nothing is to be undone.
         with sendable(packed) as payload, held():
             pool = self.start_ranks(request, plan, run=new.folder.id, log_dir=new.folder.path)
             begin_call(pool, request, new, packed, payload, last=True)
@@ -370,12 +370,12 @@ def begin_call(
             new.begin(supervisor)
             request.view.open(new.run._without_results())
         except BaseException:
-            # A session's other calls are not ours to end: kill only if this call was sent, or the
-            # ranks exist for it alone.
+            # A session's other calls are not ours to end: kill only if this call was sent (it has a
+            # number then), or the ranks exist for it alone.
             if supervisor.number or last:
                 supervisor.kill()
             raise
         finally:
-            # Of a run that could not be shown, too: somebody must see it end.
+            # Also where the view could not open: without its thread nobody sees the ranks end.
             if last:
                 pool.start()

@@ -110,7 +110,7 @@ def _fork_agent(
         # It may be stopped, and would not see that nobody wants it.
         _end(source, pid, run)
         raise LaunchError(
-            f"the process that was to watch the ranks did not start: it {end.how} ({error}). "
+            f"the helper process that watches the ranks did not start: it {end.how} ({error}). "
             f"Launch again.{end.in_its_own_words}"
         ) from None
     except BaseException:

@@ -54,7 +54,8 @@ def install_sources(sources: Sequence[CellSource]) -> None:
     """Let tracebacks, ``inspect.getsource``, warnings and torch.compile find the cells."""
     for source in sources:
         lines = source.text.splitlines(keepends=True)
-        # Without a time of change ``linecache.checkcache`` keeps what has no file.
+        # None for the time of change: ``linecache.checkcache`` keeps such an entry. It would drop
+        # any other, since there is no such file.
         linecache.cache[source.filename] = (
             len(source.text),
             None,

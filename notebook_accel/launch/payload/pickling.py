@@ -330,7 +330,8 @@ class CallPickler(_Pickler):
         super().__init__(file, buffer_callback)
         self.sent: list[Any] = []
         self.used: list[tuple[types.FunctionType, dict[str, Any]]] = []
-        # cloudpickle keeps here the globals that functions share in the other process.
+        # On arrival cloudpickle gives functions that had one dict of globals one new dict, which it
+        # looks up here: for those of ``__main__`` it is that of the receiving process.
         self.globals_ref[id(cells.main_namespace())] = _MainNamespace()
 
     def _reduce_definition(self, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What must not leave the process it lives in, though it could."""
+"""Values that could be pickled, and would be useless or wrong in another process; what to do."""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ _NUM_LOOKS = 4
 _KILLED_SECONDS = 5.0
 # Between two looks at whether another thread is done with the template.
 _POLL_SECONDS = 0.01
-# A launch that has waited for the imports asks for its agent within this time, and its template is
-# kept so long; later, the launch must have failed on the way.
+# So long a template is kept for a launch that has waited for its imports and not yet asked for its
+# agent; after that the launch counts as failed.
 _LAUNCH_SECONDS = 30.0
 
 _BOOT = (
@@ -319,7 +319,7 @@ class Template:
             return self._lost(f"could not be understood ({error})")
         how = processes.describe_exit(code)
         return LaunchError(
-            f"the process from which ranks are started (pid {self.pid}) {how}. "
+            f"the helper process from which ranks are started (pid {self.pid}) {how}. "
             "Launch again: a new one is made. If it happens again, look for too little memory, "
             f"and whether `{sys.executable} -c 'import torch._dynamo'` works in a terminal."
             f"{self._error_output()}"
@@ -328,9 +328,9 @@ class Template:
     def _lost(self, how: str) -> UnresponsiveTemplateError:
         """End the process alone, since its agents can do without it; gives the error."""
         error = UnresponsiveTemplateError(
-            f"the process from which ranks are started (pid {self.pid}) {how}, and was ended. "
-            "Launch again: a new one is made. If it happens again, look for what stops processes "
-            "on this machine (a job scheduler, a debugger, a full memory limit)."
+            f"the helper process from which ranks are started (pid {self.pid}) {how}, and was "
+            "ended. Launch again: a new one is made. If it happens again, look for what stops "
+            "processes on this machine (a job scheduler, a debugger, a full memory limit)."
             f"{self._error_output()}"
         )
         self._process.kill()
@@ -446,8 +446,8 @@ def warm() -> None:
     Where the system refuses it nothing is raised: the launch itself will say what is wrong.
     ``NOTEBOOK_ACCEL_WARM=0`` in the environment keeps it from being started before a launch.
     """
-    # At the priority of any other process: one without privileges could lower its own, but never
-    # raise it again, and the ranks would inherit it.
+    # Not at a lower priority (nice), though nobody waits for it: a process without privileges can
+    # not raise it again, and the ranks inherit it.
     if parse_flag("NOTEBOOK_ACCEL_WARM", os.environ.get("NOTEBOOK_ACCEL_WARM") or "1"):
         with contextlib.suppress(LaunchError):
             template()

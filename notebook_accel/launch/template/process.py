@@ -62,7 +62,8 @@ _MAX_TRACEBACK_BYTES = 20_000
 
 def serve(fd: int, kernel_pid: int) -> None:
     """Be a template: import, then fork agents until the kernel goes."""
-    # Stopped (SIGSTOP) when the kernel is killed, it would stay for good.
+    # A template that is stopped (SIGSTOP) while its kernel is killed could not notice that: the
+    # system wakes it (SIGCONT).
     processes.wake_with_parent()
     kernel = processes.watch_exit(kernel_pid)
     if os.getppid() != kernel_pid:
@@ -147,7 +148,7 @@ class _Server:
         from notebook_accel.launch.agent import agent
 
         os.setsid()
-        # Its parent is the template, which ends with the kernel: a stopped agent is woken then.
+        # The same for this agent: its parent is the template, which ends with the kernel.
         processes.wake_with_parent()
         of_agents = (*self._agents.values(), *self._errors.values())
         for number in (self._channel.fileno(), self._selector.fileno(), *of_agents):

@@ -49,8 +49,9 @@ class ProtocolError(NotebookAccelError):
 class _Frame:
     """A frame that is being written. What was done is noted by the call that does it.
 
-    ``extend(map(...))`` calls, and keeps what came of it, without a step of Python in between, at
-    which a signal handler could raise: no byte is sent twice, and no descriptor closed twice.
+    ``extend(map(f, ...))`` runs ``f`` and stores what it gave inside of C, without a step of Python
+    in between, at which a signal handler could raise: no byte is sent twice, and no descriptor
+    closed twice. That is why these lines look so odd.
     """
 
     def __init__(self, data: bytes, fds: Sequence[int]) -> None:

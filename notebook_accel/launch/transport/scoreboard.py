@@ -210,8 +210,8 @@ class Scoreboard:
 
         Args:
             patient: give None while a rank has come to a point and not yet said whether it went
-                on. Impatient, it counts as if it had: all leave one count later then, which is
-                right as well.
+                on. With False it counts as having gone on: all leave one count later then, which
+                is right as well.
         """
         rows = [row for row in map(self.row, range(self.num_ranks)) if not row.call_over]
         reads_should_stop = any(row.reads for row in rows)

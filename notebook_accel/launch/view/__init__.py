@@ -4,9 +4,9 @@
                               poll, poll, ... stop_waiting  -> print_end
                    -> launch_failed
 
-The line of ``poll`` is called by the thread that waits for the run; it may wait several times, and
-``stop_waiting`` ends each. Everybody calls a view through :class:`GuardedView`, so that a view with
-a bug costs the person a picture and not the training.
+The methods of the second row are called by the thread that waits for the run; it may wait several
+times, and ``stop_waiting`` ends each. Everybody calls a view through :class:`GuardedView`, so that
+a view with a bug costs the person a picture and not the training.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _run(
         packed = payload.pack_result(value, call)
         # What was printed, by the pickling of the result too, may take long to be written.
         _flush_output()
-        # Before a segment is made of it, whose descriptor an interrupt would drop.
+        # None is raised from here on: after the segment is made, it would lose the descriptor.
         interrupts.end_call()
         return _returned(packed, context, call, is_none=value is None)
     except BaseException as error:  # the process boundary: whatever it is, the notebook is told

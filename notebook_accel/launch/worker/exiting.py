@@ -35,7 +35,7 @@ def finish(code: int) -> None:
         code: the exit code of the process, should it have to be ended from here.
     """
     threading._shutdown()  # type: ignore[attr-defined]
-    # It is never cancelled: multiprocessing, which ends this process, may wait for ever, too.
+    # Never cancelled, so that it also bounds what multiprocessing does after this function.
     too_long = threading.Timer(_EXIT_SECONDS, _give_up, (code,))
     too_long.daemon = True
     too_long.start()

@@ -59,8 +59,8 @@ __all__ = ["STACKS_SIGNAL", "Inherited", "main"]
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 # Pauses of a rank that waits for the others to end: the first, and the longest.
 _POLL_SECONDS = (0.0005, 0.02)
-# As long as a rank that has returned stays for the others, who read what it sent in its last
-# collective within moments.
+# A rank that has returned keeps its sockets open for at most so long: others may still have to read
+# what it sent in its last collective.
 _LINGER_SECONDS = 5.0
 
 
@@ -171,7 +171,7 @@ class _Worker:
         _enter_environment(self._inherited)
         bars.install()
         displays.install()
-        torch_fixes.keep_backward_from_stashing()
+        torch_fixes.avoid_hang_when_model_outlives_group()
         torch_fixes.watch_new_groups(self._making_group)
         for name in self._inherited.launch.imports:
             import_module(name)

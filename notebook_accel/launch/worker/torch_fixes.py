@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 __all__ = [
+    "avoid_hang_when_model_outlives_group",
     "forget_half_made_groups",
-    "keep_backward_from_stashing",
     "listen_on",
     "meet_at_one_store",
     "watch_new_groups",
@@ -30,7 +30,7 @@ __all__ = [
 _KEY = "context"
 
 
-def keep_backward_from_stashing() -> None:
+def avoid_hang_when_model_outlives_group() -> None:
     """Keep a rank on the CPU from hanging when it drops its model after its process group.
 
     A backward leaves a Python object with each of gloo's reductions, whose threads need the GIL
