@@ -59,7 +59,6 @@ def launch(
     sources: Sequence[CellSource] = (),
     block: bool = True,
     timeout: float | None = None,
-    imports: Sequence[str] = (),
     notices: Sequence[str] = (),
     advise: bool = True,
     name: str | None = None,
@@ -76,7 +75,6 @@ def launch(
         sources: the cells from which code comes.
         block: wait for the end, and raise the run's error.
         timeout: seconds after which the run is ended.
-        imports: modules that each rank imports first.
         notices: lines for the person that are known already.
         advise: say at the end what a training function seems to have forgotten.
         name: what the person calls the run; None: as the function.
@@ -96,7 +94,6 @@ def launch(
         sources=sources,
         block=block,
         timeout=timeout,
-        imports=tuple(imports),
         advise=advise,
         name=name,
         origins=origins,
@@ -127,7 +124,6 @@ class Session:
         config: LaunchConfig,
         view: View | None = None,
         name: str = "session",
-        imports: Sequence[str] = (),
     ) -> None:
         """Start the ranks. Calls may be sent at once; they begin when the ranks are ready.
 
@@ -135,7 +131,6 @@ class Session:
             config: how to launch.
             view: shows that the ranks come, if that takes long; each call has a view of its own.
             name: what the person calls the session.
-            imports: modules that each rank imports first.
 
         Raises:
             ConfigError: the engine has no ranks that could stay, or there are more ranks than
@@ -148,7 +143,6 @@ class Session:
             config=config,
             environment=rank_environment(config),
             view=GuardedView(view or View()),
-            imports=tuple(imports),
         )
         engine = engine_named(config.engine)
         plan = _plan(engine, self._request)
@@ -338,7 +332,6 @@ def _checked_request(
     timeout: float | None,
     advise: bool,
     environment: dict[str, str] | None = None,
-    imports: tuple[str, ...] = (),
     name: str | None = None,
     keeps_error: bool = False,
     origins: Callable[[], Origins] = Origins,
@@ -359,7 +352,6 @@ def _checked_request(
         sources=tuple(sources),
         view=GuardedView(view),
         timeout=timeout,
-        imports=imports,
         advise=advise,
         keeps_error=keeps_error,
         origins=origins,

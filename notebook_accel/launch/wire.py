@@ -78,7 +78,7 @@ __all__ = [
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 2
+VERSION = 3
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -339,7 +339,6 @@ class Launch(Message, frozen=True, kw_only=True):
         log_dir: folder of the files with the ranks' output; None where the agent does not see the
             kernel's files: it keeps them in a folder of its own, and sends their bytes.
         num_threads: what each rank gives to ``torch.set_num_threads``.
-        imports: modules that each rank imports first.
         notebook: what cells have set up beside variables (payload/notebook_state.py).
     """
 
@@ -350,7 +349,6 @@ class Launch(Message, frozen=True, kw_only=True):
     path: tuple[str, ...]
     log_dir: str | None
     num_threads: int
-    imports: tuple[str, ...] = ()
     notebook: bytes = b""
 
 

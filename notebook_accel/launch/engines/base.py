@@ -90,14 +90,12 @@ class StartRequest:
         config: how to launch.
         environment: of every rank, without what the engine adds.
         view: shows that they come.
-        imports: modules that each rank imports first.
     """
 
     name: str
     config: LaunchConfig
     environment: dict[str, str]
     view: View
-    imports: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +305,6 @@ def _launch_message(request: StartRequest, plan: RankPlan, *, run: str) -> wire.
         path=tuple(sys.path),
         log_dir=None,
         num_threads=num_threads,
-        imports=request.imports,
         notebook=notebook_state.capture(request.config.seed).to_bytes(),
     )
 

@@ -25,7 +25,6 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import LaunchError
@@ -167,14 +166,12 @@ class _Worker:
         return code
 
     def _set_up(self) -> None:
-        """Take the notebook's surroundings; import what the launch names."""
+        """Take the notebook's surroundings."""
         _enter_environment(self._inherited)
         bars.install()
         displays.install()
         torch_fixes.avoid_hang_when_model_outlives_group()
         torch_fixes.watch_new_groups(self._making_group)
-        for name in self._inherited.launch.imports:
-            import_module(name)
 
     def report_full_disk(self) -> None:
         """Say that output of this rank is lost."""
