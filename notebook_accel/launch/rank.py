@@ -8,7 +8,6 @@ every report.
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import threading
@@ -205,7 +204,6 @@ class LaunchedContext(RankContext):
         self._board = board
         self._row = board.row(local_rank)
         self._pid = os.getpid()
-        self._sequence = itertools.count()
         self._next_memory = 0.0
         # How many batches were given before the pass, and its length, as the board has them.
         self._pass: tuple[int, int | None] = (0, None)
@@ -249,7 +247,7 @@ class LaunchedContext(RankContext):
         """Send a message of this rank, unless this is a child process of it."""
         if self.is_own_process:
             own: dict[str, Any] = {"run": self.run, "call": self.call, "rank": self.rank}
-            self._send(message(sequence=next(self._sequence), **own, **fields))
+            self._send(message(**own, **fields))
 
     def metric(self, values: Mapping[str, float], step: int | None = None) -> None:
         numbers = {str(name): float(value) for name, value in values.items()}

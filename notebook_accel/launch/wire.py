@@ -90,7 +90,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             processes.
         process: pid of the sender.
         rank: the rank that the message is about, None for a whole machine.
-        sequence: counts the sender's messages.
         monotonic: the sender's ``time.monotonic()``, seconds.
         wall: the sender's ``time.time()``, seconds.
     """
@@ -99,7 +98,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     call: int = 0
     process: int = msgspec.field(default_factory=os.getpid)
     rank: int | None = None
-    sequence: int = 0
     monotonic: float = msgspec.field(default_factory=time.monotonic)
     wall: float = msgspec.field(default_factory=time.time)
 

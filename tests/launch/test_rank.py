@@ -185,9 +185,7 @@ def test_reports_of_a_launched_rank() -> None:
         True,
     )
     assert isinstance(notice, wire.Notice)
-    assert [(m.run, m.rank, m.process, m.sequence) for m in told] == [
-        ("r", 1, os.getpid(), number) for number in range(3)
-    ]
+    assert {(m.run, m.rank, m.process) for m in told} == {("r", 1, os.getpid())}
 
 
 def test_values_of_any_kind_of_number_are_told_as_floats() -> None:

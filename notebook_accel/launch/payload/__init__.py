@@ -114,8 +114,6 @@ class UnpackedCall:
         sent: the notebook's classes and functions, as they were remade here in this call and,
             in a session, in those before it.
         sources: of the cells that they were written in.
-        main: the ``__main__`` that was there before. It must outlive the call: a module that is
-            freed clears its globals, which its functions still use.
     """
 
     function: Callable[..., Any]
@@ -123,7 +121,6 @@ class UnpackedCall:
     kwargs: dict[str, Any]
     sent: tuple[Any, ...] = ()
     sources: tuple[CellSource, ...] = ()
-    main: types.ModuleType | None = None
 
 
 # ---- to the ranks --------------------------------------------------------------------------
@@ -187,7 +184,8 @@ def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> 
     """
     sources, body, buffers = _open_pickle(packed)
     cells.install_sources(sources)
-    before = cells.fresh_main() if sent_before is None else None
+    if sent_before is None:
+        cells.fresh_main()
     function, args, kwargs, num_before, sent = load(body, buffers=buffers)
     cells.fill_main(sent)
     # A call that failed to unpack here left no objects: None fills their places, so that indices
@@ -199,7 +197,6 @@ def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> 
         kwargs=kwargs,
         sent=(*known, *sent),
         sources=sources,
-        main=before,
     )
 
 

@@ -86,13 +86,11 @@ def main_namespace() -> dict[str, Any]:
     return vars(sys.modules["__main__"])
 
 
-def fresh_main() -> types.ModuleType:
-    """Put an empty ``__main__`` in place of the process's own; gives the one that was there."""
-    before = sys.modules["__main__"]
+def fresh_main() -> None:
+    """Put an empty ``__main__`` in place of the process's own."""
     module = types.ModuleType("__main__")
     vars(module).update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = module
-    return before
 
 
 def fill_main(objects: Iterable[Any]) -> None:
