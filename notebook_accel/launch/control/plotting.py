@@ -62,26 +62,13 @@ def plot_metrics(metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ()
         ImportError: matplotlib is not installed.
     """
     curves = metric_curves(metrics)
-    unknown = [name for name in names if name not in curves]
-    if unknown:
-        logged = ", ".join(map(repr, curves)) or "none"
-        raise ConfigError(f"no metric is called {unknown[0]!r}; this run logged {logged}")
-    try:
-        from matplotlib import pyplot as plt
-    except ImportError:
-        raise ImportError("run.plot() needs matplotlib: pip install matplotlib") from None
-    if not curves:
-        return []
-    shown = {name: curves[name] for name in names} if names else curves
-    _, axes = plt.subplots(1, len(shown), figsize=(4.5 * len(shown), 3), squeeze=False)
-    for axis, (name, by_rank) in zip(axes[0], shown.items(), strict=True):
-        for rank, points in by_rank.items():
+    drawn = _axes(curves, names, of="this run", caller="run.plot()")
+    for name, axis in drawn:
+        for rank, points in curves[name].items():
             axis.plot(*zip(*points, strict=True), label=f"rank {rank}")
-        axis.set_title(name)
-        axis.set_xlabel("step")
-        if len(by_rank) > 1:
+        if len(curves[name]) > 1:
             axis.legend()
-    return list(axes[0])
+    return [axis for _, axis in drawn]
 
 
 def plot_together(
@@ -98,26 +85,47 @@ def plot_together(
         ImportError: matplotlib is not installed.
     """
     curves = {label: metric_curves(metrics) for label, metrics in runs.items()}
-    known = list(dict.fromkeys(name for found in curves.values() for name in found))
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        logged = ", ".join(map(repr, known)) or "none"
-        raise ConfigError(f"no metric is called {unknown[0]!r}; these runs logged {logged}")
-    try:
-        from matplotlib import pyplot as plt
-    except ImportError:
-        raise ImportError("compare() needs matplotlib: pip install matplotlib") from None
-    shown = list(names) or known
-    if not shown:
-        return []
-    _, axes = plt.subplots(1, len(shown), figsize=(4.5 * len(shown), 3), squeeze=False)
-    for axis, name in zip(axes[0], shown, strict=True):
+    known = dict.fromkeys(name for found in curves.values() for name in found)
+    drawn = _axes(known, names, of="these runs", caller="compare()")
+    for name, axis in drawn:
         for index, (label, found) in enumerate(curves.items()):
             for number, points in enumerate(found.get(name, {}).values()):
                 # One entry in the legend for all ranks of a run.
                 text = label if number == 0 else None
                 axis.plot(*zip(*points, strict=True), color=f"C{index}", label=text)
+        axis.legend()
+    return [axis for _, axis in drawn]
+
+
+def _axes(
+    known: Iterable[str], names: Sequence[str], *, of: str, caller: str
+) -> list[tuple[str, Axes]]:
+    """Each metric that is to be drawn, and an axes with its name.
+
+    Args:
+        known: the metrics that there are; all are drawn where none is named.
+        names: those that are asked for.
+        of: whose metrics, for an error.
+        caller: what the person called, for another.
+
+    Raises:
+        ConfigError: there is no metric of one of the names.
+        ImportError: matplotlib is not installed.
+    """
+    known = list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        logged = ", ".join(map(repr, known)) or "none"
+        raise ConfigError(f"no metric is called {unknown[0]!r}; {of} logged {logged}")
+    try:
+        from matplotlib import pyplot as plt
+    except ImportError:
+        raise ImportError(f"{caller} needs matplotlib: pip install matplotlib") from None
+    shown = list(names) or known
+    if not shown:
+        return []
+    _, axes = plt.subplots(1, len(shown), figsize=(4.5 * len(shown), 3), squeeze=False)
+    for name, axis in zip(shown, axes[0], strict=True):
         axis.set_title(name)
         axis.set_xlabel("step")
-        axis.legend()
-    return list(axes[0])
+    return list(zip(shown, axes[0], strict=True))
