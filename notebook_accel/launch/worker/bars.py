@@ -71,7 +71,7 @@ class _Reports:
 
 
 def _report(bar: Any, *, closed: bool) -> None:
-    reports: _Reports = bar.__dict__.setdefault("_notebook_accel_reports", None) or _Reports()
+    reports: _Reports = bar.__dict__.get("_notebook_accel_reports") or _Reports()
     bar._notebook_accel_reports = reports
     if not reports.limit.try_take() and not closed:
         return

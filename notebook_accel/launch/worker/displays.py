@@ -84,14 +84,14 @@ def _make_display() -> Callable[..., None]:
             if not data:
                 continue
             text = str(data.get("text/plain", ""))
+            size = sum(map(len, data.values()))
             context = rank.current()
             if set(data) == {"text/plain"} or not isinstance(context, rank.LaunchedContext):
                 sys.stdout.write(f"{text}\n")
-            elif sum(map(len, data.values())) > _MAX_BYTES:
-                size = sum(map(len, data.values())) / 1e6
-                limit = _MAX_BYTES / 1e6
+            elif size > _MAX_BYTES:
+                megabytes, limit = size / 1e6, _MAX_BYTES / 1e6
                 sys.stdout.write(
-                    f"{text} (not shown: {size:.1f} MB, the limit is {limit:.0f} MB)\n"
+                    f"{text} (not shown: {megabytes:.1f} MB, the limit is {limit:.0f} MB)\n"
                 )
             elif not bucket.try_take():
                 sys.stdout.write(f"{text} (not shown: this rank displays too much)\n")
@@ -111,7 +111,8 @@ def mime_bundle(value: Any) -> dict[str, str]:
 
 def _sendable(found: Mapping[str, Any]) -> dict[str, str]:
     """The part of the data that is text or bytes, as ``wire.Displayed`` has it."""
-    return {str(mime): _as_text(data) for mime, data in found.items() if _as_text(data)}
+    texts = {str(mime): _as_text(data) for mime, data in found.items()}
+    return {mime: text for mime, text in texts.items() if text}
 
 
 def _found_by_methods(value: Any) -> dict[str, Any]:
