@@ -14,7 +14,8 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # Hundreds of processes import the package: compiled once, not in each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test check coverage test-chaos test-deepspeed test-kernels test-kills test-soak bench demo lab env browser clean
+.PHONY: help test check coverage test-chaos test-deepspeed test-fp8 test-gpu test-kernels \
+  test-kills test-soak bench demo lab env browser clean
 
 help:
 	@echo 'make demo        train in a notebook, headless; writes build/demo/'
@@ -24,6 +25,8 @@ help:
 	@echo 'make coverage    the tests, with the lines that they miss'
 	@echo 'make test-chaos  kill kernels, agents, templates and ranks at random'
 	@echo 'make test-deepspeed  trains by DeepSpeed, which it installs; make test skips that'
+	@echo 'make test-fp8    trains in 8 bits by torchao, which it gets; make test skips that'
+	@echo 'make test-gpu    what only a machine with a GPU shows; make test skips that elsewhere'
 	@echo 'make test-kernels  blocking, background, Stop, Interrupt in six versions of ipykernel'
 	@echo 'make test-kills  kill ranks of trainings that save checkpoints, and resume each'
 	@echo 'make test-soak   launch 1,000 times, and look at what that leaves behind'
@@ -60,6 +63,19 @@ test-deepspeed: $(READY)
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --editable '.[deepspeed]'
 	$(PYTEST) tests/training/strategies/test_deepspeed.py $(ARGS)
+
+# torchao goes into an environment on top of the other one, which stays as it is: its import prints
+# warnings in every process that looks for it.
+test-fp8: $(READY)
+	$(BIN)/python -m venv build/fp8
+	$(BIN)/python -c 'import site; print(*site.getsitepackages())' \
+	  >"$$(build/fp8/bin/python -c 'import site; print(*site.getsitepackages())')/below.pth"
+	build/fp8/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	  --constraint constraints.txt torchao==0.18.0
+	build/fp8/bin/python -m pytest tests/training/test_float8.py $(ARGS)
+
+test-gpu: $(READY)
+	$(PYTEST) -m gpu $(call marked,gpu) $(ARGS)
 
 test-kernels: $(READY)
 	$(PYTEST) tests/notebook/matrix.py $(ARGS)
