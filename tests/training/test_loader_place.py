@@ -388,6 +388,20 @@ def test_a_restored_loader_gives_the_rest_of_its_epoch(given: int, seedable: boo
     assert lists(third) == following
 
 
+def test_a_loader_that_is_prepared_again_goes_on_in_the_same_order() -> None:
+    raw = numbers(10, 2, shuffle=True)
+    first = prepare(raw)
+    running = iter(first)
+    next(running)
+    state = first.state_dict()
+    rest = lists(running)
+    again = prepare(raw)  # as a cell does that is run again
+    again.load_state_dict(state)
+    assert lists(again) == rest
+    assert lists(again) == lists(first), "the epoch after it"
+    assert raw.sampler.generator is None, "the user's"  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("dispatched", [False, True])
 @pytest.mark.parametrize(("size", "given"), [(4, 2), (1, 10), (2, 5)])
 def test_batches_of_ones_own_go_on_at_their_place_on_other_ranks(

@@ -155,8 +155,7 @@ def _is_dispatched(
 
 def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
     """Replace torch's random sampler in ``draft``, if there is one, by a seedable one."""
-    sampler = draft.sampler
-    inner = getattr(draft.batch_sampler, "sampler", sampler)
+    inner = getattr(draft.batch_sampler, "sampler", draft.sampler)
     if type(inner) is not RandomSampler:  # a subclass has an order of its own
         return
     seedable = SeedableRandomSampler(
@@ -166,9 +165,13 @@ def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
     if data_seed is None and inner.generator is not None:
         # It may differ from rank to rank: as a pass begins, all take rank 0's.
         seedable.initial_seed = inner.generator.initial_seed()
-    if sampler is inner:
-        vars(draft)["sampler"] = seedable
-    vars(draft)["batch_sampler"] = _with_sampler(draft.batch_sampler, inner, seedable)
+    _replace_sampler(draft, inner, seedable)
+
+
+def _replace_sampler(draft: DataLoader[Any], old: Sampler[Any], new: Sampler[Any]) -> None:
+    if draft.sampler is old:
+        vars(draft)["sampler"] = new
+    vars(draft)["batch_sampler"] = _with_sampler(draft.batch_sampler, old, new)
 
 
 def _with_sampler(outer: Any, old: Sampler[Any], new: Sampler[Any]) -> Any:
@@ -204,6 +207,10 @@ def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.
     if isinstance(draft.dataset, IterableDataset):
         found = getattr(draft.dataset, "generator", None)
         return found if isinstance(found, torch.Generator) else None
+    own = draft.sampler
+    if type(own) is RandomSampler and own.generator is None:
+        # A copy of what shuffle=True has made: the user's loader may be prepared again.
+        _replace_sampler(draft, own, copy.copy(own))
     for sampler in samplers_of(draft):
         if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
             continue
