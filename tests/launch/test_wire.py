@@ -16,7 +16,6 @@ HEAD = {
     "call": 2,
     "process": 3,
     "rank": 4,
-    "sequence": 5,
     "monotonic": 6.5,
     "wall": 7.5,
 }

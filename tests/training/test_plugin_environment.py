@@ -16,7 +16,7 @@ from typing import Any
 
 import accelerate.utils as peer
 import pytest
-from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy, wrap
+from torch.distributed.fsdp import wrap
 
 from notebook_accel import utils
 from tests.training.single import fresh_rank  # noqa: F401
@@ -119,10 +119,6 @@ def in_our_words(field: str, value: Any) -> Any:
     """A field of Accelerate's plugin as ours spells it."""
     if field == "auto_wrap_policy":
         return _WRAPS[value]
-    if isinstance(value, CPUOffload):
-        return value.offload_params
-    if isinstance(value, OffloadPolicy):
-        return isinstance(value, CPUOffloadPolicy)
     return getattr(value, "cp_comm_strategy", value)
 
 
