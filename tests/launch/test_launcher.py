@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -28,7 +29,7 @@ from notebook_accel.launch.run_list import find_run, runs
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport.handshake import connect
 from notebook_accel.launch.view import View
-from tests.engines.processes import below, eventually
+from tests.engines.processes import below, eventually, gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -200,6 +201,8 @@ def test_what_a_rank_said_last_waits_for_a_kernel_that_is_far_behind() -> None:
         view.go_on.set()
         assert run.wait(SOON).results == [7]
         assert len(run.metrics) == number
+        # An agent that is still ending must not be taken for the next launch's.
+        eventually(partial(gone, [agent]), within=SOON, what="the agent ended")
 
 
 def _until_idle(pid: int) -> None:
