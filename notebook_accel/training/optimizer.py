@@ -27,11 +27,12 @@ from notebook_accel.training.loss_scaling import LossScaling, gradient_marks
 from notebook_accel.training.notices import notice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from torch.optim import Optimizer
 
     from notebook_accel.training.accumulation import Accumulation
+    from notebook_accel.training.prepare import PreparedModel
 
 __all__ = ["AcceleratedOptimizer", "UnpreparedWatch", "inner_optimizer", "shares_parameters"]
 
@@ -272,11 +273,11 @@ class UnpreparedWatch:
         *,
         accumulation: Accumulation,
         scaling: LossScaling | None,
-        parameters: Callable[[], set[int]],
+        models: Sequence[PreparedModel],
     ) -> None:
         self._accumulation = accumulation
         self._scaling = scaling
-        self._parameters = parameters
+        self._models = models
         self._started = False
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -308,7 +309,8 @@ class UnpreparedWatch:
         if self._accumulation.is_stepping or not reason or optimizer in self._known:
             return
         self._known.add(optimizer)
-        if shares_parameters(optimizer, self._parameters()):
+        prepared = {id(weight) for model in self._models for weight in model.inner.parameters()}
+        if shares_parameters(optimizer, prepared):
             notice(
                 f"{type(optimizer).__name__} was stepped without accelerator.prepare(optimizer), "
                 f"{reason}"

@@ -62,7 +62,7 @@ class Preparation:
         self.watch = UnpreparedWatch(
             accumulation=plan.accumulation,
             scaling=plan.strategy.scaling,
-            parameters=self._parameter_ids,
+            models=self.models,
         )
 
     def prepare(self, objects: Sequence[Any], placement: Sequence[bool | None]) -> list[Any]:
@@ -170,7 +170,7 @@ class Preparation:
         return model
 
     def _keep(self, prepared: PreparedModel) -> None:
-        self.models = [known for known in self.models if known.inner is not prepared.inner]
+        self.models[:] = [known for known in self.models if known.inner is not prepared.inner]
         self.models.append(prepared)
         # Should the run be stopped, this is what was being trained.
         current().note_training(self)
@@ -274,9 +274,6 @@ class Preparation:
     def _device(self, placement: bool | None) -> torch.device | None:
         wanted = self.plan.device_placement if placement is None else placement
         return self.plan.topology.device if wanted else None
-
-    def _parameter_ids(self) -> set[int]:
-        return {id(weight) for known in self.models for weight in known.inner.parameters()}
 
 
 def _batch_sizes(item: object, num_shares: int) -> list[int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import multiprocessing
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +189,22 @@ def test_placement_is_one_entry_an_object() -> None:
     for flag in (True, False):
         with pytest.raises(ConfigError, match=rf"device_placement={flag}\): expected a list"):
             accelerator.prepare(model, loader, device_placement=flag)  # type: ignore[arg-type]
+
+
+def test_what_was_prepared_goes_with_its_accelerator() -> None:
+    """Workers that stay are collected in a cycle after 5 s each: torch joins them in vain there."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    _, model, optimizer, schedule = parts()
+    stays = DataLoader(range(4), num_workers=1, persistent_workers=True)
+    loader, *others = accelerator.prepare(stays, model, optimizer, schedule)
+    assert sum(map(len, loader)) == 4
+    (worker,) = multiprocessing.active_children()
+    gc.disable()
+    try:
+        del accelerator, loader, others, model, optimizer, schedule, stays
+        assert not worker.is_alive()
+    finally:
+        gc.enable()
 
 
 def test_free_memory_forgets_everything() -> None:
