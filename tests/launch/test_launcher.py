@@ -29,6 +29,7 @@ from notebook_accel.launch.run_list import find_run, runs
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.transport.handshake import connect
 from notebook_accel.launch.view import View
+from tests.descriptors import open_descriptors
 from tests.engines.processes import below, eventually, gone
 
 if TYPE_CHECKING:
@@ -453,7 +454,7 @@ def test_a_payload_that_cannot_be_sealed_leaves_nothing(
 
     on_cpu(lambda: 1)
     weights = torch.zeros(1_000_000)
-    before = (psutil.Process().num_fds(), sorted(os.listdir(tmp_path / "runs")), len(runs()))
+    before, opened = (sorted(os.listdir(tmp_path / "runs")), len(runs())), open_descriptors()
     with monkeypatch.context() as patch:
         full = OSError(24, "Too many open files")
         patch.setattr(base, "pack", lambda *_, **__: (_ for _ in ()).throw(full))
@@ -462,8 +463,8 @@ def test_a_payload_that_cannot_be_sealed_leaves_nothing(
         full = OSError(12, "Cannot allocate memory")
         with pytest.raises(LaunchError, match=r"Cannot allocate memory.*launch again"):
             on_cpu(lambda: weights)
-    after = (psutil.Process().num_fds(), sorted(os.listdir(tmp_path / "runs")), len(runs()))
-    assert after == before
+    assert (sorted(os.listdir(tmp_path / "runs")), len(runs())) == before
+    assert not open_descriptors() - opened
 
 
 # ---- runs that were, here and elsewhere ----------------------------------------------------

@@ -20,6 +20,7 @@ from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders, runs_folder
 from notebook_accel.launch.control.state import starting
 from notebook_accel.launch.system.log_files import log_path
+from tests.descriptors import open_descriptors
 
 KEPT = 50
 
@@ -195,9 +196,9 @@ def test_a_child_that_was_forked_lets_go_of_nothing(tmp_path: Path) -> None:
 
 def test_held_runs_cost_one_descriptor_together(tmp_path: Path) -> None:
     RunFolder.make(tmp_path)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     held = [RunFolder.make(tmp_path) for _ in range(KEPT + 20)]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_descriptors() - before
     assert all(folder.is_held for folder in held)
     assert len(set(names(tmp_path))) >= KEPT + 20
 

@@ -20,6 +20,7 @@ from notebook_accel.launch.engines.base import RankPlan, StartRequest
 from notebook_accel.launch.engines.local import LocalEngine, fork_agent
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
+from tests.descriptors import open_descriptors
 from tests.engines.processes import below, eventually, gone
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def test_a_link_knows_its_ranks_ends_its_agent_and_says_how_that_ended() -> None
 
 def test_an_agent_that_cannot_be_reached_is_an_error_and_leaves_nothing() -> None:
     before = {child.pid for child in below(template().pid)}
-    opened = len(os.listdir("/proc/self/fd"))
+    opened = open_descriptors()
 
     def cut() -> tuple[socket.socket, socket.socket]:
         """Two ends of two connections, whose other ends are closed."""
@@ -172,7 +173,7 @@ def test_an_agent_that_cannot_be_reached_is_an_error_and_leaves_nothing() -> Non
         within=SECONDS,
         what="the agent is gone",
     )
-    assert len(os.listdir("/proc/self/fd")) == opened
+    assert not open_descriptors() - opened
 
 
 def test_the_number_of_an_agent_that_has_ended_may_be_another_s() -> None:

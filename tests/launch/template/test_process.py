@@ -17,6 +17,7 @@ from notebook_accel.launch.template import process
 from notebook_accel.launch.template.handle import Template, template
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.handshake import connect, new_secret
+from tests.descriptors import open_descriptors
 from tests.engines.processes import eventually, gone
 from tests.launch.agents import SECONDS, agent_by_hand
 
@@ -115,7 +116,7 @@ def test_a_fork_that_the_system_refuses_is_told_and_ends_nothing(
     ours, theirs = socket.socketpair()
     kernel, server = Channel(ours), process._Server(Channel(theirs), kernel=-1)
     fork_agent = wire.ForkAgent(run="r", secret=new_secret())
-    before = psutil.Process().num_fds()
+    before = open_descriptors()
     monkeypatch.setattr(os, "fork", refuse)
     server._count_devices(wire.CountDevices(run="r", environment={}))
     server._fork_agent(fork_agent, [os.dup(0)])
@@ -123,7 +124,7 @@ def test_a_fork_that_the_system_refuses_is_told_and_ends_nothing(
         said, _ = kernel.receive()
         assert isinstance(said, kind)
         assert "no more processes" in said.error
-    assert psutil.Process().num_fds() == before
+    assert not open_descriptors() - before
     kernel.close()
     server._channel.close()
     server._selector.close()

@@ -16,6 +16,7 @@ import pytest
 from notebook_accel.launch import wire
 from notebook_accel.launch.transport import channel as channels
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from tests.descriptors import open_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,19 +30,9 @@ MAGIC = b"notebook-accel %03d" % wire.VERSION
 
 @pytest.fixture(autouse=True)
 def _leaves_no_descriptor() -> Iterator[None]:
-    before = _open_files()
+    before = open_descriptors()
     yield
-    # What was open before may have been collected meanwhile.
-    assert not _open_files() - before
-
-
-def _open_files() -> set[str]:
-    """What this process has open; epoll instances and the like of others do not change."""
-    found = set()
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
-    return {entry for entry in found if f"/proc/{os.getpid()}/fd" not in entry}
+    assert not open_descriptors() - before
 
 
 @pytest.fixture

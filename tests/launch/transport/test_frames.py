@@ -16,6 +16,7 @@ from notebook_accel.launch.payload import Packed
 from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.launch.transport.packet import pack, unpack
+from tests.descriptors import open_descriptors
 from tests.launch.transport.test_channel import beside, frame
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ BIG = os.urandom(1 << 16) * 400  # 26 MB: more than may be under way at once
 
 @pytest.fixture(autouse=True)
 def _leaves_no_descriptor() -> Iterator[None]:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     yield
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_descriptors() - before
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:

@@ -10,6 +10,7 @@ import pytest
 from notebook_accel.launch import wire
 from notebook_accel.launch.payload import Packed
 from notebook_accel.launch.transport.packet import pack, unpack
+from tests.descriptors import open_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,9 +20,9 @@ SMALL, LARGE = b"s" * 100, b"l" * 1_000_000
 
 @pytest.fixture(autouse=True)
 def _leaves_no_descriptor() -> Iterator[None]:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     yield
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_descriptors() - before
 
 
 def carried(packet: wire.Packet) -> wire.Packet:

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from notebook_accel.launch.transport.segment import attach, layout, seal
+from tests.descriptors import open_descriptors
 
 
 @pytest.fixture
@@ -69,12 +70,12 @@ def test_what_could_shrink_or_is_too_short_is_not_mapped(parts: tuple[memoryview
 def test_no_descriptor_is_left(
     parts: tuple[memoryview, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     fd = seal(parts)
     views = attach(fd, [part.nbytes for part in parts])
     os.close(fd)
     del views
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert not open_descriptors() - before
 
     def full(*_args: object) -> int:
         raise OSError(errno.ENOMEM, "no memory")
@@ -82,4 +83,4 @@ def test_no_descriptor_is_left(
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="no memory"):
         seal(parts)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert not open_descriptors() - before

@@ -1,0 +1,21 @@
+"""Descriptors of this process, for tests that must leave none open."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+__all__ = ["open_descriptors"]
+
+
+def open_descriptors() -> set[str]:
+    """Each open descriptor's number and what it is.
+
+    What a test left is what came since: ``open_descriptors() - before``. Numbers alone, or how many
+    there are, do not tell: what earlier tests left behind may be collected meanwhile.
+    """
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder's own, which is closed by now
+            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+    return {entry for entry in found if f"/proc/{os.getpid()}/fd" not in entry}
