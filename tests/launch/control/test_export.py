@@ -144,9 +144,13 @@ def test_torchrun_runs_what_was_exported(folder: Path) -> None:
     assert "class Box:\n    n: int = 0" in text
     assert "SIZE = 4" in text
     assert "torchrun --nproc_per_node=2 exported.py" in text
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    said = _run(sys.executable, *torchrun, str(folder / "exported.py"))
-    assert sorted(said.splitlines()) == ["16 9 3 of 2"] * 2
+    # Each rank into a file of its own: torchrun runs them unbuffered, so that the parts of what two
+    # ranks print at the same time come mixed.
+    to_files = ("--redirects=3", f"--log-dir={folder / 'logs'}")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *to_files)
+    _run(sys.executable, *torchrun, str(folder / "exported.py"))
+    said = [file.read_text() for file in folder.glob("logs/*/attempt_0/*/stdout.log")]
+    assert said == ["16 9 3 of 2\n"] * 2
 
 
 def test_what_a_notebooks_cells_made_is_copied_as_source(folder: Path) -> None:
