@@ -14,8 +14,8 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # Hundreds of processes import the package: compiled once, not in each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test check coverage test-chaos test-deepspeed test-fp8 test-gpu test-kernels \
-  test-kills test-soak bench demo lab env browser clean
+.PHONY: help test check coverage test-chaos test-deepspeed test-fp8 test-gpu \
+  test-kernels test-kills test-soak bench demo lab env browser clean
 
 help:
 	@echo 'make demo        train in a notebook, headless; writes build/demo/'
@@ -24,7 +24,7 @@ help:
 	@echo 'make check       ruff and mypy'
 	@echo 'make coverage    the tests, with the lines that they miss'
 	@echo 'make test-chaos  kill kernels, agents, templates and ranks at random'
-	@echo 'make test-deepspeed  trains by DeepSpeed, which it installs; make test skips that'
+	@echo 'make test-deepspeed  trains by DeepSpeed, which it gets; make test skips that'
 	@echo 'make test-fp8    trains in 8 bits by torchao, which it gets; make test skips that'
 	@echo 'make test-gpu    what only a machine with a GPU shows; make test skips that elsewhere'
 	@echo 'make test-kernels  blocking, background, Stop, Interrupt in six versions of ipykernel'
@@ -59,19 +59,23 @@ coverage: $(READY)
 test-chaos: $(READY)
 	$(BIN)/python -m tests.chaos $(ARGS)
 
-test-deepspeed: $(READY)
-	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[deepspeed]'
-	$(PYTEST) tests/training/strategies/test_deepspeed.py $(ARGS)
+# What a target needs beside .venv goes into an environment on top of it, so that it stays as it is:
+# torchao prints warnings in every process that looks for it, say.
+#   1: its name, 2: what it needs
+define on_top
+	$(BIN)/python -m venv build/$(1)
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+	  >"$$(build/$(1)/bin/python -c 'import site; print(*site.getsitepackages())')/below.pth"
+	build/$(1)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	  --constraint constraints.txt $(2)
+endef
 
-# torchao goes into an environment on top of the other one, which stays as it is: its import prints
-# warnings in every process that looks for it.
+test-deepspeed: $(READY)
+	$(call on_top,deepspeed,deepspeed==0.19.8)
+	build/deepspeed/bin/python -m pytest tests/training/strategies/test_deepspeed.py $(ARGS)
+
 test-fp8: $(READY)
-	$(BIN)/python -m venv build/fp8
-	$(BIN)/python -c 'import site; print(*site.getsitepackages())' \
-	  >"$$(build/fp8/bin/python -c 'import site; print(*site.getsitepackages())')/below.pth"
-	build/fp8/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
-	  --constraint constraints.txt torchao==0.18.0
+	$(call on_top,fp8,torchao==0.18.0)
 	build/fp8/bin/python -m pytest tests/training/test_float8.py $(ARGS)
 
 test-gpu: $(READY)

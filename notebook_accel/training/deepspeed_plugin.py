@@ -8,6 +8,7 @@ imported by the strategy alone (``strategies/deepspeed.py``).
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -242,6 +243,15 @@ class DeepSpeedPlugin:
         """
         loaded = "transformers" in sys.modules
         if not loaded and not (self._wants_init and is_transformers_available()):
+            return
+        if importlib.util.find_spec("accelerate") is None:
+            # Transformers reads the configuration by a class of Accelerate, and raises without it.
+            if self._wants_init:
+                notice_once(
+                    "zero3 init",
+                    "zero3_init_flag has no effect: Transformers puts weights in parts as it reads "
+                    "them where accelerate is installed. pip install accelerate",
+                )
             return
         # By name: no dependency, but a library that a training may use beside this one.
         integration: Any = importlib.import_module("transformers.integrations.deepspeed")

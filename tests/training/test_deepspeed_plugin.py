@@ -26,7 +26,7 @@ from notebook_accel.training.strategies.zero_engine import (
     DeepSpeedOptimizerWrapper,
 )
 from tests.training.loading import numbers, prepare
-from tests.training.single import fresh_rank  # noqa: F401
+from tests.training.single import Told, be, fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -138,7 +138,10 @@ def test_all_ranks_gather_weights_in_the_order_of_the_model(
 def test_steps_of_the_engine_are_counted_but_for_overflows() -> None:
     applied = iter([True, False])
     library = SimpleNamespace(
-        step=lambda: None, global_steps=1, was_step_applied=lambda: next(applied)
+        step=lambda: None,
+        was_step_applied=lambda: next(applied),
+        set_gradient_accumulation_boundary=lambda _: None,
+        backward=lambda *_, **__: None,
     )
     accumulation = Accumulation(GradientAccumulationPlugin())
     inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
@@ -146,21 +149,22 @@ def test_steps_of_the_engine_are_counted_but_for_overflows() -> None:
     optimizer = DeepSpeedOptimizerWrapper(inner, engine, accumulation=accumulation)
     loader = prepare(numbers(6))
     for _ in loader:
+        engine.backward(torch.zeros(1))
         optimizer.step()
     assert optimizer.num_steps == 1
+    assert optimizer.step_was_skipped
     assert accumulation.trained_on is loader
 
 
 def test_a_load_drops_what_an_open_window_has_added_up() -> None:
     cleared: list[str] = []
-    added_up: dict[int, Any] = {0: [torch.ones(1)]}
-    library = SimpleNamespace(
-        optimizer=SimpleNamespace(
-            zero_grad=lambda: cleared.append("zero_grad"),
-            averaged_gradients=added_up,
-            all_grad_tensors={},
-        )
+    kept = SimpleNamespace(
+        zero_grad=lambda: cleared.append("zero_grad"),
+        averaged_gradients={0: [torch.ones(1)]},
+        all_grad_tensors={0: [torch.ones(1)]},
+        micro_step_id=0,
     )
+    library = SimpleNamespace(optimizer=kept, zero_optimization_stage=lambda: 2)
     inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     accumulation = Accumulation(GradientAccumulationPlugin())
     optimizer = DeepSpeedOptimizerWrapper(
@@ -169,7 +173,9 @@ def test_a_load_drops_what_an_open_window_has_added_up() -> None:
     optimizer.zero_grad()
     assert not cleared, "the window goes on"
     optimizer.drop_gradients()
-    assert (cleared, added_up) == (["zero_grad"], {0: None})
+    assert cleared == ["zero_grad"]
+    assert kept.averaged_gradients == kept.all_grad_tensors == {0: None}
+    assert kept.micro_step_id == -1
 
 
 def test_a_window_without_its_gradients_is_told(tmp_path: Path) -> None:
@@ -248,6 +254,18 @@ def test_transformers_is_told_whether_to_divide_weights(monkeypatch: pytest.Monk
         assert told == [None, None, 3, None]
     assert plugin.is_zero3_init_enabled()
     assert told[4:] == [None, 3]
+
+
+def test_transformers_is_not_told_without_what_it_reads_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace())
+    monkeypatch.setattr(deepspeed_plugin.importlib.util, "find_spec", lambda _: None)
+    DeepSpeedPlugin(zero_stage=3).set_deepspeed_weakref()
+    told = Told()
+    be(told, monkeypatch)
+    DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True).set_deepspeed_weakref()
+    assert [line.rpartition(". ")[2] for line in told.notices] == ["pip install accelerate"]
 
 
 def test_layers_of_experts_are_named_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,10 +42,12 @@ class DeepSpeedEngineWrapper:
 
     Attributes:
         engine: the ``deepspeed.DeepSpeedEngine``.
+        step_was_skipped: whether the last step was left out because a gradient overflowed.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+        self.step_was_skipped = False
         # Whether there are gradients of a whole window that no step has used.
         self._is_due = False
 
@@ -80,6 +82,8 @@ class DeepSpeedEngineWrapper:
         if self._is_due:
             self._is_due = False
             self.engine.step()
+            # Not asked later: an engine that has read a checkpoint says that none was applied.
+            self.step_was_skipped = not self.engine.was_step_applied()
 
     def drop(self) -> None:
         """Forget the gradients of a whole window that no step has used."""
@@ -91,17 +95,15 @@ class DeepSpeedEngineWrapper:
         self._is_due = False
         optimizer = self.engine.optimizer
         optimizer.zero_grad()
-        # Stages 1 and 2 add to averaged_gradients, which zero_grad leaves; stage 3 overwrites its
-        # own after zero_grad.
-        kept = getattr(optimizer, "averaged_gradients", {})
-        if hasattr(optimizer, "all_grad_tensors"):
-            for index in kept:
-                kept[index] = None
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because a gradient overflowed."""
-        return bool(self.engine.global_steps and not self.engine.was_step_applied())
+        if self.engine.zero_optimization_stage() < 3:
+            # Where stages 1 and 2 add up a window, by version and precision, and the number of
+            # its batch, by which they add to what is offloaded; zero_grad leaves all of it.
+            for name in ("averaged_gradients", "all_grad_tensors"):
+                sums = getattr(optimizer, name, {})
+                for group in sums:
+                    sums[group] = None
+            if hasattr(optimizer, "micro_step_id"):
+                optimizer.micro_step_id = -1
 
     def get_global_grad_norm(self) -> float:
         """The norm of all gradients that the last step used, before clipping."""

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
 from tests.training import deepspeeds
+from tests.training.deepspeeds import KINDS
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
     FLOAT_ERROR,
@@ -49,22 +50,21 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulation, uneven end": {"accumulate": 3, "optimizer": "sgd", "samples": 14},
     "bf16": {"precision": "bf16", "accumulate": 2, "clip": 0.5, "optimizer": "sgd"},
 }
-STAGES = (0, 1, 2, 3)
 ROUNDING = 2.0**-8  # of bf16
 
 
 @pytest.fixture(scope="module")
-def trained() -> list[dict[int, dict[str, Any]]]:
-    return run_ranks(deepspeeds.train, 2, STAGES, CASES, timeout=240)
+def trained() -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(deepspeeds.train, 2, CASES, timeout=240)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_equals_one_process(stage: int, name: str, trained: list[Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_equals_one_process(kind: str, name: str, trained: list[Any]) -> None:
     expected, steps = twin(2, CASES[name]), 16
     for rank, result in enumerate(trained):
-        ours = result[stage][name]
+        ours = result[kind][name]
         assert ours["losses"] == pytest.approx(expected["losses"], abs=FLOAT_ERROR * steps)
         assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         samples = data(CASES[name].get("samples", 16)).tensors[0].tolist()
@@ -81,11 +81,11 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     )
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_bf16_stays_near_full_precision(stage: int, trained: list[Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_stays_near_full_precision(kind: str, trained: list[Any]) -> None:
     expected = twin(2, CASES["bf16"])
     for result in trained:
-        ours = result[stage]["bf16"]
+        ours = result[kind]["bf16"]
         assert ours["losses"] == pytest.approx(expected["losses"], rel=8 * ROUNDING)
         assert ours["losses"] != expected["losses"]
         assert ours["norms"] == pytest.approx(expected["norms"], rel=64 * ROUNDING)
@@ -94,22 +94,22 @@ def test_bf16_stays_near_full_precision(stage: int, trained: list[Any]) -> None:
 # ---- checkpoints ---------------------------------------------------------------------------
 
 
-RUNS = [(stage, precision) for stage in STAGES for precision in ("no", "bf16")]
+RUNS = [(kind, precision) for kind in KINDS for precision in ("no", "bf16")]
 
 
 def save_and_resume(folder: str) -> list[dict[str, Any]]:
     return [resume_one(*run, f"{folder}/{run[0]}_{run[1]}") for run in RUNS]
 
 
-def resume_one(stage: int, precision: str, folder: str) -> dict[str, Any]:
+def resume_one(kind: str, precision: str, folder: str) -> dict[str, Any]:
     """Train an epoch, save, train another; then load into a new model and train that one again."""
     torch.manual_seed(5)
-    accelerator, *ready = prepared(stage, precision)
+    accelerator, *ready = prepared(kind, precision)
     run_epoch(accelerator, *ready)
     accelerator.save_state(folder)
     unbroken = run_epoch(accelerator, *ready)
     torch.manual_seed(6)
-    accelerator, *ready = prepared(stage, precision)
+    accelerator, *ready = prepared(kind, precision)
     run_epoch(accelerator, *ready)
     accelerator.load_state(folder)
     whole = accelerator.get_state_dict(ready[0])
@@ -122,8 +122,8 @@ def resume_one(stage: int, precision: str, folder: str) -> dict[str, Any]:
     }
 
 
-def prepared(stage: int, precision: str) -> list[Any]:
-    accelerator = deepspeeds.accelerator_for(stage, mixed_precision=precision)
+def prepared(kind: str, precision: str) -> list[Any]:
+    accelerator = deepspeeds.accelerator_for(kind, mixed_precision=precision)
     model, optimizer = make({})
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
     loader: Any = DataLoader(data(16), batch_size=2, shuffle=True)
@@ -148,11 +148,11 @@ def run_epoch(
 def load_alone(folder: str) -> list[dict[str, Any]]:
     """Read checkpoints of DeepSpeed without it, in one process."""
     weights = []
-    for stage, precision in RUNS:
+    for kind, precision in RUNS:
         accelerator = accelerator_for(None)
         model, optimizer = make({"optimizer": "sgd"})
         model, optimizer = accelerator.prepare(model, optimizer)
-        accelerator.load_state(f"{folder}/{stage}_{precision}")
+        accelerator.load_state(f"{folder}/{kind}_{precision}")
         weights.append(weights_of(accelerator, model))
     return weights
 
@@ -161,16 +161,16 @@ def load_alone(folder: str) -> list[dict[str, Any]]:
 def test_resumed_training_is_the_same_to_the_bit_and_weights_are_whole(tmp_path: Path) -> None:
     results = run_ranks(save_and_resume, 2, str(tmp_path), timeout=200)
     alone = run_ranks(load_alone, 1, str(tmp_path))[0]
-    for number, (stage, precision) in enumerate(RUNS):
+    for number, (kind, precision) in enumerate(RUNS):
         for result in results:
             assert result[number]["resumed"] == result[number]["unbroken"]
         first = results[0][number]
         assert first["types"] == {"torch.float32"}
         # Stage 0 writes the weights in 16 bits alone, as DeepSpeed has it.
-        is_rounded = stage == 0 and precision == "bf16"
+        is_rounded = kind == "stage 0" and precision == "bf16"
         assert distance(alone[number], first["weights"]) <= (ROUNDING if is_rounded else 0)
         model = Tiny()
-        load_model(model, tmp_path / f"{stage}_{precision}_model" / "model.safetensors")
+        load_model(model, tmp_path / f"{kind}_{precision}_model" / "model.safetensors")
         exported = {name: value.tolist() for name, value in model.state_dict().items()}
         assert distance(exported, first["weights"]) == 0
 
@@ -216,11 +216,11 @@ AUTOMATIC: dict[str, Any] = {
 }
 
 
-def use_configurations(path: str) -> dict[str, Any]:
+def use_configurations(folder: str) -> dict[str, Any]:
     """Configurations in a file, filled in; by the environment; what differs; several of them."""
     seen: dict[str, Any] = {}
-    plugin = DeepSpeedPlugin(hf_ds_config=path)
-    accelerator = deepspeeds.accelerator_for(3, plugin=plugin, gradient_accumulation_steps=2)
+    plugin = DeepSpeedPlugin(hf_ds_config=f"{folder}/ds.json")
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=2)
     model: Any = Wide()
     optimizer: Any = DummyOptim(model.parameters(), lr=0.01, betas=(0.8, 0.9))
     scheduler: Any = DummyScheduler(optimizer, total_num_steps=16, warmup_num_steps=4)
@@ -244,6 +244,7 @@ def use_configurations(path: str) -> dict[str, Any]:
     seen["by environment"] = by_environment()
     seen["two models"] = train_beside_a_teacher()
     seen["dropped"] = drop_a_window()
+    seen["read"] = read_in_parts(folder)
     return seen
 
 
@@ -295,25 +296,60 @@ def train_beside_a_teacher() -> dict[str, Any]:
     }
 
 
-def drop_a_window() -> list[list[float]]:
-    """A loop that drops the gradients of a batch steps as one that never saw the batch."""
-    found = []
-    for stage in STAGES:
-        for drops in (True, False):
-            accelerator = deepspeeds.accelerator_for(stage)
-            model, optimizer = make({"optimizer": "sgd"})
-            model, optimizer = accelerator.prepare(model, optimizer)
-            batches = list(zip(*(part.split(4) for part in data(8).tensors), strict=True))
-            for number, (inputs, targets) in enumerate(batches):
-                if number == 0 and not drops:
-                    continue
+def drop_a_window() -> dict[str, tuple[float, float]]:
+    """What a third batch of four comes to where its gradients are dropped, and where it had none.
+
+    In a window of one batch the loop drops them; an open window of two is dropped by a load.
+    """
+    return {
+        f"{kind}, {window}": (dropped_loss(kind, window, True), dropped_loss(kind, window, False))
+        for kind in KINDS
+        for window in (1, 2)
+    }
+
+
+def dropped_loss(kind: str, window: int, sees_it: bool) -> float:
+    accelerator = deepspeeds.accelerator_for(kind, gradient_accumulation_steps=window)
+    model, optimizer = make({"optimizer": "sgd"})
+    model, optimizer = accelerator.prepare(model, optimizer)
+    batches = list(zip(*(part.split(4) for part in data(16).tensors), strict=True))
+    for number, (inputs, targets) in enumerate(batches):
+        with accelerator.accumulate(model):
+            if number != 2 or sees_it:
                 accelerator.backward(loss_of(model(inputs), targets))
-                if number:
-                    optimizer.step()
+            if number != 2:
+                optimizer.step()
                 optimizer.zero_grad()
-            inputs, targets = batches[0]
-            found.append(float(loss_of(model(inputs), targets).detach()))
-    return [found[0::2], found[1::2]]
+            elif window == 1:
+                optimizer.zero_grad()
+            else:
+                optimizer.drop_gradients()
+    inputs, targets = batches[0]
+    return float(loss_of(model(inputs), targets).detach())
+
+
+def read_in_parts(folder: str) -> dict[str, Any]:
+    """A model that is in parts from the moment Transformers has read it."""
+    from transformers import BertForSequenceClassification
+
+    plugin = DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    model: Any = BertForSequenceClassification.from_pretrained(folder)
+    are_parts = [hasattr(weight, "ds_id") for weight in model.parameters()]
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for _ in range(2):
+        loss = model(**words(accelerator.process_index)).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    return {"in parts": are_parts, "losses": losses}
+
+
+def words(rank: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.arange(8).view(2, 4) + rank, "labels": torch.tensor([0, 1])}
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -327,7 +363,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def refusal(changed: dict[str, Any], settings: dict[str, Any], _: str) -> str:
     try:
         plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}, **changed})
-        accelerator = deepspeeds.accelerator_for(1, plugin=plugin, **settings)
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, **settings)
         model = Wide()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader: Any = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4)
@@ -339,11 +375,13 @@ def refusal(changed: dict[str, Any], settings: dict[str, Any], _: str) -> str:
 
 @pytest.fixture(scope="module")
 def configured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    path = tmp_path_factory.mktemp("config") / "ds.json"
-    path.write_text(json.dumps(AUTOMATIC))
-    return run_ranks(use_configurations, 2, str(path), timeout=110)
+    folder = tmp_path_factory.mktemp("config")
+    (folder / "ds.json").write_text(json.dumps(AUTOMATIC))
+    bert().save_pretrained(folder)
+    return run_ranks(use_configurations, 2, str(folder), timeout=200)
 
 
+@pytest.mark.timeout(300)
 def test_automatic_entries_are_filled_in(configured: list[dict[str, Any]]) -> None:
     for seen in configured:
         filled = seen["filled"]
@@ -398,7 +436,42 @@ def test_each_of_two_models_has_its_configuration(configured: list[dict[str, Any
         assert seen["two models"]["whole"] == (numbers if rank == 0 else 0)
 
 
-def test_gradients_that_no_step_used_are_dropped(configured: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_no_step_used_are_dropped(
+    kind: str, window: int, configured: list[dict[str, Any]]
+) -> None:
     for seen in configured:
-        dropped, never_seen = seen["dropped"]
+        dropped, never_seen = seen["dropped"][f"{kind}, {window}"]
         assert dropped == pytest.approx(never_seen, abs=FLOAT_ERROR)
+
+
+def test_a_model_that_was_read_in_parts_trains(configured: list[dict[str, Any]]) -> None:
+    model = bert()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(2):
+        loss = (model(**words(0)).loss + model(**words(1)).loss) / 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    for seen in configured:
+        assert all(seen["read"]["in parts"])
+        assert seen["read"]["losses"] == pytest.approx(losses, abs=10 * FLOAT_ERROR)
+
+
+def bert() -> Any:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=16,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
+    )
+    return BertForSequenceClassification(config)
