@@ -36,6 +36,7 @@ from notebook_accel.launch.worker import (
     bars,
     displays,
     exiting,
+    forked_tokenizers,
     groups,
     late_threads,
     output,
@@ -170,6 +171,7 @@ class _Worker:
         _enter_environment(self._inherited)
         bars.install()
         displays.install()
+        forked_tokenizers.install()
         torch_fixes.avoid_hang_when_model_outlives_group()
         torch_fixes.watch_new_groups(self._making_group)
 
