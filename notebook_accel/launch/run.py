@@ -244,11 +244,11 @@ class Run:
     def rescued(self) -> Any:
         """What was being trained when the run was stopped or interrupted; else None. Waits.
 
-        It has ``models`` (those that were prepared by the newest ``Accelerator``, unwrapped, on
-        the CPU; None for one that was spread over the ranks or cannot be pickled: make it anew and
-        load its weights), their whole ``weights`` as state dicts, the state dicts of ``optimizers``
-        and ``schedulers``, and the ``step`` (those of this call); ``missing`` says in lines what
-        could not be rescued.
+        It has ``models`` (those that were prepared by the newest ``Accelerator``, unwrapped, whole,
+        on the CPU; None for one that cannot be pickled, or was spread over the ranks before
+        ``prepare``: make it anew and load its weights), their whole ``weights`` as state dicts, the
+        state dicts of ``optimizers`` and ``schedulers``, and the ``step`` (those of this call);
+        ``missing`` says in lines what could not be rescued.
         A function that reads ``should_stop`` ends by itself, so that its results are kept instead;
         so are those of one that catches the interrupt.
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
 from notebook_accel.training import environment
+from notebook_accel.training.blueprint import blueprint_of
 from notebook_accel.training.data import prepare_data_loader
 from notebook_accel.training.models import strip_forward, uncompiled
 from notebook_accel.training.notices import notice_once
@@ -39,11 +40,20 @@ _FOREIGN |= {"tensorflow", "tf_keras", "tinygrad"}
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """A model, and what the user calls instead."""
+    """A model, and what the user calls instead.
+
+    Attributes:
+        inner: the model.
+        wrapped: what the user calls.
+        training: whether it is trained.
+        blueprint: the model without weights, as it was before the strategy spread it; None where it
+            did not.
+    """
 
     inner: Module
     wrapped: Module
     training: bool
+    blueprint: Module | None = None
 
 
 class Preparation:
@@ -137,9 +147,14 @@ class Preparation:
             self._schedule_steps,
             [size for item in objects for size in _batch_sizes(item, self._num_shares)],
         )
+        spreads = self.plan.strategy.spreads_weights
+        blueprints = [
+            blueprint_of(uncompiled(given.model)) if spreads and given.training else None
+            for given in call.models
+        ]
         wrapped, stepped = self.plan.strategy.prepare(call)
-        for given, model in zip(call.models, wrapped, strict=True):
-            self._keep(PreparedModel(given.model, model, given.training))
+        for given, model, blueprint in zip(call.models, wrapped, blueprints, strict=True):
+            self._keep(PreparedModel(given.model, model, given.training, blueprint))
         made = dict(zip(models, wrapped, strict=True))
         objects[:] = [made.get(id(item), item) for item in objects]
         for index, optimizer in zip(optimizers, stepped, strict=True):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from notebook_accel.training.blueprint import fill
 from notebook_accel.training.models import uncompiled
 from notebook_accel.training.nested import recursively_apply
 
@@ -37,9 +38,9 @@ class Rescued:
     """
 
     models: list[Module | None]
-    """The models in the order in which they were prepared, unwrapped and on the CPU. None for one
-    whose weights were spread over ranks, or that cannot be pickled: make it anew and load its
-    ``weights``."""
+    """The models in the order in which they were prepared, unwrapped and on the CPU, also where
+    they were spread over ranks. None for one that cannot be pickled, that was spread before
+    ``prepare``, or of which weights are missing: make it anew and load its ``weights``."""
 
     weights: list[dict[str, Any] | None]
     """The whole state dict of each model, on the CPU; None where a piece of it is missing."""
@@ -70,8 +71,9 @@ class TensorPiece:
 class RankPart:
     """What one rank has of what is rescued.
 
-    ``weights`` is None for a model that travels itself, and holds a :class:`TensorPiece` in place
-    of each tensor of which others have the rest.
+    ``weights`` is None for a model that travels with them. Otherwise the model is a blueprint
+    (blueprint.py) or None, and ``weights`` has a :class:`TensorPiece` in place of each tensor of
+    which others have the rest.
     """
 
     models: list[Module | None]
@@ -90,8 +92,8 @@ class RankPart:
                 f"ranks were interrupted after different numbers of steps ({steps}), so that "
                 "pieces of weights do not belong together: Stop leaves all ranks at one step"
             )
-        weights = [
-            _weights_of(model, [part.weights[index] for part in parts], f"model {index}", missing)
+        made = [
+            _whole_model(model, [part.weights[index] for part in parts], f"model {index}", missing)
             for index, model in enumerate(self.models)
         ]
         optimizers = [
@@ -99,8 +101,8 @@ class RankPart:
             for index in range(len(self.optimizers))
         ]
         return Rescued(
-            models=self.models,
-            weights=weights,
+            models=[model for model, _ in made],
+            weights=[weights for _, weights in made],
             optimizers=optimizers,
             schedulers=self.schedulers,
             step=self.step,
@@ -115,23 +117,33 @@ def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
         preparation: what was prepared.
         num_steps: that the optimizers have made.
     """
-    strategy = preparation.plan.strategy
-    is_spread = strategy.spreads_weights
-    if not preparation.models or not (is_spread or preparation.plan.topology.process_index == 0):
+    strategy, known_models = preparation.plan.strategy, preparation.models
+    is_first = preparation.plan.topology.process_index == 0
+    in_parts = [strategy.is_in_parts(known.inner) for known in known_models]
+    if not known_models or not (is_first or any(in_parts)):
         return
-    models = [uncompiled(known.inner) for known in preparation.models]
+    models = [uncompiled(known.inner) for known in known_models]
     optimizers = [strategy.own_optimizer_state(known.optimizer) for known in preparation.optimizers]
-    whole = RankPart(
-        models=[*models],
-        weights=[None for _ in models],
+    without = RankPart(
+        models=[None for _ in models],
+        weights=[
+            _in_pieces(strategy.own_state_dict(model)) if is_part else None
+            for model, is_part in zip(models, in_parts, strict=True)
+        ],
         optimizers=[_in_pieces(state) for state in optimizers],
         schedulers=[known.scheduler.state_dict() for known in preparation.schedulers],
         step=num_steps,
     )
-    if not is_spread:
-        yield whole
-    weights = [_in_pieces(dict(model.state_dict())) for model in models]
-    yield replace(whole, models=[None for _ in models], weights=weights)
+    if is_first:
+        models_sent = [
+            known.blueprint if is_part else model
+            for known, model, is_part in zip(known_models, models, in_parts, strict=True)
+        ]
+        yield replace(without, models=models_sent)
+        for index, is_part in enumerate(in_parts):
+            if not is_part:
+                without.weights[index] = _in_pieces(dict(models[index].state_dict()))
+    yield without
 
 
 def _in_pieces(values: Any) -> Any:
@@ -152,10 +164,21 @@ def _piece(spread: Any) -> TensorPiece:
     return TensorPiece(spread.detach().to_local(), tuple(offset), shape)
 
 
-def _weights_of(
-    model: Module | None, parts: list[dict[str, Any] | None], name: str, missing: list[str]
-) -> dict[str, Any] | None:
-    return _whole(parts, name, missing) if model is None else model.state_dict()
+def _whole_model(
+    model: Module | None, own: list[dict[str, Any] | None], name: str, missing: list[str]
+) -> tuple[Module | None, dict[str, Any] | None]:
+    """A model and its weights, of what rank 0 sent of the model and all ranks of its weights."""
+    if model is not None and own[0] is None:  # it has come with them
+        return model, model.state_dict()
+    weights = _whole(own, name, missing)
+    if model is None or weights is None:
+        return None, weights
+    try:
+        fill(model, weights)
+    except Exception as error:  # whatever classes of the user's do
+        missing.append(f"{name}: it takes no weights here ({error}); make it anew and load them")
+        return None, weights
+    return model, model.state_dict()
 
 
 def _whole(parts: list[Any], name: str, missing: list[str]) -> Any:

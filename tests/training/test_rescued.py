@@ -6,10 +6,13 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import notebook_accel
 from notebook_accel import Accelerator, NotebookAccelError, RunStopped
@@ -17,6 +20,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import Session, launch
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
+from notebook_accel.training.blueprint import blueprint_of
 from notebook_accel.training.rescue import RankPart, TensorPiece
 from tests.engines.processes import eventually
 from tests.training.meshes import Tiny, accelerator_for, data, loss_of
@@ -35,11 +39,17 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
 
 
+# Whoever trains has sharded the model before prepare.
+GIVEN = "fully_shard, by hand"
+
+
 def train(mesh: str | None, folder: str) -> None:
     """A loop without an end; what it had after each step is on disk."""
-    accelerator = accelerator_for(mesh)
+    accelerator = accelerator_for(None if mesh == GIVEN else mesh)
     torch.manual_seed(3)
     model: Any = Tiny()
+    if mesh == GIVEN:
+        fully_shard(model, mesh=init_device_mesh("cpu", (accelerator.num_processes,)))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
     loader: Any = torch.utils.data.DataLoader(data(16), batch_size=2)
@@ -47,7 +57,7 @@ def train(mesh: str | None, folder: str) -> None:
     step = 0
     while True:
         for inputs, targets in loader:
-            accelerator.backward(loss_of(model(inputs), targets))
+            accelerator.forward_backward(model, inputs, targets, loss_of)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -96,15 +106,26 @@ def check_rescued(run: Run, folder: Path, *, has_model: bool) -> None:
     if has_model:
         (model,) = rescued.models
         assert type(model).__name__ == "Tiny"
+        assert model.head.weight is model.embed.weight
         assert torch.equal(model(inputs), plain(inputs))
+        loss_of(model(inputs), targets).backward()
+    else:
+        assert rescued.models == [None]
     loss_of(plain(inputs), targets).backward()
     optimizer.step()
 
 
-WAYS = {"one": (None, 1), "ddp": (None, 2), "fsdp": ("fsdp, blocks", 2), "tensor": ("tensor", 2)}
+WAYS = {
+    "one": (None, 1),
+    "ddp": (None, 2),
+    "fsdp": ("fsdp, blocks", 2),
+    "tensor": ("tensor", 2),
+    "pipeline": ("1F1B", 2),
+    "given": (GIVEN, 2),
+}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "pipeline"])
 def test_a_stop_keeps_it(way: str, tmp_path: Path) -> None:
     mesh, num_ranks = WAYS[way]
     run = begin(mesh, num_ranks, tmp_path)
@@ -114,17 +135,17 @@ def test_a_stop_keeps_it(way: str, tmp_path: Path) -> None:
         run.wait(SOON)
     assert runs()[-1] is run
     assert any(f"notebook_accel.find_run({run.id!r}).rescued" in line for line in run.state.notices)
-    check_rescued(run, tmp_path, has_model=mesh is None)
+    check_rescued(run, tmp_path, has_model=mesh != GIVEN)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["one", "tensor", "given"])
 def test_an_interrupt_keeps_it(way: str, tmp_path: Path) -> None:
     mesh, num_ranks = WAYS[way]
     run = begin(mesh, num_ranks, tmp_path)
     run._conductor.press(1)
     with pytest.raises(RunStopped, match=r"\.rescued"):
         run.wait(SOON)
-    check_rescued(run, tmp_path, has_model=mesh is None)
+    check_rescued(run, tmp_path, has_model=mesh != GIVEN)
 
 
 def endless(folder: str, kind: str = "linear") -> None:
@@ -214,3 +235,8 @@ def test_pieces_that_are_missing_or_of_other_steps_are_told() -> None:
     torn = part(3, first).join([])
     assert torn.weights == [None]
     assert "lacks pieces" in torn.missing[0]
+    other_model = replace(part(3, first), models=[blueprint_of(torch.nn.Linear(1, 1))])
+    kept = other_model.join([part(3, second)])
+    assert kept.models == [None]
+    assert kept.weights[0].keys() == {"a"}  # type: ignore[union-attr]
+    assert "model 0: it takes no weights here" in kept.missing[0]

@@ -165,6 +165,17 @@ class Strategy:
         """The weights of a model without wrapper: whole, or (``full=False``) this rank's part."""
         return model.state_dict()
 
+    def is_in_parts(self, model: Module) -> bool:
+        """Whether this rank has only a part of a model that was prepared."""
+        return False
+
+    def own_state_dict(self, model: Module) -> dict[str, Any] | None:
+        """What this rank has of a model's weights, parts as they are; no other rank is asked.
+
+        None where it says nothing without the parts of the others.
+        """
+        return dict(model.state_dict())
+
     def load_state_dict(self, model: Module, state: dict[str, Any], *, strict: bool = True) -> None:
         """Put whole weights into a model without wrapper."""
         model.load_state_dict(state, strict=strict)

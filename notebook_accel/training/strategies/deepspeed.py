@@ -247,8 +247,7 @@ class DeepSpeedZero(Strategy):
     def state_dict(self, model: Module, *, full: bool) -> dict[str, Any]:
         if not full:
             return model.state_dict()
-        is_in_parts = any(hasattr(weight, "ds_id") for weight in model.parameters())
-        keeps = not is_in_parts or self.topology.local_process_index == 0
+        keeps = not self.is_in_parts(model) or self.topology.local_process_index == 0
         joined: dict[int, Any] = {}  # by identity: tied names share their whole weight, too
         whole: dict[str, Any] = {}
         for name, value in model.state_dict(keep_vars=True).items():
@@ -261,6 +260,13 @@ class DeepSpeedZero(Strategy):
             if keeps:
                 whole[name] = joined[id(value)]
         return whole
+
+    def is_in_parts(self, model: Module) -> bool:
+        return any(hasattr(weight, "ds_id") for weight in model.parameters())
+
+    def own_state_dict(self, model: Module) -> dict[str, Any] | None:
+        # In stage 3 the weights themselves are empty: their parts lie in one flat buffer.
+        return None if self.is_in_parts(model) else super().own_state_dict(model)
 
     def load_state_dict(self, model: Module, state: dict[str, Any], *, strict: bool = True) -> None:
         from deepspeed.utils import safe_set_full_fp32_param
@@ -299,6 +305,9 @@ class DeepSpeedZero(Strategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.engine is not None
         return self.engine.engine.optimizer.state_dict()  # type: ignore[no-any-return]
+
+    def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        return None if self.plugins.active.zero_stage else super().own_optimizer_state(optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         notice_once(

@@ -63,6 +63,10 @@ class TakesSpreadModels(Strategy):
             return given.model
         return super().prepare_model(given)
 
+    def is_in_parts(self, model: Module) -> bool:
+        # Not by its weights: while a forward runs, those of a sharded module are whole.
+        return model in self._in_parts
+
     def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
         inner = uncompiled(model)
         if isinstance(inner, DistributedDataParallel):

@@ -215,20 +215,27 @@ class PipelineParallel(MeshParallel):
         return values
 
     def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        return None
+        return self._numbered(optimizer, self._own_state(optimizer))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        local, names = optimizer.state_dict(), self._own_names(optimizer)
-        own = {names[index]: state for index, state in local["state"].items()}
-        joined = self._join(recursively_apply(_whole_on_host, own))
+        own = recursively_apply(_whole_on_host, self._own_state(optimizer))
+        return self._numbered(optimizer, self._join(own))
+
+    def _own_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The states of the weights of this stage, by their names."""
+        names = self._own_names(optimizer)
+        return {names[index]: state for index, state in optimizer.state_dict()["state"].items()}
+
+    def _numbered(self, optimizer: Optimizer, by_name: Mapping[str, Any]) -> dict[str, Any]:
+        """States by names of weights, numbered as by one optimizer of the weights of all stages."""
         layout = self._layouts[optimizer]
         numbers = iter(range(sum(map(len, layout))))
         groups = [
             {**settings, "params": [next(numbers) for _ in group]}
-            for settings, group in zip(local["param_groups"], layout, strict=True)
+            for settings, group in zip(optimizer.state_dict()["param_groups"], layout, strict=True)
         ]
         order = [name for group in layout for name in group]
-        state = {index: joined[name] for index, name in enumerate(order) if name in joined}
+        state = {index: by_name[name] for index, name in enumerate(order) if name in by_name}
         return {"state": state, "param_groups": groups}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -1,0 +1,79 @@
+"""A model without its weights, as it was before a strategy spread it over the ranks.
+
+rank:      prepare --> blueprint_of(model), then the model is cut, divided or sharded in place
+rescue:    the blueprint travels to the notebook, and so do the pieces of its weights
+notebook:  fill(blueprint, whole weights) --> the model as the user made it
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module, Parameter
+
+from notebook_accel.training.models import ReplacedForward
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["blueprint_of", "fill"]
+
+
+def blueprint_of(model: Module) -> Module | None:
+    """A copy of a model whose weights take no memory; they lie on torch's meta device.
+
+    All else that the modules have is shared with them, but for what torch itself notes in each:
+    weights, buffers, children and hooks that a module gets from now on are not the copy's.
+
+    None where an empty tensor could not stand for a weight, since that is of another library's
+    class, and where the model's own classes do not let themselves be copied.
+    """
+    if any(type(weight) is not Parameter for weight in model.parameters()):
+        return None
+    try:
+        return _copied(model)
+    except Exception:  # whatever classes of the user's do: such a model is trained all the same
+        return None
+
+
+def _copied(model: Module) -> Module:
+    noted_by_torch = vars(Module()).keys()
+    copies = {id(part): object.__new__(type(part)) for part in model.modules()}
+    # By identity: tied names have one weight in the copy, too.
+    empty = {
+        id(weight): Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+        for weight in model.parameters()
+    }
+    for part in model.modules():
+        own = vars(copies[id(part)])
+        own.update(
+            (name, copy.copy(value) if name in noted_by_torch else value)
+            for name, value in vars(part).items()
+        )
+        _replace(own["_modules"], copies)
+        _replace(own["_parameters"], empty)
+        if isinstance(own.get("forward"), ReplacedForward):
+            own["forward"] = own["forward"].moved_to(copies[id(part)])
+    return copies[id(model)]
+
+
+def _replace(by_name: dict[str, Any], new: Mapping[int, Any]) -> None:
+    by_name.update({name: new[id(old)] for name, old in by_name.items() if old is not None})
+
+
+def fill(blueprint: Module, weights: Mapping[str, Any]) -> None:
+    """Give a blueprint whole weights, whose memory it shares from then on, and whole buffers.
+
+    Raises:
+        Exception: the weights are not those of the model, or its classes do not take them.
+    """
+    made: dict[int, Parameter] = {}
+    for name, empty in [*blueprint.named_parameters(remove_duplicate=False)]:
+        if id(empty) not in made:
+            made[id(empty)] = Parameter(weights[name], empty.requires_grad)
+        owner, _, last = name.rpartition(".")
+        setattr(blueprint.get_submodule(owner), last, made[id(empty)])
+    # Buffers, and what modules keep beside their tensors; a weight is copied onto itself.
+    blueprint.load_state_dict(weights)

@@ -1,0 +1,72 @@
+"""A model that was spread comes back as it was made: an empty copy of it takes whole weights."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from notebook_accel.training.blueprint import blueprint_of, fill
+from notebook_accel.training.models import AutocastForward
+
+
+class Reader(nn.Module):
+    """Tied weights, buffers of both kinds, a weight that is not trained, and torch's own lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.recurrent = nn.LSTM(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+        self.words = ["a", "b"]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.recurrent(self.norm(self.embed(tokens)) * self.frozen)
+        return self.head(hidden) * self.scale
+
+
+def doubled(_module: nn.Module, _args: Any, outputs: torch.Tensor) -> torch.Tensor:
+    return 2 * outputs
+
+
+def test_it_is_the_model_again_once_it_has_the_weights() -> None:
+    tokens = torch.tensor([0, 3, 1])
+    model = Reader()
+    model.register_forward_hook(doubled)
+    blueprint = blueprint_of(model)
+    assert blueprint is not None
+    assert all(weight.is_meta for weight in blueprint.parameters())
+    # What is done to the model from here on, as a strategy does, is nothing to the blueprint.
+    AutocastForward.install(model, lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    model.head.register_forward_hook(doubled)
+    model.recurrent = nn.Identity()  # type: ignore[assignment]
+    trained = Reader()
+    trained.register_forward_hook(doubled)
+    trained(tokens)  # moves the averages of the norm
+    made: Any = pickle.loads(pickle.dumps(blueprint))
+    fill(made, trained.state_dict())
+    assert type(made) is Reader
+    assert made.head.weight is made.embed.weight
+    assert not made.frozen.requires_grad
+    assert made.words == ["a", "b"]
+    assert torch.equal(made.eval()(tokens), trained.eval()(tokens))
+
+
+def test_weights_of_another_kind_and_other_weights_are_refused() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    model = nn.Linear(1, 1)
+    blueprint = blueprint_of(model)
+    assert blueprint is not None
+    with pytest.raises(KeyError):
+        fill(blueprint, {"bias": torch.zeros(1)})
+    model.weight = Own(torch.zeros(1, 1))
+    assert blueprint_of(model) is None
