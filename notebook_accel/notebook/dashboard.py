@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
+    from notebook_accel.notebook.snapshot import Snapshot
 
 __all__ = ["Dashboard"]
 
@@ -132,13 +133,12 @@ class Dashboard(View):
             if self._panel is None:
                 self._slot.show(render_slim(state).bundle)
             else:
-                metrics = self._run._sample_metrics()
-                self._panel.finish(render_snapshot(state, metrics, with_displays=not self._waits))
+                self._panel.finish(self._summary(self._run, state, with_displays=not self._waits))
 
     def reopen(self, run: Run) -> None:
         with self._lock:
             if self._has_ended:
-                DisplaySlot().show(render_snapshot(run.state, run._sample_metrics()).bundle)
+                DisplaySlot().show(self._summary(run, run.state).bundle)
                 RankDisplays().show_new(run.state)
             else:
                 # Not one more panel: each would be drawn, and sent, five times a second.
@@ -148,6 +148,14 @@ class Dashboard(View):
         show_displays(run.state, rank)
 
     # ---- drawing ---------------------------------------------------------------------------
+
+    def _summary(self, run: Run, state: RunState, *, with_displays: bool = False) -> Snapshot:
+        return render_snapshot(
+            state,
+            run._sample_metrics(),
+            with_displays=with_displays,
+            asked_stacks=None if self._panel is None else self._panel.asked_stacks,
+        )
 
     def _make_panel(self, state: RunState) -> None:
         assert self._run is not None, "a panel shows a run"

@@ -25,6 +25,7 @@ from notebook_accel.notebook.markup import Markup, element
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.panel import Details, render_panel, render_stacks, render_title
 from notebook_accel.notebook.rank_displays import first_asked, render_displays
+from notebook_accel.notebook.snapshot import AskedStacks
 from notebook_accel.notebook.style import style_element
 
 if TYPE_CHECKING:
@@ -64,6 +65,9 @@ _ended: deque[LivePanel] = deque()
 class LivePanel:
     """The widgets of one panel. What clicks change on the page is drawn by :meth:`draw`.
 
+    Attributes:
+        asked_stacks: what the newest click on Stacks has found; None where nobody clicked.
+
     Args:
         run: which is shown.
         slot: where in a cell's output it goes.
@@ -79,7 +83,8 @@ class LivePanel:
         self._hang: Hang | None = None
         self._kill_asked = -math.inf
         self._titled, self._titled_at = "", 0.0
-        self._stacks = ""
+        self.asked_stacks: AskedStacks | None = None
+        self._drawn_stacks: AskedStacks | None = None
         self._is_folder_asked = False
         self._num_displays, self._displays_due = 0, 0.0
         self._title, self._note, self._body, self._displays = (ipywidgets.HTML() for _ in range(4))
@@ -191,12 +196,10 @@ class LivePanel:
             self._is_folder_asked = False
             path = element("code", str(self._run.log_dir))
             self._note.value = str(element("div", "log folder ", path, class_="na na-folder"))
-        elif self._stacks:
-            stacks = [part.partition("\n")[::2] for part in _parts(self._stacks)]
-            when = wording.clock(state.now() - state.started)
-            title = f"stacks after {when}"
-            self._note.value = str(render_stacks(stacks, title=title, is_open=True))
-            self._stacks = ""
+        elif self.asked_stacks is not None and self.asked_stacks is not self._drawn_stacks:
+            self._drawn_stacks = asked = self.asked_stacks
+            markup = render_stacks(asked.stacks, title=asked.title, is_open=True)
+            self._note.value = str(markup)
         # Once a hang is over its stacks stay, as what is said of it does.
         if state.hang is not None and state.hang is not self._hang:
             self._hang = state.hang
@@ -261,7 +264,11 @@ class LivePanel:
         ).start()
 
     def _fetch_stacks(self) -> None:
-        self._stacks = self._run.stacks()
+        text, state = self._run.stacks(), self._run.state
+        if not state.has_ended:
+            title = f"stacks after {wording.clock(state.now() - state.started)}"
+            parts = [part.partition("\n") for part in _parts(text)]
+            self.asked_stacks = AskedStacks(title, tuple((who, rest) for who, _, rest in parts))
 
     def _on_folder(self, _button: Any) -> None:
         self._is_folder_asked = True

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.plotting import Curves, Point
     from notebook_accel.launch.control.state import RankState, RunState
 
-__all__ = ["MAX_BYTES", "Snapshot", "render_line", "render_slim", "render_snapshot"]
+__all__ = ["MAX_BYTES", "AskedStacks", "Snapshot", "render_line", "render_slim", "render_snapshot"]
 
 # It is saved with the notebook, for good: of a hundred runs, 12 MB.
 MAX_BYTES = 120_000
@@ -36,9 +36,9 @@ _MAX_NOTICE = 500
 # Plots, and ranks with a curve in each: colours of more are not told apart.
 _MAX_PLOTS = 6
 _MAX_CURVES = 8
-# Different stacks of ranks that waited in vain.
+# Different stacks below one fold.
 _MAX_STACKS = 8
-# Characters of the error, which is a tenth of all; the stacks together take as many.
+# Characters of the error, which is a tenth of all; the stacks below one fold take as many.
 _MAX_ERROR = 12_000
 # Lines of each output, plots and characters of the error's traceback (and of the stacks), less and
 # less of them: the first that stays below the limit is taken. Without lines, a line says where the
@@ -106,6 +106,19 @@ class Snapshot:
         return {"text/html": html + self.displays, "text/plain": self.text}
 
 
+@dataclass(frozen=True)
+class AskedStacks:
+    """Where the ranks stood when somebody asked for it.
+
+    Attributes:
+        title: when that was.
+        stacks: whose they are ("rank 2"), and the text.
+    """
+
+    title: str
+    stacks: tuple[tuple[str, str], ...]
+
+
 def render_line(text: str) -> Snapshot:
     """One line, framed as the summary is, for a run that is not there yet."""
     line = element("span", text, style=_MUTED)
@@ -144,6 +157,7 @@ def render_snapshot(
     now: float | None = None,
     with_output: bool = True,
     with_displays: bool = False,
+    asked_stacks: AskedStacks | None = None,
 ) -> Snapshot:
     """The summary of a run.
 
@@ -154,6 +168,7 @@ def render_snapshot(
         with_output: whether it holds what ranks printed; not where that is printed beside it.
         with_displays: whether what a rank displayed stands below it; not where each display is an
             output of its own.
+        asked_stacks: what somebody has asked for while it went on.
     """
     now = state.started if now is None else now
     seconds = summary.elapsed(state, now)
@@ -163,7 +178,7 @@ def render_snapshot(
             element("div", *_title_parts(state, seconds)),
             _table(state, seconds),
             _notices(state),
-            _stacks(state, max_error),
+            *(_stacks(found, max_error) for found in (_stacks_of_hang(state), asked_stacks)),
             _failure(state, max_error),
             _metrics(curves, num_plots),
             _output(state, _TEXT, max_lines) if with_output else "",
@@ -235,19 +250,27 @@ def _notices(state: RunState) -> Markup:
     return join(element("div", f"⚠ {shorten(text, _MAX_NOTICE)}") for text in newest)
 
 
-def _stacks(state: RunState, max_bytes: int) -> Markup:
-    """Where the ranks stood that waited in vain for each other, folded; so many bytes, about."""
+def _stacks_of_hang(state: RunState) -> AskedStacks | None:
+    """Where the ranks stood that waited in vain for each other."""
     if state.hang is None or not state.hang.stacks:
+        return None
+    stacks = tuple((wording.rank_list(ranks), text) for ranks, text in state.hang.stacks)
+    return AskedStacks("stacks of the ranks", stacks)
+
+
+def _stacks(found: AskedStacks | None, max_bytes: int) -> Markup:
+    """Stacks below a fold; so many bytes, about."""
+    if found is None:
         return Markup("")
-    shown = state.hang.stacks[:_MAX_STACKS]
+    shown = found.stacks[:_MAX_STACKS]
     share = max_bytes // len(shown)
     parts: list[Markup] = []
-    for ranks, text in shown:
-        parts.append(element("div", wording.rank_list(ranks), style=_MUTED))
+    for who, text in shown:
+        parts.append(element("div", who, style=_MUTED))
         parts.append(element("pre", shorten(text.strip("\n"), share), style=_TEXT))
-    hidden = len(state.hang.stacks) - len(shown)
+    hidden = len(found.stacks) - len(shown)
     rest = element("div", f"… and {hidden} more", style=_MUTED) if hidden else Markup("")
-    return element("details", element("summary", "stacks of the ranks"), *parts, rest)
+    return element("details", element("summary", found.title), *parts, rest)
 
 
 def _failure(state: RunState, max_characters: int) -> Markup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -180,6 +181,26 @@ def test_a_double_click_does_not_kill(page: Page, monkeypatch: pytest.MonkeyPatc
     assert killed == [1006.5]
     shown.end()
     shown.await_last_message()
+
+
+def test_stacks_that_somebody_asked_for_are_in_the_summary(page: Page) -> None:
+    shown = Shown(stacks=lambda: "rank 0\n  in wait\nrank 1\n  in <module>\n")
+    is_drawn = threading.Event()
+    shown.panel._note.observe(lambda _: is_drawn.set(), names="value")
+    shown.panel._ask_stacks.click()
+    assert is_drawn.wait(10)
+    shown.end()
+    shown.await_last_message()
+    html = page.only["text/html"]
+    (folded,) = re.findall("<details>.*?</details>", html)
+    for words in ("stacks after ", "rank 0", "in wait", "in &lt;module&gt;"):
+        assert words in folded
+    # A click that is answered after the end says nothing of the run.
+    before = shown.panel.asked_stacks
+    shown.panel._fetch_stacks()
+    assert shown.panel.asked_stacks is before
+    shown.view.reopen(shown.run)
+    assert [bundle["text/html"] for bundle in page.shown.values()] == [html, html]
 
 
 def test_what_cannot_be_drawn_stops_no_panel(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
