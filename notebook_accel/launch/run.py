@@ -370,7 +370,10 @@ class Run:
         )
         if self._results is not None:
             raised = None if failure.rank is None else self.state.ranks[failure.rank].failure
-            error.__cause__ = self._results.exception(raised.pickled if raised else None)
+            cause = self._results.exception(raised.pickled if raised else None)
+            error.__cause__ = cause
+            # %debug stands where the traceback ends: of an inline run, in the person's function.
+            error.__traceback__ = None if cause is None else cause.__traceback__
         return error
 
     def _about_this(self, error: E) -> E:

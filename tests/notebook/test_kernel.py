@@ -123,6 +123,10 @@ def test_an_error_is_the_ranks_traceback_and_no_frame_of_ours(kernel: Kernel) ->
     assert 'raise ValueError("bad batch")' in text
     assert "notebook_accel/launch" not in text
     assert "run_code" not in text
+    # The page has the lines of the traceback once with the summary, folded, and once as the error.
+    (summary,) = [output["data"]["text/html"] for output in reply.outputs]
+    for shown in (text, unescape(summary)):
+        assert shown.count('raise ValueError("bad batch")') == 1
 
 
 def test_an_error_keeps_its_traceback_for_the_debugger(kernel: Kernel) -> None:
@@ -137,6 +141,10 @@ def test_an_error_keeps_its_traceback_for_the_debugger(kernel: Kernel) -> None:
         """,
     )
     assert reply.text == "WorkerError True\nNone\n"
+    # Inline, that is where the function stands.
+    run(kernel, "notebook_launcher(fail, engine='inline')")
+    innermost = "end = sys.last_traceback\nwhile end.tb_next: end = end.tb_next\n"
+    assert run(kernel, innermost + "print(end.tb_frame.f_code.co_name)").text == "fail\n"
 
 
 def test_an_error_inside_of_the_persons_own_function_names_its_lines(kernel: Kernel) -> None:
@@ -159,7 +167,10 @@ def test_an_interrupt_is_told_in_few_lines(kernel: Kernel, tmp_path: Path) -> No
     cell = kernel.start(
         f"""
 def wait():
-    import pathlib, time
+    import pathlib, time, torch
+    from notebook_accel import Accelerator
+    model = Accelerator().prepare(torch.nn.Linear(1, 1))
+    torch.nn.init.constant_(model.weight, 7.0)
     pathlib.Path({str(ready)!r}).touch()
     time.sleep(600)
 notebook_launcher(wait, num_processes=1)
@@ -170,10 +181,11 @@ notebook_launcher(wait, num_processes=1)
     reply = kernel.finish(cell)
     (line,) = reply.traceback
     assert "KeyboardInterrupt" in line
-    (found,) = re.findall(r"notebook_accel\.(find_run\('[^']+'\))", line)
-    assert run(kernel, f"import notebook_accel; print(notebook_accel.{found}.status)").text == (
-        "stopped\n"
-    )
+    # It says what to type for what was being trained; and the run, by itself.
+    found = re.findall(r"import notebook_accel; (notebook_accel\.find_run\('[^']+'\)[.\w]*)", line)
+    (rescued, stopped) = found
+    typed = f"import notebook_accel; print({rescued}.models[0].weight.item(), {stopped}.status)"
+    assert run(kernel, typed).text == "7.0 stopped\n"
 
 
 def test_the_notebook_stays_free_and_the_page_is_not_flooded(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -165,6 +166,7 @@ def test_an_exception_is_the_cause_itself() -> None:
     with pytest.raises(WorkerError) as caught:
         inline(train)
     assert caught.value.__cause__ is error
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "train"
     assert (caught.value.rank, caught.value.ranks, caught.value.exitcode) == (0, [0], 1)
     assert "rank 0 failed: KeyError: 'missing'" in str(caught.value)
     assert "raise error" in caught.value.traceback
