@@ -122,6 +122,11 @@ def test_tables_figures_and_html_are_shown_richly(book: Notebook) -> None:
     )
     html = [output["data"].get("text/html", "") for output in reply.outputs]
     assert "<b>of one</b>" in html
+    # Equal ones once, below the ranks that have it.
+    reply = cell(book, "%%accelerate\npandas.DataFrame({'rank': [7]})")
+    assert values(reply)[-2] == "ranks 0-1"
+    tables = [output for output in reply.outputs if "dataframe" in str(output)]
+    assert len(tables) == 1
 
 
 def test_an_error_has_the_lines_of_its_cell_and_the_names_before_it_stay(book: Notebook) -> None:
@@ -322,6 +327,12 @@ def test_pull_and_push_by_name(book: Notebook) -> None:
     )
     book.run("number = 7\n%accelerate push number")
     assert book.run("%%accelerate\nnumber") == "ranks 0-1: 7\n"
+    # That much is copied to each rank is worth a line.
+    book.run("from notebook_accel.notebook import ownership\nlarge = ownership._LARGE_BYTES")
+    book.run("big = np.zeros(1_000_000)\nownership._LARGE_BYTES = 1_000_000")
+    (pushed,) = cell(book, "%%accelerate\nbig;").outputs
+    assert "pushed `big` (8 MB)" in pushed["data"]["text/html"]
+    book.run("ownership._LARGE_BYTES = large")
     assert "the session has no `nothing`" in book.fails("%accelerate pull nothing")
     assert "the session has no `nothing`" in book.fails("%accelerate pull --each-rank nothing")
 
@@ -437,22 +448,29 @@ def test_the_process_group_is_made_anew_however_the_call_before_ended(book: Note
     assert book.run(works) == "ranks 0-1: (2, 2)\n"
 
 
-def test_an_interrupt_ends_the_cell_and_keeps_the_session(book: Notebook, tmp_path: Path) -> None:
+def test_an_interrupt_ends_a_cell_that_hangs_and_keeps_the_session(book: Notebook) -> None:
     before = book.run("%%accelerate\npids")
-    book.run(f"from pathlib import Path\nfolder = Path({str(tmp_path)!r})")
+    # As after eight seconds of silence.
+    book.run("from notebook_accel.launch.control import hang_watch")
+    patience = "hang_watch._SILENT_SECONDS = hang_watch._AGAIN_SECONDS"
+    book.run(f"usual = hang_watch._SILENT_SECONDS, hang_watch._AGAIN_SECONDS\n{patience} = 0.3")
     started = book.start("""
         %%accelerate
         import time
-        (folder / str(rank)).touch()
         if rank == 0:
             time.sleep(600)
         accelerator.wait_for_everyone()
     """)
-    both = [tmp_path / "0", tmp_path / "1"]
-    eventually(lambda: all(path.exists() for path in both), within=SOON, what="it runs")
+    waits = r"rank 1 waits in barrier \(wait_for_everyone\) at Cell In\[\d+\], line 5"
+    says = re.compile(f"the run hangs: {waits}")
+    kernel = book.kernel
+    assert kernel.listen_until(lambda: any(map(says.search, kernel.widgets)), seconds=SOON)
     book.interrupt()
     reply = book.finish(started)
     assert reply.status == "error"
+    shown = [output["data"].get("text/html", "") for output in kernel.displays.values()]
+    assert any(map(says.search, shown)), "the summary says it, too"
+    book.run("hang_watch._SILENT_SECONDS, hang_watch._AGAIN_SECONDS = usual")
     assert "KeyboardInterrupt" in "\n".join(reply.traceback)
     assert book.run("%%accelerate\npids") == before
     assert book.run("%%accelerate\nint(accelerator.reduce(torch.ones(1)))") == "ranks 0-1: 2\n"

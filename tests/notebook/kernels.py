@@ -9,6 +9,7 @@ import queue
 import subprocess
 import sys
 import time
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +115,7 @@ class Kernel:
         seen: the messages that came.
         first: what outputs held when they were first shown.
         buttons: the id of each button's comm, by the button's text; of equal ones the newest.
+        widgets: the newest texts that widgets were given.
         has_subshells: whether a page can talk to the kernel while a cell blocks it.
     """
 
@@ -124,6 +126,7 @@ class Kernel:
         self.first: list[dict[str, Any]] = []
         self.displays: dict[str, dict[str, Any]] = {}
         self.buttons: dict[str, str] = {}
+        self.widgets: deque[str] = deque(maxlen=20)
         reply = client.kernel_info(reply=True, timeout=60)
         features = reply["content"].get("supported_features", [])
         self.has_subshells = "kernel subshells" in features
@@ -204,8 +207,9 @@ class Kernel:
             display = content["transient"]["display_id"]
             if display in self.displays:
                 self.displays[display]["data"] = content["data"]
-        elif kind == "comm_open":
+        elif kind in ("comm_open", "comm_msg"):
             state = content["data"].get("state", {})
+            self.widgets.append(str(state.get("value")))
             if state.get("_model_name") == "ButtonModel":
                 self.buttons[state["description"]] = content["comm_id"]
         elif kind == "error":

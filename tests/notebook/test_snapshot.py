@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from html import unescape
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +11,7 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.control.hang import Hang
 from notebook_accel.launch.control.state import Failure
 from notebook_accel.notebook.markup import message_bytes
-from notebook_accel.notebook.snapshot import MAX_BYTES, render_slim, render_snapshot
+from notebook_accel.notebook.snapshot import MAX_BYTES, AskedStacks, render_slim, render_snapshot
 from tests.notebook.states import after, metrics, running, succeeded, with_failed
 from tests.notebook.test_markup import HOSTILE, Tags
 
@@ -86,6 +87,37 @@ def test_it_uses_only_what_a_sanitiser_keeps(state: RunState) -> None:
     styles = " ".join(value or "" for name, value in page.attributes if name == "style")
     assert [lost for lost in LOST_STYLES if lost in styles] == []
     assert not re.search(r"<(script|style|svg)", markup)
+
+
+def test_without_any_style_every_word_stands_apart() -> None:
+    """GitHub drops all of it. What is a block of its own begins a new line there, too."""
+    html = str(render_snapshot(full(), metrics(["loss", "accuracy"])).html)
+    bare = re.sub(r" style='[^']*'", "", html)
+    assert "style" not in bare
+    for inline in ("b", "span", "img"):
+        bare = re.sub(rf"</?{inline}\b[^>]*>", "", bare)
+    lines = [unescape(line).split() for line in re.sub(r"<[^>]*>", "\n", bare).split("\n")]
+    for words in (
+        "train ✗ failed 2 ranks, 42.0 s",
+        "1",
+        "✗ failed",
+        "300 steps, 300 batches",
+        "400 MB",
+        "⚠ one line for you",
+        "rank 1 failed: ValueError: bad",
+        "Cell In[3], line 7",
+        "loss 0.03688 to 0.04688",
+        "● rank 0 ● rank 1",
+        "last of zero",
+    ):
+        assert words.split() in lines, words
+
+
+def test_tables_keep_the_width_of_their_columns_from_jupyters_own_style() -> None:
+    html = str(render_snapshot(full()).html)
+    tables = re.findall(r"<table[^>]*>", html)
+    assert tables
+    assert all("table-layout:auto" in table for table in tables)
 
 
 def test_text_has_no_colour_of_its_own_but_where_it_means_something() -> None:
@@ -171,6 +203,11 @@ def test_the_stacks_of_a_hang_are_kept_below_a_fold() -> None:
     assert folded.tags.count("pre") == 8
     assert folded.text.endswith("… and 2 more")
     assert message_bytes(html) < 30_000
+    asked = AskedStacks("stacks after 0:12", (("rank 0", "it waits"), ("rank 1", "it computes")))
+    html = render_snapshot(state, asked_stacks=asked).html
+    titles = re.findall("<summary>(.*?)</summary>", html)
+    assert titles == ["stacks of the ranks", "stacks after 0:12"]
+    assert "it computes" in html
 
 
 def test_no_metric_vanishes_without_a_word() -> None:

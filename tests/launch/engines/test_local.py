@@ -96,6 +96,7 @@ def test_a_machine_without_accelerators_says_how_to_get_more_ranks(
     devices(0)
     (notice,) = LocalEngine().plan_ranks(request()).notices
     assert "num_processes=2" in notice
+    assert "%%accelerate -n 2" in notice
     assert LocalEngine().plan_ranks(request(num_processes=1)).notices == ()
 
 
