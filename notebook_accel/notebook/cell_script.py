@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.notebook.cell_function import PROVIDED
-from notebook_accel.notebook.used_names import is_history, names_of
+from notebook_accel.notebook.used_names import is_history, names_of, without_watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -103,6 +103,7 @@ def script_of_cell(
             is left out, is used and assigned by no cell of the script; or a cell has what no script
             can.
     """
+    text = without_watcher(text)
     parts = [_Part(f"In[{number}]", _shown_at_the_end(_plain(text)), is_of_session=True)]
     needed = set(names_of(transform(text)).used)
     assigned: set[str] = set()
@@ -115,6 +116,7 @@ def script_of_cell(
             needed -= at_hand
         is_of_session = earlier in session_cells
         raw = session_cells.get(earlier, inputs[earlier] if earlier < len(inputs) else "")
+        raw = without_watcher(raw)
         names = names_of(transform(raw))
         is_wanted = _is_wanted(names, needed, has_failed=earlier in failed)
         if is_of_session or (is_wanted and not raw.lstrip().startswith("%%")):
@@ -126,7 +128,7 @@ def script_of_cell(
     unknown = needed - assigned - {"display", *PROVIDED, *vars(builtins)}
     for name in sorted(unknown):
         for other, cell in left_out.items():
-            if name in names_of(transform(cell.text)).assigned:
+            if name in names_of(transform(without_watcher(cell.text))).assigned:
                 raise ConfigError(
                     f"--write {file}: `{name}` is assigned by In[{other}], which {cell.why} and is "
                     "left out: run that cell once more, on all ranks and to its end, or assign "

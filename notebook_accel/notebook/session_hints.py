@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.notebook.cell_function import PROVIDED
-from notebook_accel.notebook.used_names import CellNames, names_of
+from notebook_accel.notebook.used_names import CellNames, names_of, without_watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -58,7 +58,9 @@ class SessionHints:
         if isinstance(error, NameError):
             self._hint(getattr(error, "name", None))
         is_the_notebooks = result.success and not text.lstrip().startswith(_MAGIC)
-        names = names_of(self._shell.transform_cell(text)) if is_the_notebooks else CellNames()
+        names = CellNames()
+        if is_the_notebooks:
+            names = names_of(self._shell.transform_cell(without_watcher(text)))
         self._note_assigned(names.assigned)
 
     def _hint(self, name: str | None) -> None:

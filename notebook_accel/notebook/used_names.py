@@ -15,17 +15,20 @@ import ast
 import builtins
 import re
 import symtable
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["LAUNCHERS", "CellNames", "called", "is_history", "names_of"]
+__all__ = ["LAUNCHERS", "CellNames", "called", "is_history", "names_of", "without_watcher"]
 
 # IPython's own names for what was typed and shown.
 _HISTORY = re.compile(r"_+|_i+|_i?\d+|_[iods]h|_exit_code|In|Out")
 _IDENTIFIER = re.compile(r"[^\W\d]\w*")
+# Magics that run the rest of the cell as it is, and look on.
+_WATCHER = re.compile(r"\A\s*%%(time|capture|prun)\b[^\n]*\n")
 # Functions that change nothing that they are given.
 _ONLY_LOOK = frozenset(dir(builtins)) - {"delattr", "next", "setattr"} | {"display"}
 # Functions whose ranks have copies of what they are given.
@@ -35,6 +38,11 @@ LAUNCHERS = ("debug_launcher", "notebook_launcher")
 def is_history(name: str) -> bool:
     """Whether IPython keeps inputs or outputs under this name."""
     return _HISTORY.fullmatch(name) is not None
+
+
+def without_watcher(text: str) -> str:
+    """The text of a cell without a first line such as ``%%time``."""
+    return _WATCHER.sub("", text)
 
 
 @dataclass(frozen=True)
@@ -176,7 +184,9 @@ class _Reader:
                     self.changed |= _stands_for(part)
             elif isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 found.add(part.name)
-            elif isinstance(part, ast.alias):
+            elif isinstance(part, ast.ImportFrom) and part.names[0].name == "*":
+                found |= _exported(part.module)
+            elif isinstance(part, ast.alias) and part.name != "*":
                 found.add((part.asname or part.name).partition(".")[0])
             elif isinstance(part, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and part.name:
                 found.add(part.name)
@@ -212,6 +222,13 @@ def _walk_here(node: ast.AST, skip: Iterable[ast.AST] = ()) -> Iterable[ast.AST]
             inner = [one for one in ast.walk(part) if isinstance(one, ast.NamedExpr)]
             inner = [one.target for one in inner]
         waiting += inner
+
+
+def _exported(name: str | None) -> set[str]:
+    """What ``from module import *`` assigns; nothing where this process has not imported it."""
+    module = sys.modules.get(name or "")
+    known = {} if module is None else vars(module)
+    return set(known.get("__all__", [each for each in known if not each.startswith("_")]))
 
 
 def _names_in(node: ast.AST) -> set[str]:

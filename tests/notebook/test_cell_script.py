@@ -46,6 +46,22 @@ def test_the_newest_cell_that_assigns_a_name_counts() -> None:
     assert "import x" in text
 
 
+def test_names_that_a_star_imports_are_those_of_the_module() -> None:
+    text = script("print(sqrt(pi))", "from math import *", "x = 1", namespace=["pi", "sqrt", "x"])
+    assert "from math import *" in text
+    assert "x = 1" not in text
+    assert "math" not in script("print(x)", "from math import *", "x = 1")
+
+
+def test_a_cell_that_is_only_timed_is_there_without_its_magic() -> None:
+    text = script(
+        "%%time\nprint(a)", "b = 2", "%%time\na = b", "%%bash\na = 3", namespace=["a", "b"]
+    )
+    assert text.index("b = 2") < text.index("a = b") < text.index("print(a)")
+    assert "%" not in text
+    assert "a = 3" not in text
+
+
 def test_a_last_line_of_several_statements_is_kept() -> None:
     assert script("'é'; x = 2; x * 3").endswith("\n'é'; x = 2\nprint(x * 3)\n")
     assert script("x = '''a\nb'''; (x,\n 1)").endswith("x = '''a\nb'''\nprint((x,\n 1))\n")
