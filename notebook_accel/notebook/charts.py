@@ -1,6 +1,5 @@
-"""Curves as SVG, without a plotting library: pure functions of numbers.
+"""Curves as SVG, without a plotting library: a pure function of numbers.
 
-:func:`sparkline` is for the live panel, where inline SVG and the theme's colours work.
 :func:`chart` gives an image for saved notebooks: their sanitisers drop inline SVG and variables
 but keep an ``<img>`` with a data URI, so its colours are mid tones that read on light and dark.
 """
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.plotting import Point
 
-__all__ = ["COLOURS", "chart", "sparkline", "thin_out", "tick"]
+__all__ = ["COLOURS", "chart", "thin_out", "tick"]
 
 # Mid tones: at least 3:1 against white and against #1e1e1e alike.
 COLOURS = (
@@ -54,21 +53,6 @@ def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
         high = max(stretch, key=lambda point: point[1])
         kept.extend(sorted({low, high}))
     return kept
-
-
-def sparkline(values: Sequence[float], *, width: int = 72, height: int = 18) -> Markup:
-    """Draw a small curve in the colour of the text around it; "" for fewer than two values."""
-    points = _finite(enumerate(values))
-    if len(points) < 2:
-        return Markup("")
-    line = element(
-        "polyline",
-        points=_scaled(points, _Box(1, 2, width - 2, height - 4), _bounds([points])),
-        fill="none",
-        stroke="currentColor",
-        stroke_width="1.5",
-    )
-    return element("svg", line, width=width, height=height, aria_hidden="true")
 
 
 def chart(curves: Mapping[str, Sequence[Point]], *, alt: str, width: int = 250) -> Markup:

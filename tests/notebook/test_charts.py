@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import base64
 import math
-import re
 import xml.etree.ElementTree as ET
 
 import pytest
 
-from notebook_accel.notebook.charts import chart, sparkline, thin_out, tick
+from notebook_accel.notebook.charts import chart, thin_out, tick
 from tests.notebook.test_markup import Tags
 
 
@@ -64,13 +63,6 @@ def test_thinning_keeps_peaks_and_order() -> None:
     assert len(kept) <= 160
     assert kept == sorted(kept)
     assert {(12_345.0, 7.0), (70_000.0, -7.0)} <= set(kept)
-
-
-def test_a_sparkline_takes_the_colour_around_it() -> None:
-    markup = sparkline([3.0, 2.0, 1.0])
-    assert "currentColor" in markup
-    assert len(re.findall(r"[\d.]+,[\d.]+", markup)) == 3
-    assert sparkline([1.0]) == ""
 
 
 @pytest.mark.parametrize(
