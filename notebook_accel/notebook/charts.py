@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.plotting import Point
 
-__all__ = ["COLOURS", "chart", "thin_out", "tick"]
+__all__ = ["chart", "colour_of", "thin_out", "tick"]
 
 # Mid tones: at least 3:1 against white and against #1e1e1e alike.
-COLOURS = (
+_COLOURS = (
     "#2f86d6",
     "#d9752b",
     "#3a9a55",
@@ -55,16 +55,21 @@ def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
     return kept
 
 
-def chart(curves: Mapping[str, Sequence[Point]], *, alt: str, width: int = 250) -> Markup:
+def colour_of(rank: int) -> str:
+    """The colour of a rank's lines wherever they are drawn, and of the mean's (-1)."""
+    return _COLOURS[max(0, rank) % len(_COLOURS)]
+
+
+def chart(curves: Mapping[int, Sequence[Point]], *, alt: str, width: int = 250) -> Markup:
     """Draw curves over their steps as an ``<img>``, with labelled axes.
 
     Args:
-        curves: points (x, y) of each label, in the order of x.
+        curves: points (x, y) of each rank, in the order of x.
         alt: what the image shows, for those who cannot see it.
         width: in pixels; the height follows.
     """
     height = width * 9 // 20
-    image = _svg({label: _finite(points) for label, points in curves.items()}, width, height)
+    image = _svg({rank: _finite(points) for rank, points in curves.items()}, width, height)
     data = base64.b64encode(image.encode()).decode()
     return element(
         "img", alt=alt, width=width, height=height, src=f"data:image/svg+xml;base64,{data}"
@@ -81,16 +86,13 @@ class _Box:
     height: float
 
 
-def _svg(curves: Mapping[str, Sequence[Point]], width: int, height: int) -> Markup:
+def _svg(curves: Mapping[int, Sequence[Point]], width: int, height: int) -> Markup:
     # Images of many curves stay small: a notebook keeps them for good.
     limit = max(40, min(_MAX_POINTS, 2 * _MAX_POINTS // max(1, len(curves))))
-    filled = {label: thin_out(points, limit) for label, points in curves.items() if points}
+    filled = {rank: thin_out(points, limit) for rank, points in curves.items() if points}
     box = _Box(54, 8, width - 66, height - 28)
     bounds = _bounds(list(filled.values()) or [[(0.0, 0.0)]])
-    lines = [
-        _line(points, box, bounds, COLOURS[index % len(COLOURS)])
-        for index, points in enumerate(filled.values())
-    ]
+    lines = [_line(points, box, bounds, colour_of(rank)) for rank, points in filled.items()]
     return element(
         "svg",
         *_axes(box, bounds),

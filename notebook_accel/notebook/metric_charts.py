@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from notebook_accel.launch.control.terminal_text import one_line
 from notebook_accel.launch.view import wording
 from notebook_accel.launch.view.progress import name_of, spread
-from notebook_accel.notebook.charts import COLOURS, thin_out, tick
+from notebook_accel.notebook.charts import colour_of, thin_out, tick
 from notebook_accel.notebook.markup import Markup, element, shorten
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.plotting import Point
 
-__all__ = ["MAX_LINES", "PAGE_SIZE", "Chart", "Look", "colour_of", "groups_of", "render_charts"]
+__all__ = ["MAX_LINES", "PAGE_SIZE", "Chart", "Look", "groups_of", "render_charts"]
 
 # Charts that are drawn at once; they share the points below.
 PAGE_SIZE = 6
@@ -70,11 +70,6 @@ class Chart:
     points: Mapping[int, Sequence[Point]]
     means: Mapping[int, Sequence[Point]]
     last: Mapping[int, float]
-
-
-def colour_of(rank: int) -> str:
-    """The colour of a rank's lines, and of the mean's (-1)."""
-    return COLOURS[max(0, rank) % len(COLOURS)]
 
 
 def groups_of(names: Sequence[str]) -> dict[str, list[str]]:

@@ -329,7 +329,7 @@ def _metrics(curves: Curves, num_plots: int) -> Markup:
 
 
 def _plot(name: str, by_rank: Mapping[int, Sequence[Point]]) -> Markup:
-    shown = dict(list(by_rank.items())[:_MAX_CURVES])
+    shown = dict(sorted(by_rank.items())[:_MAX_CURVES])
     title = [element("b", name_of(name)), f"\N{NO-BREAK SPACE} {_last_value(by_rank)}"]
     parts = [element("div", *title)]
     if len(shown) > 1:
@@ -338,16 +338,16 @@ def _plot(name: str, by_rank: Mapping[int, Sequence[Point]]) -> Markup:
                 "span",
                 "● ",
                 element("span", f"rank {rank} ", style=_MUTED),
-                style=f"color:{charts.COLOURS[index % len(charts.COLOURS)]}",
+                style=f"color:{charts.colour_of(rank)}",
             )
-            for index, rank in enumerate(shown)
+            for rank in shown
         ]
         parts.append(element("div", *marks, style="font-size:11px"))
     if any(len(points) > 1 for points in shown.values()):
-        first_curve = next(iter(by_rank.values()))
+        first_curve = next(iter(shown.values()))
         first, last = (wording.number(value) for _, value in (first_curve[0], first_curve[-1]))
         alt = f"{name_of(name)}: {first} → {last} at step {wording.number(first_curve[-1][0])}"
-        parts.append(charts.chart({str(rank): p for rank, p in shown.items()}, alt=alt))
+        parts.append(charts.chart(shown, alt=alt))
     return element("div", *parts)
 
 

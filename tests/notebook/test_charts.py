@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from notebook_accel.notebook.charts import chart, thin_out, tick
+from notebook_accel.notebook.charts import chart, colour_of, thin_out, tick
 from tests.notebook.test_markup import Tags
 
 
@@ -25,16 +25,18 @@ def tags(image: ET.Element, name: str) -> list[ET.Element]:
 
 def test_a_chart_is_one_image_with_a_line_for_each_curve() -> None:
     curve = [(float(step), 1.0 / (step + 1)) for step in range(50)]
-    markup = chart({"0": curve, "1": curve}, alt="loss: 1 → 0.02")
+    markup = chart({0: curve, 9: curve}, alt="loss: 1 → 0.02")
     assert Tags(markup).tags == ["img"]
     assert dict(Tags(markup).attributes)["alt"] == "loss: 1 → 0.02"
     image = drawn(markup)
-    assert len(tags(image, "polyline")) == 2
+    # That of the rank's number, as in the live panel.
+    colours = [line.attrib["stroke"] for line in tags(image, "polyline")]
+    assert colours == [colour_of(0), colour_of(9)] == [colour_of(8), colour_of(1)]
     assert [text.text for text in tags(image, "text")] == ["1", "0.51", "0.02", "0", "step 49"]
 
 
 def test_every_point_lies_inside_of_the_image() -> None:
-    image = drawn(chart({"0": [(0, -1e9), (5, 1e9), (9, 3.0)]}, alt=""))
+    image = drawn(chart({0: [(0, -1e9), (5, 1e9), (9, 3.0)]}, alt=""))
     width, height = float(image.attrib["width"]), float(image.attrib["height"])
     (line,) = tags(image, "polyline")
     for pair in line.attrib["points"].split():
@@ -45,14 +47,14 @@ def test_every_point_lies_inside_of_the_image() -> None:
 
 def test_what_is_not_finite_is_left_out() -> None:
     points = [(0.0, 1.0), (1.0, math.nan), (2.0, math.inf), (3.0, 2.0)]
-    (line,) = tags(drawn(chart({"0": points}, alt="")), "polyline")
+    (line,) = tags(drawn(chart({0: points}, alt="")), "polyline")
     assert len(line.attrib["points"].split()) == 2
-    assert not tags(drawn(chart({"0": [(0.0, math.nan)]}, alt="")), "polyline")
+    assert not tags(drawn(chart({0: [(0.0, math.nan)]}, alt="")), "polyline")
 
 
 def test_a_flat_curve_and_a_single_point_are_drawn() -> None:
-    assert tags(drawn(chart({"0": [(0.0, 3.0), (1.0, 3.0)]}, alt="")), "polyline")
-    assert tags(drawn(chart({"0": [(4.0, 3.0)]}, alt="")), "circle")
+    assert tags(drawn(chart({0: [(0.0, 3.0), (1.0, 3.0)]}, alt="")), "polyline")
+    assert tags(drawn(chart({0: [(4.0, 3.0)]}, alt="")), "circle")
 
 
 def test_thinning_keeps_peaks_and_order() -> None:
