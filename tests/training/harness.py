@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import inspect
 import os
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.launch.system.processes import die_with_parent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 __all__ = ["RankError", "run_ranks"]
 
@@ -52,18 +53,29 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout: float = 60,
+    imports: Sequence[str] = (),
 ) -> list[Any]:
     """What ``function(*args)`` returns on each of ``num_ranks`` ranks, in order.
 
     The function is a module-level one of a test file; on each rank ``torch.distributed`` is
     initialised (not so for one rank) and RANK, WORLD_SIZE and their like are set.
+
+    Args:
+        function: what each rank calls.
+        num_ranks: how many.
+        *args: for the function.
+        timeout: seconds until every rank is killed.
+        imports: modules that take long to import, which the ranks then find imported.
     """
     # A test module that runs ranks when it is imported is imported by its ranks too, and so on
     # until the machine has no memory left.
     assert _IS_RANK not in os.environ, "ranks cannot be started in a rank"
     place = (inspect.getfile(function), function.__module__, function.__qualname__)
-    replies = _helper().ask((*place, args, num_ranks, timeout), timeout)
+    replies = _helper().ask((imports, num_ranks, timeout, *place, args), timeout)
     failed = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(replies) if not ok]
     if failed:
         raise RankError("\n".join(failed))
@@ -134,10 +146,15 @@ def _serve() -> None:
     for name in _OF_RANKS:
         importlib.import_module(name)
     while (request := _read(sys.stdin.buffer)) is not None:
-        *call, num_ranks, timeout = request
+        imports, num_ranks, timeout, *call = request
         # One that fails fails again in the ranks, which say so.
         with contextlib.suppress(BaseException):
+            for name in imports:
+                importlib.import_module(name)
             _load(*call[:2])
+        # Each rank would look through all of it again, and copy the pages by that.
+        gc.collect()
+        gc.freeze()
         with tempfile.TemporaryDirectory() as folder:
             _write(answers, _fork_ranks(call, num_ranks, timeout, Path(folder)))
     os.killpg(0, signal.SIGKILL)

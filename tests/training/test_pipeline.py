@@ -504,10 +504,11 @@ def train_all_transformers(pipelines: tuple[str | None, ...]) -> dict[tuple[str,
 
 @pytest.fixture(scope="module")
 def transformers_trained() -> tuple[dict[Any, Any], list[dict[Any, Any]]]:
-    """What one process gives, and each of two ranks: each imports transformers once."""
+    """What one process gives, and each of two ranks."""
     pytest.importorskip("transformers")
-    (alone,) = run_ranks(train_all_transformers, 1, (None,))
-    return alone, run_ranks(train_all_transformers, 2, CUTS)
+    models = ("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2")
+    (alone,) = run_ranks(train_all_transformers, 1, (None,), imports=models)
+    return alone, run_ranks(train_all_transformers, 2, CUTS, imports=models)
 
 
 @pytest.mark.parametrize("kind", KINDS)
