@@ -14,7 +14,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # Hundreds of processes import the package: compiled once, not in each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test check coverage test-chaos test-deepspeed test-fp8 test-gpu \
+.PHONY: help test check coverage test-chaos test-deepspeed test-eight test-fp8 test-gpu \
   test-kernels test-kills test-soak bench demo lab env browser clean
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo 'make coverage    the tests, with the lines that they miss'
 	@echo 'make test-chaos  kill kernels, agents, templates and ranks at random'
 	@echo 'make test-deepspeed  trains by DeepSpeed, which it gets; make test skips that'
+	@echo 'make test-eight  three kinds of parallelism at once, on eight ranks'
 	@echo 'make test-fp8    trains in 8 bits by torchao, which it gets; make test skips that'
 	@echo 'make test-gpu    what only a machine with a GPU shows; make test skips that elsewhere'
 	@echo 'make test-kernels  blocking, background, Stop, Interrupt in six versions of ipykernel'
@@ -73,6 +74,9 @@ endef
 test-deepspeed: $(READY)
 	$(call on_top,deepspeed,deepspeed==0.19.8)
 	build/deepspeed/bin/python -m pytest tests/training/strategies/test_deepspeed.py $(ARGS)
+
+test-eight: $(READY)
+	$(PYTEST) tests/training/eight_ranks.py $(ARGS)
 
 test-fp8: $(READY)
 	$(call on_top,fp8,torchao==0.18.0)
