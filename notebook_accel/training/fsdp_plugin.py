@@ -128,9 +128,18 @@ class FullyShardedDataParallelPlugin:
         self._resolve_policies()
         if self.ignored_modules is None:
             self.ignored_modules = os.environ.get("FSDP_IGNORED_MODULES") or None
+        elif not isinstance(self.ignored_modules, str):
+            self.ignored_modules = list(self.ignored_modules)
         for name, default in _FLAGS.items():
             if getattr(self, name) is None:
                 setattr(self, name, _flag(f"FSDP_{name.upper()}", default))
+        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+            notice_once(
+                "FSDP weights of rank 0",
+                "sync_module_states=False is not used: with cpu_ram_efficient_loading=True rank 0 "
+                "alone has read the weights, and all ranks start from them",
+            )
+            self.sync_module_states = True
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ConfigError(
                 "activation_checkpointing_offload=True is about what activation checkpointing "
@@ -359,29 +368,27 @@ class FullyShardedDataParallelPlugin:
         pins = getattr(given, "pin_memory", True) and device.type != "cpu"
         return CPUOffloadPolicy(pin_memory=pins)
 
-    def ignored_parameters(self, model: Module) -> set[torch.nn.Parameter]:
-        """The weights that every rank keeps whole."""
+    def ignored_parts(self, model: Module) -> list[Module]:
+        """The modules whose weights every rank keeps whole; by the names that they have now."""
         given = self.ignored_modules
-        if given is None:
-            return set()
-        if isinstance(given, str):
-            try:
-                pattern = re.compile(given)
-            except re.error as error:
-                raise ConfigError(
-                    f"ignored_modules={given!r}: expected modules, or a regular expression of "
-                    f"their names: {error}"
-                ) from None
-            found = [part for name, part in model.named_modules() if pattern.fullmatch(name)]
-            if not found:
-                # No error: of two models that are prepared, one may have no such modules.
-                notice_once(
-                    f"ignore {type(model).__name__}",
-                    f"ignored_modules={given!r} matches the name of no module of "
-                    f"{type(model).__name__}: all its weights are sharded",
-                )
-            given = found
-        return {weight for part in given for weight in part.parameters()}
+        if not isinstance(given, str):
+            return list(given or ())
+        try:
+            pattern = re.compile(given)
+        except re.error as error:
+            raise ConfigError(
+                f"ignored_modules={given!r}: expected modules, or a regular expression of "
+                f"their names: {error}"
+            ) from None
+        found = [part for name, part in model.named_modules() if pattern.fullmatch(name)]
+        if not found:
+            # No error: of two models that are prepared, one may have no such modules.
+            notice_once(
+                f"ignore {type(model).__name__}",
+                f"ignored_modules={given!r} matches the name of no module of "
+                f"{type(model).__name__}: all its weights are sharded",
+            )
+        return found
 
 
 _FLAGS = {

@@ -356,8 +356,11 @@ def fit_sizes(
         name = plugin.sharding_strategy.name
         if name == "NO_SHARD":
             shards = 1
-        elif "HYBRID" in name and left % local_num_processes == 0:
-            shards = local_num_processes
+        elif "HYBRID" in name:
+            # Of a machine's ranks, neighbours divide layers and sequences of one share.
+            within, rest = divmod(local_num_processes, asked.sizes["cp"] * asked.sizes["tp"])
+            if within and not rest and left % within == 0:
+                shards = within
         if left:
             asked = replace(asked, dp_shard_size=shards, dp_replicate_size=left // shards)
     asked = asked or ParallelismConfig()

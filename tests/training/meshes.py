@@ -79,6 +79,13 @@ def plugin(**fields: Any) -> FullyShardedDataParallelPlugin:
 blocks = functools.partial(
     plugin, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
 )
+
+
+def is_block(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    """A policy as torch calls it: whether to look into a module, or to choose it."""
+    return recurse or isinstance(module, Block)
+
+
 sizes = functools.partial(ParallelismConfig, tp_plan=PLAN)
 # name: ranks, shares of the data, what the user asks for (made on the rank)
 MESHES: dict[str, tuple[int, int, Any]] = {
@@ -101,6 +108,19 @@ MESHES: dict[str, tuple[int, int, Any]] = {
         2,
         lambda: {"fsdp_plugin": blocks(activation_checkpointing=True)},
     ),
+    "fsdp, a function chooses, a part is ignored": (
+        2,
+        2,
+        lambda: {
+            "fsdp_plugin": plugin(
+                auto_wrap_policy=is_block,
+                ignored_modules=r"blocks\.1\.down",
+                activation_checkpointing=True,
+                activation_checkpointing_offload=True,
+            )
+        },
+    ),
+    "fsdp, nothing in parts": (2, 2, lambda: {"fsdp_plugin": plugin(sharding_strategy="NO_SHARD")}),
     "tensor": (2, 1, lambda: {"parallelism_config": sizes(tp_size=2)}),
     "fsdp x tensor": (
         4,

@@ -31,6 +31,7 @@ from notebook_accel import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
+from notebook_accel.training.parallelism import fit_sizes
 from notebook_accel.training.strategies.fsdp import checkpoint_activations, units
 from tests.training.single import fresh_rank  # noqa: F401
 
@@ -284,10 +285,48 @@ def test_a_config_without_ranks_has_no_mesh(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_modules_are_ignored_by_name() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    ignored = Plugin(ignored_modules="0").ignored_parameters(model)
-    assert ignored == set(model[0].parameters())
+    assert Plugin(ignored_modules="0").ignored_parts(model) == [model[0]]
     with pytest.warns(UserWarning, match="ignored_modules='head' matches the name of no module"):
-        assert Plugin(ignored_modules="head").ignored_parameters(model) == set()
+        assert Plugin(ignored_modules="head").ignored_parts(model) == []
+    given = Plugin(ignored_modules=(part for part in model[1:]))
+    for _ in range(2):  # models, or the blocks of a pipeline
+        assert given.ignored_parts(model) == [model[1]]
+
+
+def test_weights_that_rank_0_alone_has_read_are_those_of_all() -> None:
+    with pytest.warns(UserWarning, match="rank 0 alone has read the weights"):
+        plugin = Plugin(cpu_ram_efficient_loading=True, sync_module_states=False)
+    assert plugin.sync_module_states is True
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "asked", "expected"),
+    [
+        # Of two machines with four ranks each: how many replicas, and shards of each.
+        ("FULL_SHARD", 8, {}, (1, 8)),
+        ("NO_SHARD", 8, {}, (8, 1)),
+        ("HYBRID_SHARD", 8, {}, (2, 4)),
+        ("HYBRID_SHARD_ZERO2", 8, {}, (2, 4)),
+        ("HYBRID_SHARD", 8, {"tp_size": 2}, (2, 2)),
+        ("HYBRID_SHARD", 8, {"tp_size": 2, "cp_size": 2}, (2, 1)),
+        ("HYBRID_SHARD", 8, {"pp_size": 2}, (1, 4)),
+        ("FULL_SHARD", 8, {"tp_size": 2}, (1, 4)),
+        ("NO_SHARD", 8, {"tp_size": 2}, (4, 1)),
+        # Layers that are divided over both machines, and one machine of six.
+        ("HYBRID_SHARD", 8, {"tp_size": 8}, (1, 1)),
+        ("HYBRID_SHARD", 6, {}, (1, 6)),
+        # What the sizes say counts.
+        ("FULL_SHARD", 8, {"dp_replicate_size": 2, "dp_shard_size": 4}, (2, 4)),
+    ],
+    ids=str,
+)
+def test_a_sharding_strategy_takes_the_ranks_that_are_left(
+    strategy: str, ranks: int, asked: dict[str, int], expected: tuple[int, int]
+) -> None:
+    plugin = Plugin(sharding_strategy=strategy)
+    config = ParallelismConfig(**asked) if asked else None
+    sizes = fit_sizes(config, plugin, num_processes=ranks, local_num_processes=4).sizes
+    assert (sizes["dp_replicate"], sizes["dp_shard"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -329,7 +368,7 @@ def test_a_variable_that_is_no_number_is_named(
         (lambda: ParallelismConfig(num_microbatches=0), "expected a whole number, 1 or more"),
         (lambda: ParallelismConfig(num_microbatches="4"), "microbatches='4'.: expected a whole"),
         (
-            lambda: Plugin(ignored_modules="(").ignored_parameters(nn.Linear(1, 1)),
+            lambda: Plugin(ignored_modules="(").ignored_parts(nn.Linear(1, 1)),
             r"ignored_modules='\(': expected modules, or a regular expression",
         ),
     ],

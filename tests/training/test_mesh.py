@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
+from functools import cache
 from typing import Any
 
 import pytest
@@ -54,23 +55,25 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def train_all(mesh: str) -> dict[str, Any]:
-    return {name: train(mesh, case) for name, case in CASES.items()}
+def train_all(meshes: list[str]) -> dict[str, dict[str, Any]]:
+    return {mesh: {name: train(mesh, case) for name, case in CASES.items()} for mesh in meshes}
 
 
-@pytest.fixture(scope="module", params=MESHES)
-def trained(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
-    ranks, _, _ = MESHES[request.param]
-    return request.param, run_ranks(train_all, ranks, request.param)
+@cache
+def trained(ranks: int) -> list[dict[str, dict[str, Any]]]:
+    """What each rank saw, on all meshes of so many: to start ranks takes as long as a mesh."""
+    meshes = [name for name, (needed, _, _) in MESHES.items() if needed == ranks]
+    return run_ranks(train_all, ranks, meshes, timeout=180)
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", CASES)
-def test_a_mesh_equals_one_process(name: str, trained: tuple[str, list[Any]]) -> None:
-    mesh, results = trained
-    _, shares, _ = MESHES[mesh]
+def test_a_mesh_equals_one_process(name: str, mesh: str) -> None:
+    ranks, shares, _ = MESHES[mesh]
     expected, steps = twin(shares, CASES[name]), 2 * 16 // shares
-    for result in results:
-        ours = result[name]
+    for result in trained(ranks):
+        ours = result[mesh][name]
         assert ours["losses"] == pytest.approx(expected["losses"], abs=FLOAT_ERROR * steps)
         assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert ours["weights"].keys() == expected["weights"].keys()
@@ -104,10 +107,57 @@ def gather_counts() -> tuple[list[int], bool]:
     return counts, all(isinstance(weight, DTensor) for weight in ours.parameters())
 
 
-def test_no_more_is_gathered_than_by_torch_alone() -> None:
-    for (of_torch, of_ours), is_in_parts in run_ranks(gather_counts, 2):
+def ignored_weights() -> set[str]:
+    """What a rank has whole where a part inside of a checkpointed block is ignored."""
+    accelerator = accelerator_for("fsdp, a function chooses, a part is ignored")
+    state = accelerator.prepare(Tiny()).state_dict()
+    return {name for name, value in state.items() if not isinstance(value, DTensor)}
+
+
+def fill(module: Any) -> None:
+    torch.manual_seed(1)
+    for weight in module.parameters(recurse=False):
+        torch.nn.init.uniform_(weight)
+    for values in module.buffers(recurse=False):
+        values.fill_(0.25)
+
+
+def filled_weights(syncs: bool) -> dict[str, Any]:
+    """The weights of a model that no rank has read."""
+    asked = {"param_init_fn": fill, "sync_module_states": syncs}
+    accelerator = Accelerator(cpu=True, fsdp_plugin=blocks(**asked))
+    with torch.device("meta"):
+        model = Tiny()
+    return weights_of(accelerator, accelerator.prepare(model))
+
+
+def look_inside() -> dict[str, Any]:
+    filled = [filled_weights(syncs) for syncs in (True, False)]
+    return {"gathers": gather_counts(), "ignored": ignored_weights(), "filled": filled}
+
+
+@pytest.fixture(scope="module")
+def inside() -> list[dict[str, Any]]:
+    return run_ranks(look_inside, 2)
+
+
+def test_no_more_is_gathered_than_by_torch_alone(inside: list[dict[str, Any]]) -> None:
+    for result in inside:
+        (of_torch, of_ours), is_in_parts = result["gathers"]
         assert of_ours == of_torch > 0
         assert is_in_parts
+
+
+def test_modules_are_ignored_by_the_names_that_the_user_knows(inside: list[dict[str, Any]]) -> None:
+    for result in inside:
+        assert result["ignored"] == {"blocks.1.down.weight", "blocks.1.down.bias", "scale"}
+
+
+def test_weights_that_nobody_has_read_are_filled(inside: list[dict[str, Any]]) -> None:
+    model = Tiny().apply(fill)
+    expected = {name: value.tolist() for name, value in model.state_dict().items()}
+    for result in inside:
+        assert result["filled"] == [expected, expected]
 
 
 def look_around() -> dict[str, Any]:
@@ -216,19 +266,19 @@ def test_it_trains_in_launched_ranks() -> None:
         assert losses == pytest.approx(expected, abs=FLOAT_ERROR * len(expected))
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"tp_size": 3}, "takes 3 ranks .*tp 3.* and there are 2"),
-        ({"tp_size": 2}, "divides layers by a plan, and Linear has none"),
-        ({"tp_size": 2, "tp_plan": {"no.such": "colwise"}}, "no module of such a name"),
-        ({"tp_size": 2, "tp_plan": {"0": "sideways"}}, "'sideways' for '0': expected one of"),
-        ({"tp_size": 2, "tp_plan": {"0": "colwise"}}, r"of shape \(3, 4\) over 2 ranks"),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(asked: dict[str, Any], message: str) -> None:
-    for said in run_ranks(refusal, 2, asked):
-        assert re.search(message, said)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tp_size": 3}, "takes 3 ranks .*tp 3.* and there are 2"),
+    ({"tp_size": 2}, "divides layers by a plan, and Linear has none"),
+    ({"tp_size": 2, "tp_plan": {"no.such": "colwise"}}, "no module of such a name"),
+    ({"tp_size": 2, "tp_plan": {"0": "sideways"}}, "'sideways' for '0': expected one of"),
+    ({"tp_size": 2, "tp_plan": {"0": "colwise"}}, r"of shape \(3, 4\) over 2 ranks"),
+]
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    for of_rank in run_ranks(refusals, 2):
+        for said, (_, message) in zip(of_rank, REFUSED, strict=True):
+            assert re.search(message, said)
 
 
 # Qwen3 has a norm of each head.
@@ -276,6 +326,10 @@ def test_models_of_transformers_are_divided_by_their_own_plans() -> None:
             assert distance(ours, expected) <= 1e-5, name
 
 
+def refusals() -> list[str]:
+    return [refusal(asked) for asked, _ in REFUSED]
+
+
 def refusal(asked: dict[str, Any]) -> str:
     layer = torch.nn.Linear(4, 3)
     model = torch.nn.Sequential(layer) if "tp_plan" in asked else layer
@@ -304,14 +358,14 @@ def test_sizes_are_checked_before_ranks_wait_for_each_other(
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
 
 
-def overflow(mesh: str, bad_rank: int) -> tuple[bool, float]:
+def overflow(mesh: str) -> tuple[bool, float]:
     accelerator = accelerator_for(mesh, mixed_precision="fp16")
     model: Any = Tiny()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     inputs, targets = data(4).tensors
     accelerator.forward_backward(model, inputs, targets, loss_of)
-    if accelerator.process_index == bad_rank:
+    if accelerator.is_last_process:
         # A part that this rank alone has.
         model.blocks[0].up.weight.grad.to_local().view(-1)[0] = float("inf")
     optimizer.step()
@@ -319,7 +373,13 @@ def overflow(mesh: str, bad_rank: int) -> tuple[bool, float]:
     return optimizer.step_was_skipped, accelerator.scaler.get_scale()
 
 
-@pytest.mark.parametrize("mesh", ["fsdp, blocks", "tensor", "fsdp x tensor", "replicas x fsdp"])
-def test_an_overflow_on_one_rank_skips_the_step_of_all(mesh: str) -> None:
-    ranks, _, _ = MESHES[mesh]
-    assert run_ranks(overflow, ranks, mesh, ranks - 1) == [(True, 2.0**15)] * ranks
+def overflows(meshes: list[str]) -> list[tuple[bool, float]]:
+    return [overflow(mesh) for mesh in meshes]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "meshes"),
+    [(2, ["fsdp, blocks", "tensor"]), (4, ["fsdp x tensor", "replicas x fsdp"])],
+)
+def test_an_overflow_on_one_rank_skips_the_step_of_all(ranks: int, meshes: list[str]) -> None:
+    assert run_ranks(overflows, ranks, meshes) == [[(True, 2.0**15)] * len(meshes)] * ranks

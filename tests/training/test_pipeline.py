@@ -6,7 +6,7 @@ Tolerances are those of ``meshes``: micro-batches add up the same products in an
 from __future__ import annotations
 
 import random
-import re
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +20,7 @@ from notebook_accel.training import collectives
 from notebook_accel.training.seeding import set_seed
 from notebook_accel.training.settings import GradientAccumulationPlugin
 from notebook_accel.training.strategies.blocks import balance
+from notebook_accel.training.strategies.given import has_parts
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
     FLOAT_ERROR,
@@ -172,41 +173,57 @@ def twin(shares: int, case: dict[str, Any]) -> dict[str, Any]:
     return {**seen, "weights": state, "outputs": outputs, "parameters": whole}
 
 
-def train_all(pipeline: str) -> dict[str, Any]:
-    return {name: train(pipeline, case) for name, case in CASES.items()}
+TRAINED = [name for name in PIPELINES if "files" not in name]
 
 
-@pytest.fixture(scope="module", params=[name for name in PIPELINES if "files" not in name])
-def trained(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
-    return request.param, run_ranks(train_all, PIPELINES[request.param][0], request.param)
+def train_all(pipelines: list[str]) -> dict[str, dict[str, Any]]:
+    return {
+        pipeline: {name: train(pipeline, case) for name, case in CASES.items()}
+        for pipeline in pipelines
+    }
+
+
+@cache
+def trained(ranks: int) -> list[dict[str, dict[str, Any]]]:
+    """What each rank saw, of all pipelines of so many."""
+    pipelines = [name for name in TRAINED if PIPELINES[name][0] == ranks]
+    return run_ranks(train_all, ranks, pipelines, timeout=180)
 
 
 def test_blocks_and_their_states_are_in_parts() -> None:
-    for names in run_ranks(parts_of_a_stage, 4):
-        assert names == ["dp_shard"]
+    results = run_ranks(parts_of_a_stage, 4)
+    assert [names for names, _ in results] == [["dp_shard"]] * 4
+    whole = [[f"{block}.down.bias", f"{block}.down.weight"] for block in (1, 3)]
+    assert [names for _, names in results] == [whole[0], whole[0], whole[1], whole[1]]
 
 
-def parts_of_a_stage() -> list[str]:
-    accelerator = accelerator_for("1F1B, shards")
+def parts_of_a_stage() -> tuple[list[str], list[str]]:
+    """Over which dimensions a stage's blocks are divided; and what of them is not, since the user
+    named it as the whole model does."""
+    ignoring = plugin(ignored_modules=r"blocks\.[13]\.down")
+    accelerator = accelerator_for("1F1B, shards", fsdp_plugin=ignoring)
     model, optimizer = accelerator.prepare(*make(CASES["decoder"]))
     inputs, targets = data(4).tensors
     accelerator.forward_backward(model, inputs, targets, loss_of)
     optimizer.step()
-    own = list(model.blocks.parameters())
-    for weight in own:
+    divided = {name: own for name, own in model.blocks.named_parameters() if has_parts([own])}
+    for weight in divided.values():
         assert weight.to_local().numel() == weight.numel() // 2
         assert optimizer.state[weight]["exp_avg"].to_local().shape == weight.to_local().shape
-    return sorted({name for weight in own for name in weight.device_mesh.mesh_dim_names})
+    whole = sorted(dict(model.blocks.named_parameters()).keys() - divided.keys())
+    meshes = [weight.device_mesh.mesh_dim_names for weight in divided.values()]
+    return sorted({name for names in meshes for name in names}), whole
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("pipeline", TRAINED)
 @pytest.mark.parametrize("name", CASES)
-def test_a_pipeline_equals_one_process(name: str, trained: tuple[str, list[Any]]) -> None:
-    pipeline, results = trained
-    shares, case = PIPELINES[pipeline][1], CASES[name]
+def test_a_pipeline_equals_one_process(name: str, pipeline: str) -> None:
+    ranks, shares, _ = PIPELINES[pipeline]
+    case, error = CASES[name], 16 * FLOAT_ERROR
     expected = twin(shares, case)
-    error = 16 * FLOAT_ERROR
-    for result in results:
-        ours = result[name]
+    for result in trained(ranks):
+        ours = result[pipeline][name]
         assert ours["losses"] == pytest.approx(expected["losses"], abs=error)
         assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert list(ours["weights"]) == list(expected["weights"])
@@ -523,6 +540,10 @@ def test_a_transformers_decoder_is_cut(
         torch.testing.assert_close(result["logits"], expected["logits"], atol=1e-5, rtol=0)
 
 
+def plain_loops() -> list[str]:
+    return [plain_loop(part) for part in ("call", "backward")]
+
+
 def plain_loop(part: str) -> str:
     accelerator = accelerator_for("1F1B")
     model: Any = accelerator.prepare(Deep())
@@ -538,10 +559,10 @@ def plain_loop(part: str) -> str:
     return "accepted"
 
 
-@pytest.mark.parametrize("part", ["call", "backward"])
-def test_a_plain_loop_is_told_what_to_call(part: str) -> None:
-    for said in run_ranks(plain_loop, 2, part):
-        assert "call accelerator.forward_backward(model, inputs, targets, loss_function)" in said
+def test_a_plain_loop_is_told_what_to_call() -> None:
+    for both in run_ranks(plain_loops, 2):
+        for said in both:
+            assert "call accelerator.forward_backward(model, inputs, targets, loss_fun" in said
 
 
 class Skips(Deep):
@@ -550,7 +571,11 @@ class Skips(Deep):
         return self.head(self.blocks[3](self.blocks[0](hidden)))
 
 
-def refusal(name: str, asked: dict[str, Any]) -> str:
+def refusals() -> list[str]:
+    return [refusal(name) for name in REFUSED]
+
+
+def refusal(name: str) -> str:
     shared, activation = nn.Linear(2, 2), nn.ReLU()
     models: dict[str, Any] = {
         "one layer": nn.Linear(4, 3),
@@ -560,10 +585,9 @@ def refusal(name: str, asked: dict[str, Any]) -> str:
             nn.Embedding(WORDS, 4), activation, nn.Linear(4, 2), activation, nn.Linear(2, 2)
         ),
         "skips": Skips(),
-        "decoder": Deep(),
     }
     try:
-        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**asked))
+        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2))
         model = accelerator.prepare(models[name])
         inputs, _ = data(4).tensors
         model.eval()(inputs)
@@ -572,20 +596,18 @@ def refusal(name: str, asked: dict[str, Any]) -> str:
     return "accepted"
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "asked", "message"),
-    [
-        ("one layer", 2, {"pp_size": 2}, "Linear has no nn.Sequential or nn.ModuleList of 2 or"),
-        ("too few", 2, {"pp_size": 2}, "Sequential has no nn.Sequential or nn.ModuleList of 2 or"),
-        ("activation", 2, {"pp_size": 2}, "accepted"),
-        ("shared", 2, {"pp_size": 2}, "'0.weight' and '2.weight' are one weight"),
-    ],
-)
-def test_what_cannot_be_cut_is_refused(
-    name: str, ranks: int, asked: dict[str, Any], message: str
-) -> None:
-    for said in run_ranks(refusal, ranks, name, asked):
-        assert re.search(message, said)
+REFUSED = {
+    "one layer": "Linear has no nn.Sequential or nn.ModuleList of 2 or",
+    "too few": "Sequential has no nn.Sequential or nn.ModuleList of 2 or",
+    "activation": "accepted",
+    "shared": "'0.weight' and '2.weight' are one weight",
+}
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    for of_rank in run_ranks(refusals, 2):
+        for message, said in zip(REFUSED.values(), of_rank, strict=True):
+            assert message in said
 
 
 def test_a_model_that_leaves_blocks_out_is_refused() -> None:
@@ -594,7 +616,7 @@ def test_a_model_that_leaves_blocks_out_is_refused() -> None:
 
 
 def refusal_of_first() -> None:
-    said = refusal("skips", {"pp_size": 2})
+    said = refusal("skips")
     raise AssertionError(said)
 
 

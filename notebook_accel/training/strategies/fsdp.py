@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
     checkpoint_wrapper,
@@ -20,16 +21,18 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import fully_shard
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.strategies.pending import local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.nn import Module
+    from torch.nn import Module, Parameter
 
     from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 
 __all__ = [
+    "average_gradients",
     "checkpoint_activations",
     "choose_modules",
     "keep_root_for_backward",
@@ -145,6 +148,7 @@ def shard(
     plugin: FullyShardedDataParallelPlugin,
     dtype: torch.dtype | None,
     device: torch.device,
+    ignored: set[Parameter],
 ) -> None:
     """Shard the chosen modules and then the model, in place.
 
@@ -155,9 +159,9 @@ def shard(
         plugin: how.
         dtype: the type that the model computes in; None for that of its weights.
         device: where the ranks compute.
+        ignored: weights that every rank keeps whole.
     """
     inside = plugin.precision_policy(dtype)
-    ignored = plugin.ignored_parameters(model)
     options = {
         "mesh": mesh,
         "reshard_after_forward": plugin.reshard_after_forward,
@@ -169,6 +173,31 @@ def shard(
         # "mat1 and mat2 must have the same dtype".
         fully_shard(part, mp_policy=replace(inside, output_dtype=None), **options)
     fully_shard(model, mp_policy=inside, **options)
+
+
+def average_gradients(weights: Iterable[Parameter], group: dist.ProcessGroup) -> None:
+    """Let the gradients of weights that every rank keeps whole be averaged in each backward.
+
+    ``fully_shard`` leaves them to the user: each rank would step such a weight by its own samples.
+    Within a window gradients that were averaged before are added to, and their average is what they
+    are.
+
+    Args:
+        weights: all ranks of the group use the same ones of them in a backward.
+        group: the ranks that compute on other samples, or other parts of sequences.
+    """
+    size = dist.get_world_size(group)
+
+    def average(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        own = local_part(weight.grad)
+        total = own.contiguous()
+        dist.all_reduce(total, group=group)
+        own.copy_(total / size)
+
+    for weight in weights:
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]
 
 
 def keep_root_for_backward(model: Module) -> None:

@@ -3,7 +3,7 @@
 The order is torchtitan's (pipeline, tensor, activation checkpointing, compile, then data). Each
 step works on what the one before has left:
 
-1. all ranks start from the same weights;
+1. weights that are nowhere yet are made, and all ranks start from the same ones;
 2. pipeline: each rank keeps the blocks of its stages, so that all that follows sees those alone;
 3. tensor: the layers of the plan are divided over the ranks that compute them together;
 4. activation checkpointing: around whole blocks, so that it sees divided layers, not the reverse;
@@ -61,8 +61,13 @@ def spread(
         device: where this rank computes.
     """
     dimensions = mesh.mesh_dim_names or ()
+    data = _data_dimensions(parallelism, dimensions)
+    # By their names, which are others once a stage has dropped blocks, or activation checkpointing
+    # has wrapped them.
+    ignored = plugin.ignored_parts(model) if data else []
+    fill_empty(model, device, plugin)
     if plugin.sync_module_states:
-        start_alike(model, device, plugin)
+        start_alike(model)
     own_blocks: list[Module] = []
     if "pp" in dimensions:
         # Imported here: torch's pipelines take seconds, for those who use them alone.
@@ -79,23 +84,31 @@ def spread(
         from notebook_accel.training.strategies import context
 
         context.fit_decoder(model)
-    data = _data_dimensions(parallelism, dimensions)
     if data:
+        kept_whole = {weight for part in ignored for weight in part.parameters()}
         # One dimension shards; of two, the first replicates what the second shards.
         for unit, inside in fsdp.units(model, chosen, own_blocks):
-            fsdp.shard(unit, inside, mesh[data], plugin=plugin, dtype=dtype, device=device)
+            fsdp.shard(
+                unit,
+                inside,
+                mesh[data],
+                plugin=plugin,
+                dtype=dtype,
+                device=device,
+                ignored=kept_whole,
+            )
+        if not own_blocks:  # a pipeline averages what is whole itself, after all micro-batches
+            fsdp.average_gradients(kept_whole, mesh["dp_cp"].get_group())
         # The blocks of a pipeline's stage run forward for several micro-batches first.
         if not own_blocks and plugin.reshard_after_forward:
             fsdp.keep_root_for_backward(model)
     dtensors.accept_whole_weights(model)
 
 
-def start_alike(
-    model: Module, device: torch.device, plugin: FullyShardedDataParallelPlugin
-) -> None:
-    """Give every rank rank 0's weights and buffers, as DDP does.
+def fill_empty(model: Module, device: torch.device, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Give weights on the meta device memory, and values by ``param_init_fn`` or their layer.
 
-    A rank whose weights are on the meta device (rank 0 alone has read them) gets memory for them.
+    Of ranks that start alike, only those of rank 0 count, which may have read them.
     """
     ties = tensor.names_of_each_weight(model)
     for part in [part for part in model.modules() if _is_empty(part)]:
@@ -103,8 +116,12 @@ def start_alike(
         fill = plugin.param_init_fn or getattr(type(part), "reset_parameters", None)
         if fill is not None:
             fill(part)
-    # Each name of a weight got memory of its own, and rank 0 sends the weight once.
+    # Each name of a weight got memory of its own.
     tensor.tie_again(model, ties)
+
+
+def start_alike(model: Module) -> None:
+    """Give every rank rank 0's weights and buffers, as DDP does."""
     with torch.no_grad():
         for values in (*model.parameters(), *model.buffers()):
             collectives.broadcast(values.data)
