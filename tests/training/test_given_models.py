@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from notebook_accel import Accelerator
+from notebook_accel import Accelerator, GradScalerKwargs
 from tests.training.harness import run_ranks
 from tests.training.meshes import FLOAT_ERROR, Block, Tiny, blocks, data, loss_of, make, twin
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-CASE: dict[str, Any] = {"accumulate": 2, "clip": 0.05}
+CASE: dict[str, Any] = {"accumulate": 2, "clip": 0.5, "eps": 0.05}
+ROUNDING = 2.0**-8  # of bf16
 
 
 def fully_sharded(model: Tiny) -> Tiny:
@@ -42,12 +43,14 @@ GIVEN: dict[str, tuple[Any, Any]] = {
     "fully_shard": (fully_sharded, dict),
     "fully_shard, FSDP plugin": (fully_sharded, lambda: {"fsdp_plugin": blocks()}),
     "DDP, FSDP plugin": (DistributedDataParallel, lambda: {"fsdp_plugin": blocks()}),
+    "DDP, bf16": (DistributedDataParallel, lambda: {"mixed_precision": "bf16"}),
+    "fully_shard, bf16": (fully_sharded, lambda: {"mixed_precision": "bf16"}),
 }
 
 
 def train_and_go_on(folder: str) -> dict[str, Any]:
     trained = {name: train(name, f"{folder}/{number}") for number, name in enumerate(GIVEN)}
-    return {**trained, "two models": two_models(folder)}
+    return {**trained, "two models": two_models(folder), "divided": divided_in_fp16()}
 
 
 def two_models(folder: str) -> list[Any]:
@@ -81,13 +84,45 @@ def two_models(folder: str) -> list[Any]:
     return seen
 
 
+def divided_in_fp16() -> dict[str, Any]:
+    """Three steps of a model that the user has divided by ``parallelize_module``; in the second an
+    overflow in the part of one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    scale = GradScalerKwargs(init_scale=2.0**10)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[scale])
+    model, _ = make(CASE)
+    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    mine: Any
+    mine, optimizer = accelerator.prepare(model, optimizer)
+    inputs, targets = data(4).tensors
+    seen: dict[str, Any] = {"losses": [], "skipped": []}
+    for number in range(3):
+        loss = loss_of(mine(inputs), targets)
+        accelerator.backward(loss)
+        if number == 1 and accelerator.is_last_process:
+            mine.blocks[0].up.weight.grad.to_local().view(-1)[0] = float("inf")
+        optimizer.step()
+        optimizer.zero_grad()
+        seen["losses"].append(loss.item())
+        seen["skipped"].append(optimizer.step_was_skipped)
+    return seen
+
+
 def train(name: str, folder: str) -> dict[str, Any]:
     """Two epochs with a checkpoint between; then the second anew, from the checkpoint."""
     wrap, asked = GIVEN[name]
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **asked())
     model, _ = make(CASE)
     mine = wrap(model)
-    optimizer: Any = torch.optim.AdamW(mine.parameters(), lr=1e-2)
+    optimizer: Any = torch.optim.AdamW(mine.parameters(), lr=1e-2, eps=CASE["eps"])
     loader: Any = torch.utils.data.DataLoader(data(16), batch_size=2)
     prepared, optimizer, loader = accelerator.prepare(mine, optimizer, loader)
     seen: dict[str, Any] = {"same": prepared is mine, "norms": []}
@@ -111,7 +146,9 @@ def epoch(
             loss = loss_of(model(inputs), targets)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                seen["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), 0.05)))
+                seen["norms"].append(
+                    float(accelerator.clip_grad_norm_(model.parameters(), CASE["clip"]))
+                )
             else:
                 seen["waits"] = waits(accelerator, model)
             optimizer.step()
@@ -136,18 +173,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_a_model_that_is_spread_trains_as_it_is(name: str, trained: list[dict[str, Any]]) -> None:
-    expected = twin(2, CASE)
-    error = 20 * FLOAT_ERROR
+    rounding = ROUNDING if "bf16" in name else 0.0
+    expected = twin(2, {**CASE, "precision": "bf16"} if rounding else CASE)
+    # AdamW moves a weight by twice lr / eps of a gradient's error; gradients are clipped to 0.5.
+    error, moved = 20 * FLOAT_ERROR + 8 * rounding, 20 * FLOAT_ERROR + 4 * rounding * 0.2
     for result in trained:
         ours = result[name]
         assert ours["same"]
         assert ours["waits"]
         assert ours["inside"] in ("Tiny", "FSDPTiny")
         assert ours["losses"] == pytest.approx(expected["losses"], abs=error)
-        assert ours["norms"][: len(expected["norms"])] == pytest.approx(expected["norms"], rel=1e-5)
+        norms = ours["norms"][: len(expected["norms"])]
+        assert norms == pytest.approx(expected["norms"], rel=1e-5 + 16 * rounding)
         assert ours["again"] == pytest.approx(expected["losses"][4:], abs=error)
         for key, value in expected["weights"].items():
-            torch.testing.assert_close(ours["weights"][key], value, atol=error, rtol=0)
+            torch.testing.assert_close(ours["weights"][key], value, atol=moved, rtol=0)
 
 
 def test_each_of_several_models_goes_on_with_its_part_of_a_window(trained: list[Any]) -> None:
@@ -157,6 +197,16 @@ def test_each_of_several_models_goes_on_with_its_part_of_a_window(trained: list[
         assert resumed_again == whole
     fresh = make(CASE)[0].state_dict()
     assert whole[1]["blocks.0.up.weight"] != fresh["blocks.0.up.weight"].tolist()
+
+
+def test_layers_that_the_user_divided_train_in_fp16(trained: list[dict[str, Any]]) -> None:
+    here, there = (result["divided"] for result in trained)
+    assert here == there
+    assert here["skipped"] == [False, True, False]
+    first, second, third = here["losses"]
+    whole = loss_of(make(CASE)[0](data(4).tensors[0]), data(4).tensors[1])
+    assert first == pytest.approx(whole.item(), rel=8 * 2.0**-11)
+    assert first > second == third
 
 
 def test_a_data_parallel_model_of_one_process(tmp_path: Path) -> None:

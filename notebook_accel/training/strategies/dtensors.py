@@ -35,6 +35,7 @@ __all__ = [
     "scale_grads",
     "step_one_by_one_where_mixed",
     "total_grad_norm",
+    "unscale_grads",
     "whole_state_dict",
     "with_parts",
 ]
@@ -205,18 +206,29 @@ class AgreeingScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    part = weight.grad
-                    local = part.to_local() if isinstance(part, DTensor) else part
-                    alike.setdefault((local.device, local.dtype), []).append(local)
-        for (device, _), parts in alike.items():
-            seen = torch.zeros_like(found_inf, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(parts, seen, inv_scale.to(device))
-            found_inf = torch.maximum(found_inf, seen.to(found_inf.device))
-        return {found_inf.device: reduce(found_inf, "max")}
+        return unscale_grads(optimizer, inv_scale, found_inf)
+
+
+def unscale_grads(
+    optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor
+) -> dict[torch.device, torch.Tensor]:
+    """Unscale gradients, in parts and plain ones together; all ranks call it.
+
+    Returns:
+        what torch's scaler wants: by device, 1 where a rank has found an overflow, and else 0.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if weight.grad is not None:
+                part = weight.grad
+                local = part.to_local() if isinstance(part, DTensor) else part
+                alike.setdefault((local.device, local.dtype), []).append(local)
+    for (device, _), parts in alike.items():
+        seen = torch.zeros_like(found_inf, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(parts, seen, inv_scale.to(device))
+        found_inf = torch.maximum(found_inf, seen.to(found_inf.device))
+    return {found_inf.device: reduce(found_inf, "max")}
 
 
 class AgreeingScaling(LossScaling):

@@ -16,15 +16,16 @@ import weakref
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from notebook_accel.training.loss_scaling import LossScaling
 from notebook_accel.training.models import uncompiled
 from notebook_accel.training.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator
 
-    import torch
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -39,11 +40,33 @@ def has_parts(tensors: Iterable[Any]) -> bool:
     return loaded is not None and any(isinstance(value, loaded.DTensor) for value in tensors)
 
 
+class _SpreadScaler(torch.amp.GradScaler):
+    """Torch's own refuses an optimizer with gradients in parts and plain ones."""
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        if not has_parts(_weights_of(optimizer)):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        from notebook_accel.training.strategies import dtensors
+
+        return dtensors.unscale_grads(optimizer, inv_scale, found_inf)
+
+
+class _SpreadScaling(LossScaling):
+    kind_of_scaler = _SpreadScaler
+
+
 class TakesSpreadModels(Strategy):
     """What a strategy does with models that are spread over the ranks already."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
+        self.scaling = self.precision.make_scaling(_SpreadScaling)
         self._was_given_parts = False
         self._in_parts: weakref.WeakSet[Module] = weakref.WeakSet()
         # Gradients of a checkpoint, until a forward has made what they belong to.
