@@ -18,29 +18,42 @@ from tests.training.single import fresh_rank  # noqa: F401
 
 def train(enabled: bool) -> list[float]:
     """The weight after each of five steps, and after the block; gradients are 1 and 3."""
-    accelerator = Accelerator(cpu=True)
+    return train_by(Accelerator(cpu=True), local_sgd_steps=2, enabled=enabled)
+
+
+def train_by(accelerator: Accelerator, *, num_batches: int = 5, **settings: Any) -> list[float]:
+    """The weight after each batch, and after the block."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     x = torch.tensor([[1.0 + 2 * accelerator.process_index]])
     weights = []
-    with LocalSGD(accelerator, model, local_sgd_steps=2, enabled=enabled) as local:
-        for _ in range(5):
-            accelerator.backward(model(x).sum())
-            optimizer.step()
-            optimizer.zero_grad()
+    with LocalSGD(accelerator, model, **settings) as local:
+        for _ in range(num_batches):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
             local.step()
             weights.append(next(model.parameters()).item())
     return [*weights, next(model.parameters()).item()]
 
 
-def test_weights_are_averaged_each_second_step_and_at_the_end() -> None:
-    assert run_ranks(train, 2, True) == [
-        [-1.0, -4.0, -5.0, -8.0, -9.0, -10.0],
-        [-3.0, -4.0, -7.0, -8.0, -11.0, -10.0],
-    ]
-    assert run_ranks(train, 2, False) == [[-2.0, -4.0, -6.0, -8.0, -10.0, -10.0]] * 2
+def train_all() -> list[list[float]]:
+    precision = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2}
+    windows = train_by(Accelerator(cpu=True, **precision), num_batches=6, local_sgd_steps=4)
+    return [train(True), train(False), windows]
+
+
+def test_weights_are_averaged_now_and_then_and_at_the_end() -> None:
+    here, there = run_ranks(train_all, 2)
+    assert here[0] == [-1.0, -4.0, -5.0, -8.0, -9.0, -10.0]
+    assert there[0] == [-3.0, -4.0, -7.0, -8.0, -11.0, -10.0]
+    assert here[1] == there[1] == [-2.0, -4.0, -6.0, -8.0, -10.0, -10.0]
+    # Windows of two batches in bf16, in which these numbers are exact.
+    assert here[2] == [0.0, -1.0, -1.0, -4.0, -4.0, -5.0, -6.0]
+    assert there[2] == [0.0, -3.0, -3.0, -4.0, -4.0, -7.0, -6.0]
 
 
 def test_one_rank_trains_as_without_it() -> None:
