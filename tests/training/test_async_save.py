@@ -205,6 +205,10 @@ def test_a_launched_function_has_ended_once_its_checkpoint_is_there(tmp_path: Pa
     assert os.listdir(tmp_path) == ["a"]
 
 
+def train_all(folder: str, is_async: bool, stop: int) -> dict[str | None, dict[str, Any]]:
+    return {mesh: on_ranks(f"{folder}/{mesh}", mesh, is_async, stop) for mesh in SPREAD}
+
+
 def on_ranks(folder: str, mesh: str | None, is_async: bool, stop: int) -> dict[str, Any]:
     """Train, save after each step, end after ``stop`` of them; all losses of this attempt."""
     accelerator = accelerator_for(mesh, gradient_accumulation_steps=2)
@@ -230,15 +234,30 @@ def on_ranks(folder: str, mesh: str | None, is_async: bool, stop: int) -> dict[s
     return losses
 
 
-@pytest.mark.parametrize("mesh", [None, "fsdp, blocks", "tensor", "1F1B"])
-def test_ranks_write_while_they_train(mesh: str | None, tmp_path: Path) -> None:
-    whole = run_ranks(on_ranks, 2, str(tmp_path / "whole"), mesh, False, 99)
-    first = run_ranks(on_ranks, 2, str(tmp_path / "parts"), mesh, True, 3)
-    rest = run_ranks(on_ranks, 2, str(tmp_path / "parts"), mesh, True, 99)
-    for one, before, after in zip(whole, first, rest, strict=True):
+SPREAD = (None, "fsdp, blocks", "tensor", "1F1B")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[dict[Any, Any]]]]:
+    """Where ranks have saved, and what each saw: of a training that saves as it goes; of one that
+    saves in the background and stops; and of one that goes on from there."""
+    root = tmp_path_factory.mktemp("spread")
+    seen = [
+        run_ranks(train_all, 2, str(root / name), is_async, stop, timeout=120)
+        for name, is_async, stop in (("whole", False, 99), ("parts", True, 3), ("parts", True, 99))
+    ]
+    return root, seen
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("mesh", SPREAD)
+def test_ranks_write_while_they_train(mesh: str | None, written: tuple[Path, list[Any]]) -> None:
+    root, seen = written
+    for whole, first, rest in zip(*seen, strict=True):
+        one, before, after = whole[mesh], first[mesh], rest[mesh]
         assert {**before, **after} == one
         assert len(after) == 8 - 3
-    folders = [tmp_path / name / "checkpoint_2" for name in ("whole", "parts")]
+    folders = [root / name / str(mesh) / "checkpoint_2" for name in ("whole", "parts")]
     files = [sorted(str(p.relative_to(folder)) for p in folder.rglob("*")) for folder in folders]
     assert files[0] == files[1]
 
