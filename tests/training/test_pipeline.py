@@ -70,6 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
         "samples": 10,
     },
 }
+BY_RANK = "1F1B, shards, files by rank"
 TENSOR_PLAN = {"*.up": "colwise", "*.down": "rowwise"}
 # name: ranks, shares of the data, sizes
 PIPELINES: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -83,7 +84,7 @@ PIPELINES: dict[str, tuple[int, int, dict[str, Any]]] = {
         2,
         {"pp_size": 2, "dp_shard_size": 2, "pp_schedule": "Interleaved1F1B"},
     ),
-    "1F1B, shards, files by rank": (4, 2, {"pp_size": 2, "dp_shard_size": 2}),
+    BY_RANK: (4, 2, {"pp_size": 2, "dp_shard_size": 2}),
     "1F1B, tensor": (4, 1, {"pp_size": 2, "tp_size": 2, "tp_plan": TENSOR_PLAN}),
 }
 BATCH = 4
@@ -102,7 +103,7 @@ def make(case: dict[str, Any]) -> tuple[Any, Any]:
 
 def accelerator_for(pipeline: str | None, **settings: Any) -> Accelerator:
     asked = ParallelismConfig(**PIPELINES[pipeline][2]) if pipeline else None
-    if pipeline == "1F1B, shards, files by rank":
+    if pipeline == BY_RANK:
         settings["fsdp_plugin"] = plugin()
     return Accelerator(cpu=True, parallelism_config=asked, **settings)
 
@@ -271,29 +272,56 @@ def resume(pipeline: str | None, folder: str, saves: bool, num_steps: int = 1) -
     return steps()
 
 
-@pytest.mark.parametrize(
-    ("writer", "reader"),
-    [
-        ("1F1B", None),
-        (None, "1F1B"),
-        ("Interleaved1F1B", "1F1B, replicas"),
-        ("1F1B, shards, files by rank", None),
-        ("1F1B, shards, files by rank", "1F1B, tensor"),
-        ("1F1B, tensor", "1F1B, shards"),
-    ],
-)
-def test_a_checkpoint_goes_on_anywhere(writer: Any, reader: Any, tmp_path: Path) -> None:
-    ranks = {None: 1, **{name: ranks for name, (ranks, _, _) in PIPELINES.items()}}
-    folder = str(tmp_path / "checkpoint")
-    expected = run_ranks(resume, ranks[writer], writer, folder, True)[0]
-    by_rank = writer is not None and "files by rank" in writer
-    assert (tmp_path / "checkpoint" / "model.safetensors").exists() is not by_rank
-    assert len(list((tmp_path / "checkpoint").glob("*_0/*.distcp"))) == (8 if by_rank else 0)
-    for losses in run_ranks(resume, ranks[reader], reader, folder, False):
-        assert losses == pytest.approx(expected, abs=30 * FLOAT_ERROR)
+def write_all(writers: list[str | None], root: str) -> dict[str | None, list[float]]:
+    return {writer: resume(writer, f"{root}/{writer}", True) for writer in writers}
 
 
-@pytest.mark.parametrize("pipeline", ["Interleaved1F1B", "1F1B, shards, files by rank"])
+def read_all(pairs: list[tuple[Any, Any]], root: str) -> dict[tuple[Any, Any], list[float]]:
+    return {(writer, reader): resume(reader, f"{root}/{writer}", False) for writer, reader in pairs}
+
+
+RANKS: dict[str | None, int] = {None: 1, **{name: row[0] for name, row in PIPELINES.items()}}
+GO_ON: list[tuple[str | None, str | None]] = [
+    ("1F1B", None),
+    (None, "1F1B"),
+    ("Interleaved1F1B", "1F1B, replicas"),
+    (BY_RANK, None),
+    (BY_RANK, "1F1B, tensor"),
+    ("1F1B, tensor", "1F1B, shards"),
+]
+
+
+@pytest.fixture(scope="module")
+def went_on(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, dict[Any, Any], dict[Any, Any]]:
+    """The folder of the checkpoints, the losses of those that wrote, and of those that loaded."""
+    root = tmp_path_factory.mktemp("stages")
+    wrote: dict[Any, Any] = {}
+    for ranks in (1, 2, 4):
+        writers = list(dict.fromkeys(writer for writer, _ in GO_ON if RANKS[writer] == ranks))
+        wrote |= run_ranks(write_all, ranks, writers, str(root))[0]
+    loaded: dict[Any, Any] = {}
+    for ranks in (1, 2, 4):
+        pairs = [pair for pair in GO_ON if RANKS[pair[1]] == ranks]
+        results = run_ranks(read_all, ranks, pairs, str(root))
+        loaded |= {pair: [result[pair] for result in results] for pair in pairs}
+    return root, wrote, loaded
+
+
+@pytest.mark.parametrize(("writer", "reader"), GO_ON)
+def test_a_checkpoint_goes_on_anywhere(
+    writer: str | None, reader: str | None, went_on: Any
+) -> None:
+    root, wrote, loaded = went_on
+    folder, by_rank = root / str(writer), writer == BY_RANK
+    assert (folder / "model.safetensors").exists() is not by_rank
+    assert len(list(folder.glob("*_0/*.distcp"))) == (8 if by_rank else 0)
+    for losses in loaded[writer, reader]:
+        assert losses == pytest.approx(wrote[writer], abs=30 * FLOAT_ERROR)
+
+
+@pytest.mark.parametrize("pipeline", ["Interleaved1F1B", BY_RANK])
 def test_a_checkpoint_within_a_window_goes_on(pipeline: str, tmp_path: Path) -> None:
     ranks, folder = PIPELINES[pipeline][0], str(tmp_path / "checkpoint")
     expected = run_ranks(resume, ranks, pipeline, folder, True, 2)[0]

@@ -6,7 +6,6 @@ those three, in float32 up to the order of sums (see ``meshes``).
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from tests.training.meshes import (
 from tests.training.single import fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from pathlib import Path
 
 STEPS = 3
 RANKS = {**{name: ranks for name, (ranks, _, _) in MESHES.items()}, "one": 1, "ddp": 2, "full": 2}
@@ -82,50 +81,71 @@ def train(mesh: str, folder: str, saves: bool) -> list[float]:
     return steps()
 
 
+def write_all(writers: list[str], root: str) -> dict[str, list[float]]:
+    return {writer: train(writer, f"{root}/{writer}", True) for writer in writers}
+
+
+def read_all(pairs: list[tuple[str, str]], root: str) -> dict[tuple[str, str], list[float]]:
+    return {(writer, reader): train(reader, f"{root}/{writer}", False) for writer, reader in pairs}
+
+
+GO_ON = [
+    ("fsdp, blocks", "one"),
+    ("one", "fsdp, blocks"),
+    ("fsdp, blocks", "fsdp x tensor"),
+    ("fsdp x tensor", "one"),
+    ("fsdp x tensor", "ddp"),
+    ("ddp", "fsdp x tensor"),
+    ("tensor", "fsdp"),
+    ("full", "one"),
+    ("full", "full"),
+    ("fsdp, blocks", "full"),
+]
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, list[float]]]:
-    """Checkpoints by the strategy that wrote them, each written once."""
-    known: dict[str, tuple[str, list[float]]] = {}
-
-    def save(mesh: str) -> tuple[str, list[float]]:
-        if mesh not in known:
-            folder = str(tmp_path_factory.mktemp("saved") / "checkpoint")
-            losses = run_ranks(train, RANKS[mesh], mesh, folder, True)
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[float]]]:
+    """The checkpoint of each strategy that writes one, and the losses after it."""
+    root = tmp_path_factory.mktemp("saved")
+    known: dict[str, tuple[Path, list[float]]] = {}
+    for ranks in (1, 2, 4):
+        writers = sorted({writer for writer, _ in GO_ON if RANKS[writer] == ranks})
+        results = run_ranks(write_all, ranks, writers, str(root))
+        for writer in writers:
+            losses = [result[writer] for result in results]
             assert all(one == pytest.approx(losses[0]) for one in losses)
-            known[mesh] = folder, losses[0]
-        return known[mesh]
-
-    return save
+            known[writer] = root / writer, losses[0]
+    return known
 
 
-@pytest.mark.parametrize(
-    ("writer", "reader"),
-    [
-        ("fsdp, blocks", "one"),
-        ("one", "fsdp, blocks"),
-        ("fsdp, blocks", "fsdp x tensor"),
-        ("fsdp x tensor", "one"),
-        ("fsdp x tensor", "ddp"),
-        ("ddp", "fsdp x tensor"),
-        ("tensor", "fsdp"),
-        ("full", "one"),
-        ("full", "full"),
-        ("fsdp, blocks", "full"),
-    ],
-)
-def test_whoever_loads_goes_on_as_the_writer_did(writer: str, reader: str, saved: Any) -> None:
-    folder, expected = saved(writer)
-    for losses in run_ranks(train, RANKS[reader], reader, folder, False):
+@pytest.fixture(scope="module")
+def went_on(saved: dict[str, tuple[Path, list[float]]]) -> dict[tuple[str, str], list[list[float]]]:
+    """By writer and reader: the losses of each rank that loaded."""
+    root = str(next(iter(saved.values()))[0].parent)
+    found: dict[tuple[str, str], list[list[float]]] = {}
+    for ranks in (1, 2, 4):
+        pairs = [pair for pair in GO_ON if RANKS[pair[1]] == ranks]
+        results = run_ranks(read_all, ranks, pairs, root)
+        found |= {pair: [result[pair] for result in results] for pair in pairs}
+    return found
+
+
+@pytest.mark.parametrize(("writer", "reader"), GO_ON)
+def test_whoever_loads_goes_on_as_the_writer_did(
+    writer: str, reader: str, saved: dict[str, Any], went_on: dict[tuple[str, str], Any]
+) -> None:
+    _, expected = saved[writer]
+    for losses in went_on[writer, reader]:
         assert losses == pytest.approx(expected, abs=10 * FLOAT_ERROR * STEPS)
 
 
 def test_full_state_dicts_are_the_plain_files(saved: Any) -> None:
-    folder = Path(saved("full")[0])
+    folder = saved["full"][0]
     assert {"model.safetensors", "optimizer.bin"} <= {entry.name for entry in folder.iterdir()}
 
 
 def test_sharded_ones_hold_every_rank_s_parts(saved: Any) -> None:
-    folder = Path(saved("fsdp, blocks")[0])
+    folder = saved["fsdp, blocks"][0]
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         assert len(list((folder / name).glob("*.distcp"))) == 2
 
@@ -136,7 +156,7 @@ def test_another_model_is_no_damage(saved: Any) -> None:
     model.blocks[0].up = nn.Linear(model.blocks[0].up.in_features, 3)
     accelerator.prepare(model)
     with pytest.raises(ValueError, match=r"pytorch_model_fsdp_0: .*[Ss]ize mismatch"):
-        accelerator.resume_or_start(Path(saved("fsdp, blocks")[0]))
+        accelerator.resume_or_start(saved["fsdp, blocks"][0])
 
 
 def test_parts_are_merged_into_one_file(saved: Any, tmp_path: Path) -> None:
@@ -145,7 +165,7 @@ def test_parts_are_merged_into_one_file(saved: Any, tmp_path: Path) -> None:
     from accelerate.utils import merge_fsdp_weights as theirs
     from safetensors.torch import load_file
 
-    folder = Path(saved("fsdp x tensor")[0])
+    folder = saved["fsdp x tensor"][0]
     merge_fsdp_weights(folder, tmp_path / "a" / "b")
     merge_fsdp_weights(str(folder / "pytorch_model_fsdp_0"), tmp_path, safe_serialization=False)
     merged = load_file(tmp_path / "a" / "b" / "model.safetensors")
