@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from notebook_accel.launch.rank import current
 from notebook_accel.training import environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DistributedOperationException", "is_debugging", "require_agreement"]
+__all__ = ["DistributedOperationException", "ask_to_debug", "is_debugging", "require_agreement"]
+
+_ASKED = "debug mode"
 
 
 class DistributedOperationException(ValueError):  # noqa: N818 (Accelerate's name)
@@ -28,8 +31,16 @@ class DistributedOperationException(ValueError):  # noqa: N818 (Accelerate's nam
 
 
 def is_debugging() -> bool:
-    """Whether collectives compare what they are given."""
+    """Whether collectives compare what they are given, as the code or else the environment asks."""
+    asked: bool | None = current().shared.get(_ASKED)
+    if asked is not None:
+        return asked
     return environment.read_flag("DEBUG") or environment.read_flag("DEBUG_MODE")
+
+
+def ask_to_debug(asked: bool | None) -> None:
+    """Let debug mode be on or off, whatever the environment says; None leaves it to that."""
+    current().shared[_ASKED] = asked
 
 
 def require_agreement(

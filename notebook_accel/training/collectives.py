@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel.launch.rank import has_process_group
-from notebook_accel.training.agreement import is_debugging, require_agreement
+from notebook_accel.training.agreement import ask_to_debug, is_debugging, require_agreement
 from notebook_accel.training.nested import (
     is_namedtuple,
     rebuild,
@@ -37,6 +37,7 @@ __all__ = [
     "num_ranks",
     "pad_across_processes",
     "reduce",
+    "set_debugging",
     "split_between",
     "this_rank",
     "transport_device",
@@ -84,6 +85,16 @@ def _facts(group: dist.ProcessGroup | None) -> _GroupFacts:
     return facts
 
 
+def set_debugging(asked: bool | None) -> None:
+    """Let collectives compare what they are given from now on, or not; all ranks call it.
+
+    Args:
+        asked: None leaves it to the environment, as it is when a group is next used first.
+    """
+    ask_to_debug(asked)
+    _facts_of.clear()
+
+
 def num_ranks(group: dist.ProcessGroup | None = None) -> int:
     """Number of ranks in the group, 1 where none was made."""
     return dist.get_world_size(group) if has_process_group() else 1
@@ -109,7 +120,7 @@ def gather(tensor: Any, *, group: dist.ProcessGroup | None = None) -> Any:
 
     Args:
         tensor: tensors of the same shapes on every rank (``pad_across_processes`` makes them
-            so). They are compared in debug mode, if it was on when the group was first used.
+            so). They are compared in debug mode.
         group: the ranks; all of them unless given.
 
     Raises:

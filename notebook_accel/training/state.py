@@ -18,6 +18,7 @@ from notebook_accel.training.accumulation import (
     forget_accumulation,
 )
 from notebook_accel.training.agreement import is_debugging
+from notebook_accel.training.collectives import set_debugging
 from notebook_accel.training.compiling import TorchDynamoPlugin
 from notebook_accel.training.data.active import active_loaders
 from notebook_accel.training.precision import resolve_precision
@@ -80,8 +81,15 @@ class PartialState(ProcessView):
 
     @property
     def debug(self) -> bool:
-        """Whether collectives compare what the ranks give them (debug mode)."""
+        """Whether collectives compare what the ranks give them (debug mode).
+
+        All ranks may set it, at one place of the loop; what the environment says holds before.
+        """
         return is_debugging()
+
+    @debug.setter
+    def debug(self, value: bool) -> None:
+        set_debugging(bool(value))
 
     @property
     def default_device(self) -> torch.device:
@@ -115,6 +123,7 @@ class PartialState(ProcessView):
     @staticmethod
     def _reset_state() -> None:
         topology.forget()
+        set_debugging(None)
 
 
 @dataclass(frozen=True)

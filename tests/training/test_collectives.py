@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from notebook_accel import Accelerator, WorkerError, notebook_launcher, utils
+from notebook_accel import Accelerator, PartialState, WorkerError, notebook_launcher, utils
 from notebook_accel.training import collectives
 from notebook_accel.training.agreement import DistributedOperationException
 from notebook_accel.training.collectives import (
@@ -223,6 +223,15 @@ def compares_in_debug_mode() -> dict[str, str]:
     assert pad_across_processes(torch.zeros(2 + rank, 3)).shape == (4, 3)
     assert gather_for_metrics(torch.tensor([rank])).tolist() == [0, 1, 2]
     assert gather_for_metrics([f"{rank}"] * rank) == ["1", "2", "2"]
+    # The code has the last word, until the state is reset.
+    state = PartialState()
+    for asked in (False, True):
+        state.debug = asked
+        assert (state.debug, collectives.compares()) == (asked, asked)
+    os.environ["ACCELERATE_DEBUG_MODE"] = "false"
+    assert state.debug
+    PartialState._reset_state()
+    assert not collectives.compares()
     return found
 
 
