@@ -1,14 +1,27 @@
-"""What an ``Accelerator`` was made with, to read."""
+"""What an ``Accelerator`` was made with, to read; and to set, for what it prepares from then on."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.plan import check_rng_types, resolve_loaders
 from notebook_accel.training.processes import ProcessView
-from notebook_accel.training.settings import DistributedType, FP8BackendType
+from notebook_accel.training.settings import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FP8BackendType,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
 from notebook_accel.training.state import AcceleratorState, GradientState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.distributed.device_mesh import DeviceMesh
 
     from notebook_accel.training.data.config import DataLoaderConfiguration
@@ -18,6 +31,8 @@ if TYPE_CHECKING:
     from notebook_accel.training.settings import ProjectConfiguration
 
 __all__ = ["ConfiguredView"]
+
+_Handler = TypeVar("_Handler", bound=KwargsHandler)
 
 
 class ConfiguredView(ProcessView):
@@ -130,15 +145,95 @@ class ConfiguredView(ProcessView):
         """Whether ``prepare`` puts models and batches on the device."""
         return self._plan.device_placement
 
+    @device_placement.setter
+    def device_placement(self, value: bool) -> None:
+        self._plan.device_placement = value
+
     @property
     def step_scheduler_with_optimizer(self) -> bool:
         """Whether prepared schedulers move with their optimizers' steps."""
         return self._plan.step_scheduler_with_optimizer
 
+    @step_scheduler_with_optimizer.setter
+    def step_scheduler_with_optimizer(self, value: bool) -> None:
+        self._plan.step_scheduler_with_optimizer = value
+
+    @property
+    def rng_types(self) -> list[str]:
+        """Random numbers that ranks take from rank 0 as a prepared loader begins."""
+        return list(self._plan.rng_types or ("generator",))
+
+    @rng_types.setter
+    def rng_types(self, value: Iterable[Any]) -> None:
+        self._plan.rng_types = check_rng_types(value, self.device)
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether forwards compute in the mixed precision; False: all in full precision."""
+        return self._plan.precision.is_on and self._plan.precision.dtype is not None
+
+    @native_amp.setter
+    def native_amp(self, value: bool) -> None:
+        self._plan.precision.is_on = value
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """How autocast is entered; None as torch does."""
+        return self._handler(AutocastKwargs)
+
+    @autocast_handler.setter
+    def autocast_handler(self, value: AutocastKwargs | None) -> None:
+        self._set_handler(AutocastKwargs, value)
+        self._plan.precision.options = value or AutocastKwargs()
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """How ``prepare`` wraps models; None as torch does."""
+        return self._handler(DistributedDataParallelKwargs)
+
+    @ddp_handler.setter
+    def ddp_handler(self, value: DistributedDataParallelKwargs | None) -> None:
+        self._set_handler(DistributedDataParallelKwargs, value)
+
+    @property
+    def profile_handler(self) -> ProfileKwargs | None:
+        """How ``profile`` looks unless it is told; None as torch does."""
+        return self._handler(ProfileKwargs)
+
+    @profile_handler.setter
+    def profile_handler(self, value: ProfileKwargs | None) -> None:
+        self._set_handler(ProfileKwargs, value)
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs | None:
+        """How the loss scaler was made; None as torch does."""
+        return self._handler(GradScalerKwargs)
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs | None:
+        """How the process group was asked for; None as the device needs it."""
+        return self._handler(InitProcessGroupKwargs)
+
+    def _handler(self, kind: type[_Handler]) -> _Handler | None:
+        return next((one for one in self._plan.handlers if isinstance(one, kind)), None)
+
+    def _set_handler(self, kind: type[KwargsHandler], value: KwargsHandler | None) -> None:
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(
+                f"this handler is a {kind.__name__} or None, and a {type(value).__name__} was given"
+            )
+        # In place: the strategy reads the same list.
+        others = [one for one in self._plan.handlers if not isinstance(one, kind)]
+        self._plan.handlers[:] = [*others, *([] if value is None else [value])]
+
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How batches are shared out."""
+        """How batches are shared out, of the loaders that are prepared from now on."""
         return self._plan.loaders
+
+    @dataloader_config.setter
+    def dataloader_config(self, value: DataLoaderConfiguration) -> None:
+        self._plan.loaders = resolve_loaders(value)
 
     @property
     def split_batches(self) -> bool:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Pickled"]
 
+# Arguments that are fields of the configuration of loaders, too.
+_FIELDS_OF_LOADERS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pickled:
@@ -49,6 +52,7 @@ class Pickled:
     num_steps: int
     step: int
     sync_gradients: bool
+    native_amp: bool
     loss_scale: dict[str, Any]
     """State of the loss scaler; empty where there is none."""
     iteration: int
@@ -57,14 +61,23 @@ class Pickled:
     @classmethod
     def of(cls, accelerator: Accelerator) -> Pickled:
         """What to pickle in place of an ``Accelerator``."""
-        prepared = accelerator._prepared
+        prepared, plan = accelerator._prepared, accelerator._plan
         own = {*accelerator._made_here, "_made_here"}
         return cls(
             kind=type(accelerator),
             arguments={
-                name: value
-                for name, value in accelerator._asked.items()
-                if name not in ("self", "others", "__class__")
+                **{
+                    name: value
+                    for name, value in accelerator._asked.items()
+                    if name not in ("self", "others", "__class__")
+                },
+                # As they are now: the user may have set them.
+                "dataloader_config": plan.loaders,
+                **dict.fromkeys(_FIELDS_OF_LOADERS),
+                "device_placement": plan.device_placement,
+                "kwargs_handlers": plan.handlers,
+                "rng_types": plan.rng_types,
+                "step_scheduler_with_optimizer": plan.step_scheduler_with_optimizer,
             },
             extras={name: value for name, value in vars(accelerator).items() if name not in own},
             models=prepared.models,
@@ -75,6 +88,7 @@ class Pickled:
             num_steps=accelerator.gradient_accumulation_steps,
             step=accelerator.step,
             sync_gradients=accelerator.sync_gradients,
+            native_amp=plan.precision.is_on,
             loss_scale={} if accelerator.scaler is None else accelerator.scaler.state_dict(),
             iteration=accelerator.save_iteration,
         )
@@ -91,6 +105,7 @@ class Pickled:
         vars(made).update(self.extras)
         made.gradient_accumulation_steps = self.num_steps
         made.step, made.sync_gradients = self.step, self.sync_gradients
+        made.native_amp = self.native_amp
         if made.scaler is not None:
             made.scaler.load_state_dict(self.loss_scale)
         made.project_configuration.iteration = self.iteration

@@ -39,7 +39,6 @@ from notebook_accel.training.strategies import Request, Strategy, make_strategy
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
 
     import torch
 
@@ -47,7 +46,14 @@ if TYPE_CHECKING:
     from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugins
     from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 
-__all__ = ["Plan", "make_plan", "refuse_unbuilt", "resolve_loaders", "resolve_project"]
+__all__ = [
+    "Plan",
+    "check_rng_types",
+    "make_plan",
+    "refuse_unbuilt",
+    "resolve_loaders",
+    "resolve_project",
+]
 
 # Arguments of Hugging Face's Accelerator that nothing here answers to yet, and what there is.
 _UNBUILT = {
@@ -58,16 +64,16 @@ _UNBUILT = {
 _NOTHING = (None, "no", "NO")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
-    """What holds for everything that one ``Accelerator`` prepares."""
+    """What holds for everything that one ``Accelerator`` prepares; the user may set parts of it."""
 
     topology: topology.Topology
     strategy: Strategy
     precision: Precision
     accumulation: Accumulation
     loaders: DataLoaderConfiguration
-    handlers: Sequence[KwargsHandler]
+    handlers: list[KwargsHandler]
     device_placement: bool
     step_scheduler_with_optimizer: bool
     rng_types: tuple[str, ...] | None
@@ -181,7 +187,7 @@ def make_plan(
         handlers=checked,
         device_placement=device_placement,
         step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-        rng_types=None if rng_types is None else _check_rng_types(rng_types, found.device),
+        rng_types=None if rng_types is None else check_rng_types(rng_types, found.device),
         deepspeed=zero,
         fsdp=sharding,
         dynamo=compiling,
@@ -241,7 +247,7 @@ def refuse_unbuilt(others: dict[str, Any]) -> None:
         raise ConfigError(f"{asked}: {_UNBUILT['megatron_lm_plugin']}. Unset the variable.")
 
 
-def _check_rng_types(given: Iterable[Any], device: torch.device) -> tuple[str, ...]:
+def check_rng_types(given: Iterable[Any], device: torch.device) -> tuple[str, ...]:
     """The names of random numbers; this rank has each of them.
 
     Raises:

@@ -35,6 +35,8 @@ class Precision:
     dtype: ClassVar[torch.dtype | None] = None
     converts_layers: ClassVar[bool] = False
     """Whether a model gets layers of another class, which need to be whole."""
+    is_on = True
+    """Whether operations are cast to it at all; the user may turn that off (``native_amp``)."""
 
     def __init__(
         self,
@@ -57,6 +59,8 @@ class Precision:
         self, options: AutocastKwargs | None = None
     ) -> AbstractContextManager[Any, bool | None]:
         """A context in which operations compute in this precision."""
+        if not self.is_on:
+            return nullcontext()
         return autocast_to(self.name, self.device_type, options or self.options)
 
     def wrap(self, model: torch.nn.Module) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import accelerate.utils as peer
 import pytest
 import torch
+from accelerate import Accelerator as peer_accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -30,6 +32,7 @@ from notebook_accel import (
     utils,
 )
 from notebook_accel.training import checkpoint
+from notebook_accel.training.data.seedable import SeedableRandomSampler
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 
@@ -91,6 +94,13 @@ def wrap_by_hand() -> list[float]:
     return model.module.weight.grad.flatten().tolist()
 
 
+def wrap_as_set() -> int:
+    """A handler that came after the Accelerator, as Transformers' Trainer sets it."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.ddp_handler = DistributedDataParallelKwargs(bucket_cap_mb=2)
+    return int(accelerator.prepare(nn.Linear(2, 1)).bucket_bytes_cap)
+
+
 def draw(rng_types: Any) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True, rng_types=rng_types)
     torch.manual_seed(accelerator.process_index)
@@ -112,6 +122,7 @@ def on_two_ranks() -> dict[str, Any]:
     return {
         "wrapped": {name: train_wrapped(options) for name, options in WRAPPERS.items()},
         "by hand": wrap_by_hand(),
+        "as set": wrap_as_set(),
         "no types": draw(None),
         "both": draw([utils.RNGType.TORCH, "generator"]),
         "sliced": [batch.tolist() for batch in loader],
@@ -166,6 +177,7 @@ def test_a_hook_for_a_wrapper_of_ones_own(ranks: list[dict[str, Any]]) -> None:
     gradients = torch.tensor(ranks[0]["by hand"])
     assert ranks[0]["by hand"] == ranks[1]["by hand"]
     assert torch.equal(gradients.half().float(), gradients)
+    assert ranks[0]["as set"] == 2 << 20
 
 
 def test_random_numbers_that_ranks_take_from_rank_0(ranks: list[dict[str, Any]]) -> None:
@@ -381,3 +393,67 @@ def test_the_dimensions_of_a_mesh(sizes: dict[str, int]) -> None:
 def test_compressions_that_are_not_there(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DistributedDataParallelKwargs(**fields)
+
+
+# What an instance of Accelerate's has and ours has not: its own bookkeeping, and recipes of
+# libraries that are refused when they are given.
+NOT_HERE = {"flag_tensor", "has_fp8_handler", "has_lomo_optimizer"}
+NOT_HERE |= {f"{kind}_recipe_handler" for kind in ("ao", "fp8", "te", "msamp")}
+
+
+def test_attributes_of_an_instance() -> None:
+    ours, theirs = Accelerator(cpu=True), peer_accelerator(cpu=True)
+    names = {name for name in vars(theirs) if not name.startswith("_")}
+    assert {name for name in names if not hasattr(ours, name)} == NOT_HERE
+    assert ours.rng_types == theirs.rng_types
+    for name in names:
+        if name.endswith("_handler") and name not in NOT_HERE:
+            assert getattr(ours, name) is None
+
+
+class Noting(nn.Linear):
+    computed_in: ClassVar[list[torch.dtype]] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(inputs)
+        self.computed_in.append(outputs.dtype)
+        return outputs
+
+
+def test_what_is_set_on_the_way_holds_from_then_on() -> None:
+    handlers = [AutocastKwargs(cache_enabled=False), ProfileKwargs(), GradScalerKwargs()]
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=handlers)
+    assert accelerator.autocast_handler is handlers[0]
+    assert accelerator.profile_handler is handlers[1]
+    assert accelerator.scaler_handler is handlers[2]
+    model = accelerator.prepare(Noting(4, 1))
+    seen = Noting.computed_in
+    seen.clear()
+    accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    model(INPUTS)
+    accelerator.autocast_handler = None
+    model(INPUTS)
+    assert accelerator.native_amp
+    accelerator.native_amp = False
+    model(INPUTS)
+    assert seen == [torch.float32, torch.bfloat16, torch.float32]
+    accelerator.profile_handler = ProfileKwargs(activities=["cpu"], record_shapes=True)
+    with accelerator.profile() as profiler:
+        model(INPUTS)
+    assert profiler.record_shapes
+    accelerator.dataloader_config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+    accelerator.rng_types = ["torch"]
+    accelerator.device_placement = accelerator.step_scheduler_with_optimizer = False
+    for one in (accelerator, pickle.loads(pickle.dumps(accelerator))):
+        assert one.use_seedable_sampler
+        assert not one.native_amp
+        loader = one.prepare(DataLoader(range(4), shuffle=True))  # type: ignore[arg-type]
+        assert isinstance(loader.sampler, SeedableRandomSampler)
+        assert (loader.rng_types, loader.device) == (("torch",), None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = one.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer))
+        assert not schedule.step_with_optimizer
+    with pytest.raises(ConfigError, match="is a DistributedDataParallelKwargs or None, and a Pro"):
+        accelerator.ddp_handler = ProfileKwargs()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="dataloader_config is a dict"):
+        accelerator.dataloader_config = {}  # type: ignore[assignment]
