@@ -8,11 +8,10 @@ Each method hands over to the part that does the work: ``processes`` (the ranks)
 from __future__ import annotations
 
 import gc
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from torch.distributed.algorithms.join import Join
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
@@ -33,11 +32,12 @@ from notebook_accel.training.rich_tracebacks import install_if_asked
 from notebook_accel.training.settings import ProfileKwargs, pick_handler
 from notebook_accel.training.tracking.registry import resolve_trackers
 from notebook_accel.training.tracking.view import TrackerView, Tracking
+from notebook_accel.training.uneven_inputs import join_uneven_inputs
 from notebook_accel.training.window import WindowView
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -478,19 +478,18 @@ class Accelerator(WindowView, CheckpointView, TrackerView):
             tensor, dim, pad_index, pad_first, group=self._data_ranks
         )
 
-    @contextmanager
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """A block in which ranks may have different numbers of batches.
 
         Args:
-            joinables: the prepared models.
+            joinables: the prepared models, under DistributedDataParallel; others change nothing.
             even_batches: what holds for prepared loaders within the block.
         """
-        joined = Join(list(joinables)) if self.num_processes > 1 else nullcontext()
-        with self._prepared.even_batches(even_batches), joined:
-            yield
+        if self.num_processes == 1:
+            return nullcontext()
+        return join_uneven_inputs(joinables, self._prepared.loaders, even_batches)
 
     def set_trigger(self) -> None:
         """Let the next ``check_trigger`` of all ranks be True."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -266,20 +265,6 @@ class Preparation:
     def _schedule_steps(self) -> int:
         """By how much a schedule moves with a step: by the batches that all ranks used for it."""
         return self.plan.strategy.data_group.size // self._num_shares
-
-    @contextmanager
-    def even_batches(self, value: bool | None) -> Iterator[None]:
-        """A block in which prepared loaders fill up their end, or do not; None changes nothing."""
-        samplers: list[Any] = [loader.batch_sampler for loader in self.loaders]
-        found = [one for one in samplers if value is not None and hasattr(one, "even_batches")]
-        before = [one.even_batches for one in found]
-        for sampler in found:
-            sampler.even_batches = value
-        try:
-            yield
-        finally:
-            for sampler, was in zip(found, before, strict=True):
-                sampler.even_batches = was
 
     def clear(self) -> None:
         """Forget everything."""

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from notebook_accel import (
     AcceleratedOptimizer,
@@ -32,6 +33,7 @@ from notebook_accel import (
     notebook_launcher,
 )
 from tests.training.harness import run_ranks
+from tests.training.loading import SizedStream
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:
@@ -406,24 +408,57 @@ def data_parallel() -> dict[str, Any]:
         accelerator.backward(loss)
     found["triggered"] = exchanged()
     loader = accelerator.prepare(DataLoader(torch.ones(3, 3), batch_size=1))
-    with accelerator.join_uneven_inputs([model], even_batches=False):
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer = accelerator.prepare(sharded)
+    with accelerator.join_uneven_inputs([model, optimizer], even_batches=False):
         num_batches = 0
         for batch in loader:
             num_batches += 1
             model(batch).sum().backward()
+            optimizer.step()
     found["uneven"] = (num_batches, len(list(loader)))
+    found["same end"] = accelerator.gather(inner.a.weight.detach()[:1]).tolist()
+    found |= joins(accelerator, model, frozen)
     other = DistributedDataParallel(nn.Linear(1, 1))
     found["the user's"] = accelerator.prepare(other) is other
     return found
 
 
+def joins(accelerator: Accelerator, model: Any, frozen: Any) -> dict[str, Any]:
+    """Batches of a rank while models are joined, and what is told of loaders that stay even."""
+    batches = BatchSampler(SequentialSampler(range(3)), 1, drop_last=False)
+    own, stream, read = accelerator.prepare(
+        DataLoader(torch.ones(3, 3), sampler=batches, batch_size=None),
+        DataLoader(SizedStream(3)),
+        accelerator.prepare_data_loader(DataLoader(SizedStream(3)), device_placement=False),
+    )
+    found = {}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for name, joined in {"joined": model, "not joined": frozen}.items():
+            with accelerator.join_uneven_inputs([joined], even_batches=False):
+                found[name] = [len(each) for each in (own, stream, read)]
+    found["after"] = [len(each) for each in (own, stream, read)]
+    return {**found, "told": [str(one.message) for one in told]}
+
+
 def test_models_of_several_ranks() -> None:
     first, second = run_ranks(data_parallel, 2)
+    assert (first.pop("uneven"), second.pop("uneven")) == ((2, 2), (1, 2))
+    assert (first.pop("joined"), second.pop("joined")) == ([2, 2, 2], [1, 2, 1])
+    (stays, none), none_there = first.pop("told"), second.pop("told")
+    assert "even_batches=False) is only supported for map-style datasets" in stays
+    assert "1 of the 4 prepared loaders stay as they are" in stays
+    assert "no effect, and loaders stay as they are" in none
+    assert "it was given Linear" in none
+    assert none_there == [], "said once for all"
     for one in (first, second):
         assert one["same start"][0] == one["same start"][1]
-        assert {
-            name: value for name, value in one.items() if name not in ("same start", "uneven")
-        } == {
+        assert one["same end"][0] == one["same end"][1] != one["same start"][0]
+        assert one["not joined"] == one["after"] == [2, 2, 2]
+        for name in ("same start", "same end", "not joined", "after"):
+            del one[name]
+        assert one == {
             "type": "DistributedDataParallel",
             "inner": True,
             "tied": True,
@@ -439,7 +474,6 @@ def test_models_of_several_ranks() -> None:
             "triggered": True,
             "the user's": True,
         }
-    assert (first["uneven"], second["uneven"]) == ((2, 2), (1, 2))
 
 
 def test_a_model_that_is_spread_already_is_refused_on_several_ranks_unless_asked_for() -> None:
