@@ -45,6 +45,7 @@ _OF_RANKS = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torch.utils.data",
+    "torchdata.stateful_dataloader",
 )
 
 

@@ -6,11 +6,14 @@ What each reads is what two plain ranks would read, and what is gathered counts 
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ParallelismConfig
 from notebook_accel.training.collectives import gather, this_rank
@@ -19,39 +22,76 @@ from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data_group import DataGroup, current_data_group
 from tests.training.harness import run_ranks
-from tests.training.loading import CPU, SizedStream, Stream, lists, numbers
+from tests.training.loading import CPU, LISTS, TABLE, SizedStream, Stream, lists, numbers, read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 INDEX_OF_RANK = (0, 0, 1, 1)
 # Kinds of parallelism on four ranks, which ranks read the same, and what is asked for.
 LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {
     "tensor": (INDEX_OF_RANK, {"dp_shard_size": 2, "tp_size": 2}),
+    "context": (INDEX_OF_RANK, {"dp_shard_size": 2, "cp_size": 2}),
     "pipeline": ((0, 1, 0, 1), {"dp_replicate_size": 2, "pp_size": 2}),
+    "pipeline x fsdp": ((0, 1, 0, 1), {"dp_shard_size": 2, "pp_size": 2}),
 }
 
-# The golden values of two plain ranks: name, loader, settings, what each share reads.
-GOLDEN: dict[str, tuple[Any, dict[str, Any], list[Any]]] = {
-    "uneven": ((8, 3), {}, [[[0, 1, 2], [6, 7, 0]], [[3, 4, 5], [1, 2, 3]]]),
-    "whole batch missing": ((9, 3), {}, [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [0, 1, 2]]]),
-    "tiny": ((2, 3), {}, [[[0, 1, 0]], [[1, 0, 1]]]),
-    "not filled up": (
-        (10, 3),
-        {"even_batches": False},
-        [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9]]],
-    ),
-    "split": (
-        (10, 4),
-        {"split_batches": True},
-        [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]],
-    ),
-    "dispatched": (
-        (10, 3),
-        {"dispatch_batches": True},
-        [[[0, 1, 2], [6, 7]], [[3, 4, 5], [8, 9]]],
-    ),
-    "dispatched, split": (
-        (9, 4),
+
+@dataclass(frozen=True)
+class Case:
+    """A loader, how it is prepared, and the batches that each of two shares reads of it."""
+
+    make: Callable[[], Any]
+    golden: list[str]
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def gathers(self, shares: int) -> bool:
+        """Whether all shares have as many batches, so that a loop may gather."""
+        if self.config.get("even_batches", True):
+            return True
+        return shares == 2 and len({len(text.split()) for text in self.golden}) == 1
+
+
+def of_stream(stream: Any, size: int = 3, **options: Any) -> Any:
+    return DataLoader(stream, batch_size=size, **options)
+
+
+def of_lists() -> Any:
+    return DataLoader(range(6), batch_sampler=LISTS)  # type: ignore[arg-type]
+
+
+SETTINGS = {"even": "even_batches", "split": "split_batches"}
+READ_BY_ALL = {"dispatch_batches": False}
+GOLDEN = {
+    **{
+        f"{samples} by {size} {settings}": Case(
+            partial(numbers, samples, size, drop_last=settings.get("drop", False)),
+            golden,
+            {SETTINGS[name]: value for name, value in settings.items() if name in SETTINGS},
+        )
+        for samples, size, ranks, settings, golden in TABLE
+        if ranks == 2
+    },
+    "dispatched": Case(partial(numbers, 10, 3), ["012 67", "345 89"], {"dispatch_batches": True}),
+    "dispatched, split": Case(
+        partial(numbers, 9, 4),
+        ["01 45 8", "23 67 0"],
         {"dispatch_batches": True, "split_batches": True},
-        [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [0]]],
+    ),
+    "batches of one's own": Case(of_lists, ["0 345", "12 0"]),
+    "batches of one's own, uneven": Case(of_lists, ["0 345", "12"], {"even_batches": False}),
+    "stream": Case(partial(of_stream, Stream(10), 2), ["01 45 89", "23 67 01"], READ_BY_ALL),
+    "tiny stream": Case(partial(of_stream, SizedStream(3), 2), ["01", "20"], READ_BY_ALL),
+    "dropping stream": Case(
+        partial(of_stream, Stream(10), 2, drop_last=True), ["01 45", "23 67"], READ_BY_ALL
+    ),
+    "stateful": Case(
+        partial(numbers, 8), ["012 670", "345 123"], {"use_stateful_dataloader": True}
+    ),
+    "stateful stream": Case(
+        partial(of_stream, Stream(10), 2),
+        ["01 45 89", "23 67 01"],
+        {"use_stateful_dataloader": True, **READ_BY_ALL},
     ),
 }
 
@@ -68,53 +108,60 @@ def prepare(loader: Any, shares: DataGroup, **config: Any) -> Any:
     )
 
 
-def read_all(layout: str) -> dict[str, Any]:
-    sizes = ParallelismConfig(**LAYOUTS[layout][1])
-    Accelerator(cpu=True, parallelism_config=sizes)
-    shares = current_data_group()
-    assert shares is not None
-    return read_golden(shares, GOLDEN)
-
-
-def read_golden(shares: DataGroup, cases: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, (args, config, _) in cases.items():
-        loader = prepare(numbers(*args), shares, **config)
-        batches, gathered = [], []
-        for batch in loader:
-            batches.append(batch.tolist())
-            gathered += gather_for_metrics(batch, group=shares.process_group).tolist()
-        found[name] = batches, gathered
+def read_all() -> dict[str, Any]:
+    """What this rank reads and gathers under each layout, and where every rank reads on its own."""
+    found = {name: read_golden(shares_of(sizes)) for name, (_, sizes) in LAYOUTS.items()}
+    # The same four ranks, which shard the model two by two or not at all.
+    found["sharding"] = read_golden(shares_of({"dp_replicate_size": 2, "dp_shard_size": 2}))
+    found["plain"] = read_golden(DataGroup.of_all_ranks(4, this_rank()))
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_of_a_share_read_the_golden_batches(layout: str) -> None:
-    results = run_ranks(read_all, 4, layout)
-    for name, ((count, _), _, golden) in GOLDEN.items():
-        assert [found[name][0] for found in results] == [
-            golden[share] for share in LAYOUTS[layout][0]
-        ]
-        # Gathered, each sample counts once.
-        assert [sorted(found[name][1]) for found in results] == [list(range(count))] * 4
-
-
-def read_with_replicas_of_shards() -> tuple[dict[str, Any], dict[str, Any]]:
-    """What four ranks read that shard the model two by two, and what four plain ranks do."""
-    sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    Accelerator(cpu=True, parallelism_config=sizes)
+def shares_of(sizes: dict[str, int]) -> DataGroup:
+    Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
     shares = current_data_group()
     assert shares is not None
-    plain = DataGroup.of_all_ranks(4, this_rank())
-    cases = {**GOLDEN, "tiny": ((1, 4), {}, None)}
-    return read_golden(shares, cases), read_golden(plain, cases)
+    return shares
 
 
-def test_ranks_that_shard_read_as_plain_ranks_do() -> None:
-    results = run_ranks(read_with_replicas_of_shards, 4)
-    for own, plain in results:
-        assert own == plain
-    assert [own["tiny"][0] for own, _ in results] == [[[0, 0, 0, 0]]] * 4
+def read_golden(shares: DataGroup) -> dict[str, Any]:
+    cases = {**GOLDEN, "one for four": Case(partial(numbers, 1, 4), ["0000", "0000"])}
+    found: dict[str, Any] = {}
+    for name, case in cases.items():
+        batches, gathered = [], []
+        for batch in prepare(case.make(), shares, **case.config):
+            batches.append(batch.tolist())
+            if case.gathers(shares.size):
+                gathered += gather_for_metrics(batch, group=shares.process_group).tolist()
+        found[name] = batches, sorted(gathered)
+    return found
+
+
+@pytest.fixture(scope="module")
+def readings() -> list[dict[str, Any]]:
+    return run_ranks(read_all, 4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_of_a_share_read_the_golden_batches(
+    layout: str, readings: list[dict[str, Any]]
+) -> None:
+    for name, case in GOLDEN.items():
+        golden = [read(text) for text in case.golden]
+        found = [of_rank[layout][name] for of_rank in readings]
+        assert [batches for batches, _ in found] == [
+            golden[share] for share in LAYOUTS[layout][0]
+        ], name
+        # Gathered, each sample counts once.
+        once = {index for batches in golden for batch in batches for index in batch}
+        expected = sorted(once) if case.gathers(2) else []
+        assert [gathered for _, gathered in found] == [expected] * 4, name
+
+
+def test_ranks_that_shard_read_as_plain_ranks_do(readings: list[dict[str, Any]]) -> None:
+    for of_rank in readings:
+        assert of_rank["sharding"] == of_rank["plain"]
+        assert of_rank["plain"]["one for four"] == ([[0, 0, 0, 0]], [0])
 
 
 def read_streams() -> dict[str, Any]:
@@ -123,8 +170,8 @@ def read_streams() -> dict[str, Any]:
     shuffled = prepare(numbers(8, 2, shuffle=True), shares)
     once = prepare(numbers(8, 2, shuffle=True, drop_last=True), shares, use_seedable_sampler=True)
     loaders = {
-        "stream": prepare(numbers_of(Stream(10)), shares),
-        "sized stream": prepare(numbers_of(SizedStream(10)), shares, dispatch_batches=False),
+        "stream": prepare(of_stream(Stream(10)), shares),
+        "sized stream": prepare(of_stream(SizedStream(10)), shares, dispatch_batches=False),
         "shuffled": shuffled,
         "seedable": once,
         "skipping": skip_first_batches(prepare(numbers(8, 2), shares), 1),
@@ -134,10 +181,6 @@ def read_streams() -> dict[str, Any]:
         found[name] = lists(loader)
     whole = gather(torch.tensor([shares.index]), group=shares.process_group)
     return {**found, "gathered": whole.tolist()}
-
-
-def numbers_of(stream: Any) -> Any:
-    return torch.utils.data.DataLoader(stream, batch_size=3)
 
 
 def test_streams_and_orders_are_alike_within_a_share() -> None:
@@ -157,7 +200,7 @@ def test_streams_and_orders_are_alike_within_a_share() -> None:
 def read_alone() -> dict[str, Any]:
     """Both ranks hold one model: there is one share, which both read."""
     shares = DataGroup(1, 0, (0, 0), [dist.new_group([0]), dist.new_group([1])][this_rank()])
-    stream = prepare(numbers_of(Stream(7)), shares)
+    stream = prepare(of_stream(Stream(7)), shares)
     plain = prepare(numbers(7, 3), shares)
     return {
         "stream": lists(stream),

@@ -16,40 +16,7 @@ from notebook_accel.training.data.samplers import (
     SkipBatchSampler,
 )
 from notebook_accel.training.data.seedable import SeedableRandomSampler
-
-A, B, C, D = "ABCD"
-LISTS = [[0], [1, 2], [3, 4, 5]]
-
-# samples, batch size, ranks, settings -> batches of each rank
-TABLE = [
-    (8, 3, 2, {}, ["012 670", "345 123"]),
-    (9, 3, 2, {}, ["012 678", "345 012"]),
-    (10, 3, 2, {}, ["012 678", "345 901"]),
-    (7, 3, 2, {}, ["012 601", "345 234"]),
-    (6, 3, 2, {}, ["012", "345"]),
-    (2, 3, 2, {}, ["010", "101"]),
-    (1, 4, 4, {}, ["0000", "0000", "0000", "0000"]),
-    (0, 3, 2, {}, ["", ""]),
-    (10, 3, 1, {}, ["012 345 678 9"]),
-    (10, 2, 3, {}, ["01 67", "23 89", "45 01"]),
-    (8, 3, 3, {}, ["012", "345", "670"]),
-    (10, 3, 2, {"even": False}, ["012 678", "345 9"]),
-    (7, 3, 2, {"even": False}, ["012 6", "345"]),
-    (10, 3, 2, {"drop": True}, ["012", "345"]),
-    (10, 3, 2, {"drop": True, "even": False}, ["012", "345"]),
-    (9, 3, 3, {"drop": True}, ["012", "345", "678"]),
-    (10, 4, 2, {"split": True}, ["01 45 89", "23 67 01"]),
-    (10, 4, 2, {"split": True, "even": False}, ["01 45 89", "23 67"]),
-    (9, 4, 2, {"split": True, "even": False}, ["01 45 8", "23 67"]),
-    (9, 4, 2, {"split": True}, ["01 45 80", "23 67 12"]),
-    (10, 4, 2, {"split": True, "drop": True}, ["01 45", "23 67"]),
-    (10, 6, 3, {"split": True}, ["01 67", "23 89", "45 01"]),
-    (2, 4, 2, {"split": True}, ["01", "01"]),
-]
-
-
-def read(text: str) -> list[list[int]]:
-    return [[int(digit) for digit in batch] for batch in text.split()]
+from tests.training.loading import LISTS, TABLE, read
 
 
 def shards(batch_sampler: Any, ranks: int, **settings: bool) -> list[BatchSamplerShard]:
