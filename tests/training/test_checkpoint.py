@@ -22,8 +22,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader
 
-from notebook_accel import Accelerator, ConfigError, NotebookAccelError, ProjectConfiguration
+from notebook_accel import (
+    Accelerator,
+    ConfigError,
+    GradScalerKwargs,
+    NotebookAccelError,
+    ProjectConfiguration,
+)
 from notebook_accel.training import checkpoint
 from notebook_accel.training.checkpoint import atomic, weights
 from notebook_accel.training.random_states import get_random_states, set_random_states
@@ -539,27 +546,79 @@ def test_ranks_write_one_checkpoint_together(tmp_path: Path) -> None:
     }
 
 
+class Side:
+    """A training under one of the two libraries, and what its rank drew after it was saved."""
+
+    def __init__(self, accelerator: Any, seed: int) -> None:
+        self.accelerator = accelerator
+        torch.manual_seed(seed)
+        models = [nn.Linear(2, 2), nn.Linear(2, 1)]
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+        schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 1)
+        loader = DataLoader(range(8), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+        prepared = accelerator.prepare(*models, *optimizers, schedule, loader)
+        self.parts, self.counter = prepared[:5], Counter()
+        accelerator.register_for_checkpointing(self.counter)
+        for model, optimizer in zip(self.parts[:2], self.parts[2:4], strict=True):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+        self.parts[4].step()
+        self.counter.count = seed
+        for begin in (random.seed, np.random.seed, torch.manual_seed):
+            begin(seed + accelerator.process_index)
+
+    def save(self, folder: str, safe: bool) -> None:
+        self.accelerator.save_state(folder, safe_serialization=safe)
+        self.accelerator.wait_for_everyone()
+        self.state, self.drawn = self.now(), self.draw()
+
+    def now(self) -> str:
+        states = [part.state_dict() for part in self.parts]
+        return repr([*states, self.counter.count, self.accelerator.scaler.state_dict()])
+
+    def draw(self) -> tuple[float, ...]:
+        return random.random(), np.random.rand(), float(torch.rand(()))
+
+
+def exchange_checkpoints(folder: str) -> list[str]:
+    """What was saved under either library is loaded under the other; gives what ours told."""
+    from accelerate import Accelerator as Peer
+
+    scaler = {"init_scale": 2.0**10, "growth_interval": 1}
+    lines: list[str] = []
+    for safe in (True, False):
+        peer = Peer(cpu=True)
+        # On a CPU it makes none, and reads and writes what there is.
+        peer.scaler = torch.amp.GradScaler("cpu", **scaler)
+        own = Accelerator(
+            cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(**scaler)]
+        )
+        theirs, ours = Side(peer, 10), Side(own, 20)
+        places = [f"{folder}/{safe}/{name}" for name in ("theirs", "ours")]
+        for side, place in zip((theirs, ours), places, strict=True):
+            side.save(place, safe)
+        assert theirs.state != ours.state
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            own.load_state(places[0])
+            assert (ours.now(), ours.draw()) == (theirs.state, theirs.drawn)
+            peer.load_state(places[1])
+            assert (theirs.now(), theirs.draw()) == (ours.state, ours.drawn)
+            # As a loader of torchdata leaves it there.
+            Path(places[0], "dl_state_dict.bin").touch()
+            own.load_state(places[0])
+        lines += [str(one.message) for one in told if "dl_state_dict" in str(one.message)]
+    return lines
+
+
 def test_checkpoints_of_accelerate_load_here_and_ours_load_there(tmp_path: Path) -> None:
-    peer = pytest.importorskip("accelerate")
-    trained: list[Any] = []
-    for accelerator in (peer.Accelerator(cpu=True), Accelerator(cpu=True)):
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        prepared = accelerator.prepare(model, optimizer, schedule)
-        accelerator.backward(prepared[0](torch.ones(1, 2)).sum())
-        prepared[1].step()
-        prepared[2].step()
-        accelerator.save_state(str(tmp_path / type(accelerator).__module__))
-        trained.append((accelerator, prepared))
-    folders = [tmp_path / type(accelerator).__module__ for accelerator, _ in trained]
-    states = [repr([part.state_dict() for part in prepared]) for _, prepared in trained]
-    assert states[0] != states[1]
-    for (accelerator, prepared), folder, expected in zip(
-        trained, reversed(folders), reversed(states), strict=True
-    ):
-        accelerator.load_state(str(folder))
-        assert repr([part.state_dict() for part in prepared]) == expected
+    told, told_there = run_ranks(exchange_checkpoints, 2, str(tmp_path))
+    (line,) = told
+    assert "Accelerate keeps them (dl_state_dict.bin), and they are not read" in line
+    assert told_there == []
+    for safe, names in ((True, "model*.safetensors"), (False, "pytorch_model*.bin")):
+        for written in ("theirs", "ours"):
+            assert len([*(tmp_path / str(safe) / written).glob(names)]) == 2
 
 
 def test_a_load_leaves_nothing_of_the_window_before(tmp_path: Path) -> None:

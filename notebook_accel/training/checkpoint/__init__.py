@@ -496,6 +496,12 @@ class Checkpoints:
         for index, (name, loader) in enumerate(self._stateful_loaders()):
             # A checkpoint of Accelerate has none, and one may have been made before this loader.
             if not (folder / name).exists():
+                if (folder / numbered("dl_state_dict", index, ".bin")).exists():
+                    notice_once(
+                        "no positions",
+                        f"{folder} has the positions of data loaders as Accelerate keeps them "
+                        "(dl_state_dict.bin), and they are not read: each begins its epoch anew",
+                    )
                 continue
             if loader.is_iterated:
                 notice(
