@@ -25,6 +25,7 @@ from notebook_accel.training.optimizer import inner_optimizer
 from notebook_accel.training.pickled import Pickled
 from notebook_accel.training.plan import make_plan, refuse_unbuilt, resolve_loaders, resolve_project
 from notebook_accel.training.prepare import Preparation, extract_model_from_parallel
+from notebook_accel.training.prepared_lists import PreparedLists
 from notebook_accel.training.process_group import close_process_group
 from notebook_accel.training.profiling import profile
 from notebook_accel.training.progress import progress
@@ -69,7 +70,7 @@ _Item = TypeVar("_Item")
 _STRATEGY = "strategy"
 
 
-class Accelerator(WindowView, CheckpointView, TrackerView):
+class Accelerator(WindowView, CheckpointView, TrackerView, PreparedLists):
     """Makes the objects of a training loop ready for where it runs, and runs its steps."""
 
     _notebook_accel_stays_home: ClassVar[str] = "make it inside the function"

@@ -57,8 +57,22 @@ _XLA_SYNCED = "gradients were reduced on XLA"
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 
+class _SharedState:
+    """What scripts read of Accelerate's ``_shared_state``, by which they ask whether a state was
+    made: it is empty before."""
+
+    def __init__(self, find: Callable[[], object]) -> None:
+        self._find = find
+
+    def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
+        found = self._find()
+        return {} if found is None else dict(vars(found))
+
+
 class PartialState(ProcessView):
     """Which rank this is, where it computes, and what it does together with the others."""
+
+    _shared_state = _SharedState(lambda: topology.topology() if topology.is_established() else None)
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         """Make the process group if there are several ranks and none has been made.
@@ -147,6 +161,8 @@ class AcceleratorSettings:
 
 class AcceleratorState(PartialState):
     """``PartialState`` with the settings of this rank's newest ``Accelerator``."""
+
+    _shared_state = _SharedState(lambda: current().shared.get(_SETTINGS))
 
     def __init__(
         self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any
@@ -301,6 +317,10 @@ class GradientState:
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
         current_accumulation().sync_gradients = value
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        # Loops that were taken from Transformers' Trainer call it.
+        self.sync_gradients = sync_gradients
 
     @property
     def adjust_scheduler(self) -> bool:

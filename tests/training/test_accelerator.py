@@ -6,12 +6,14 @@ import copy
 import gc
 import json
 import multiprocessing
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -227,6 +229,40 @@ def test_a_copy_is_the_same_accelerator_and_it_stays_home() -> None:
     assert copy.deepcopy({"x": accelerator})["x"] is accelerator
     for kind in (Accelerator, AcceleratedOptimizer, AcceleratedScheduler):
         assert kind._notebook_accel_stays_home == "make it inside the function"
+
+
+def test_scripts_reach_into_the_lists_of_what_was_prepared(tmp_path: Path) -> None:
+    accelerator: Any = Accelerator(cpu=True)
+
+    def files() -> set[str]:
+        names = os.listdir(accelerator.save_state(tmp_path / "state"))
+        accelerator.load_state(tmp_path / "state")
+        return set(names) - {"random_states_0.pkl"}
+
+    loader, model, optimizer, schedule = accelerator.prepare(*parts())
+    assert list(accelerator._models) == [model]
+    assert accelerator._optimizers == [optimizer]
+    assert accelerator._schedulers == [schedule]
+    assert accelerator._dataloaders == [loader]
+    whole = {"model.safetensors", "optimizer.bin", "scheduler.bin", "loader.bin"}
+    assert files() == whole
+    accelerator._optimizers = accelerator._schedulers = []
+    accelerator._dataloaders.clear()
+    accelerator._custom_objects.append(loader)
+    other = nn.Linear(1, 1)
+    accelerator._models.append(other)
+    assert files() == {"model.safetensors", "model_1.safetensors", "custom_checkpoint_0.pkl"}
+    assert accelerator._models.pop(0) is model
+    accelerator._custom_objects = []
+    with torch.no_grad():
+        other.weight.fill_(3.0)
+    accelerator._models = [each for each in accelerator._models if each is other]
+    assert files() == {"model.safetensors"}
+    assert load_file(tmp_path / "state" / "model.safetensors")["weight"].item() == 3.0
+    accelerator._models.clear()
+    assert len(accelerator._models) == 0
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert (list(accelerator._models), accelerator._optimizers) == ([model], [optimizer])
 
 
 # ---- reports

@@ -188,6 +188,8 @@ def test_what_ranks_do_by_their_number() -> None:
 
 
 def test_states_made_twice_show_the_same() -> None:
+    kinds = (PartialState, AcceleratorState)
+    assert [kind._shared_state for kind in kinds] == [{}, {}], "nobody has asked yet"
     first, second = Accelerator(cpu=True, mixed_precision="bf16"), Accelerator(cpu=True)
     assert (first.mixed_precision, second.mixed_precision) == ("bf16", "no")
     assert AcceleratorState().mixed_precision == second.state.mixed_precision == "no"
@@ -205,6 +207,12 @@ def test_states_made_twice_show_the_same() -> None:
     GradientState().plugin_kwargs.update(num_steps=8)
     assert third.gradient_accumulation_steps == 8
     assert plugin.num_steps == 2
+    third.gradient_state._set_sync_gradients(False)
+    assert not third.sync_gradients
+    assert PartialState._shared_state["num_processes"] == 1
+    assert AcceleratorState()._shared_state["mixed_precision"] == "no"
+    AcceleratorState._reset_state(True)
+    assert [kind._shared_state for kind in kinds] == [{}, {}]
 
 
 def test_the_state_shows_the_plugins_of_the_newest_accelerator(
