@@ -8,6 +8,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from notebook_accel.training import topology
 from notebook_accel.training.accumulation import current_accumulation
+from notebook_accel.training.data_group import current_data_group
 from notebook_accel.training.notices import notice_once
 
 if TYPE_CHECKING:
@@ -65,6 +66,20 @@ class AcceleratedScheduler:
     def join(self, accumulation: Accumulation) -> None:
         """Move with the steps of these windows."""
         self._accumulation = accumulation
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether the schedule moves one step with an optimizer's, however many ranks there are.
+
+        It may be set, for a length that counts steps of the optimizer.
+        """
+        return self.num_steps == 1
+
+    @split_batches.setter
+    def split_batches(self, value: bool) -> None:
+        shares = current_data_group()
+        num_shares = topology.topology().num_processes if shares is None else shares.size
+        self.num_steps = 1 if value else num_shares
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Move the schedule, if the optimizers made a step.

@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler, swa_utils
 
 from notebook_accel import AcceleratedScheduler, Accelerator, GradientAccumulationPlugin
 from notebook_accel.training.accumulation import Accumulation
+from notebook_accel.training.data_group import DataGroup
 from tests.training.single import fresh_rank  # noqa: F401
 
 
@@ -47,6 +48,18 @@ def test_it_moves_with_real_steps_alone() -> None:
     assert rates == [1.0, 0.5, 0.5, 0.25]
     assert scheduler._step_count == 3, "batches between do not count"
     assert scheduler.__notebook_accel_unwrap__() is scheduler.scheduler
+
+
+def test_a_length_that_counts_steps_of_the_optimizer_can_be_told() -> None:
+    optimizer, scheduler, _ = on_ranks(halving, 4)
+    assert not scheduler.split_batches
+    scheduler.split_batches = True
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    DataGroup.of_all_ranks(3, 0).show()
+    scheduler.split_batches = False
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5**4
 
 
 def chained(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
