@@ -164,7 +164,7 @@ class Accelerator(WindowView, CheckpointView, TrackerView, PreparedLists):
             rng_types=rng_types,
         )
         super().__init__(plan, project, Preparation(plan))
-        self._tracking = Tracking(trackers, project.logging_dir)
+        self._tracking = Tracking(trackers, project)
         self._strategy = plan.strategy
         # One rank of each share of the data: what is joined over them counts each sample once.
         self._data_ranks = plan.strategy.data_group.process_group

@@ -10,26 +10,47 @@ from notebook_accel.training.notices import notice_once
 from notebook_accel.training.processes import ProcessView
 from notebook_accel.training.tracking.base import BlankTracker, GeneralTracker
 from notebook_accel.training.tracking.live import LiveTracker
+from notebook_accel.training.tracking.registry import resolve_trackers
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from notebook_accel.training.settings import ProjectConfiguration
 
 __all__ = ["TrackerView", "Tracking"]
 
 
 class Tracking:
-    """What ``log_with`` asks for, and on the main process the trackers of the training."""
+    """What ``log_with`` asks for, and on the main process the trackers of the training.
+
+    Attributes:
+        asked: classes to make, and trackers that were made.
+        trackers: those that are fed, the notebook's own among them; code may add more.
+        is_started: whether ``init_trackers`` was called.
+    """
 
     def __init__(
         self,
         asked: Sequence[type[GeneralTracker] | GeneralTracker],
-        logging_dir: str | os.PathLike[str] | None,
+        project: ProjectConfiguration,
     ) -> None:
         self.asked = asked
-        self.logging_dir = logging_dir
-        self.trackers: list[GeneralTracker] = []
-        self.is_open = False
+        self.trackers: list[GeneralTracker] = [LiveTracker()]
+        self.is_started = False
+        self._project = project
+        self._made: list[GeneralTracker] = []
+        self._finished: list[GeneralTracker] = []
+
+    @property
+    def logging_dir(self) -> str | os.PathLike[str] | None:
+        """The folder for what trackers write, as the project says now."""
+        return self._project.logging_dir
+
+    def feed(self, trackers: Iterable[GeneralTracker]) -> None:
+        """Feed these from now on, and the notebook's own after them."""
+        others = [one for one in trackers if not isinstance(one, LiveTracker)]
+        self.trackers[:] = [*others, LiveTracker()]
 
     def start(
         self,
@@ -37,10 +58,12 @@ class Tracking:
         config: Mapping[str, Any] | None,
         init_kwargs: Mapping[str, dict[str, Any]],
     ) -> None:
-        """Make the trackers, begin each, and give each the settings."""
-        self.finish()
-        self.trackers = []
-        self.is_open = True
+        """Make the trackers, begin each, those that code added too, and give each the settings."""
+        self._end(self._made)
+        old = [*self._made, *self.asked]
+        added = [one for one in self.trackers if not _is_among(one, old)]
+        self._made, self._finished, self.is_started = [], [], True
+        self.feed([])
         for one in self.asked:
             tracker = one
             if isinstance(one, type):
@@ -49,21 +72,29 @@ class Tracking:
                 make: Any = one
                 tracker = make(project_name, *folder, **init_kwargs.get(one.name, {}))
             assert isinstance(tracker, GeneralTracker)
+            self._made.append(tracker)
+        for tracker in (*self._made, *added):
             tracker.start()
             # Only what has started is fed and finished.
-            self.trackers.append(tracker)
+            self.feed([*self.trackers, tracker])
         if config is not None:
             for tracker in self.trackers:
                 tracker.store_init_configuration(dict(config))
 
     def finish(self) -> None:
-        """Finish each tracker, also where another one fails."""
-        if not self.is_open:
-            return
-        self.is_open = False
+        """Finish each tracker once, also where another one fails."""
+        self._end(self.trackers)
+
+    def _end(self, trackers: Iterable[GeneralTracker]) -> None:
+        waiting = [one for one in trackers if not _is_among(one, self._finished)]
+        self._finished += waiting
         with ExitStack() as stack:
-            for tracker in self.trackers:
+            for tracker in waiting:
                 stack.callback(tracker.finish)
+
+
+def _is_among(tracker: GeneralTracker, others: Iterable[object]) -> bool:
+    return any(tracker is other for other in others)
 
 
 class TrackerView(ProcessView):
@@ -73,13 +104,22 @@ class TrackerView(ProcessView):
 
     @property
     def log_with(self) -> Sequence[type[GeneralTracker] | GeneralTracker]:
-        """What was asked for, beside the notebook's own tracker."""
+        """What ``init_trackers`` will make, beside the notebook's own tracker; may be set."""
         return self._tracking.asked
+
+    @log_with.setter
+    def log_with(self, value: Any) -> None:
+        self._tracking.asked = resolve_trackers(value, self._tracking.logging_dir)
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """Those that this rank feeds: what ``init_trackers`` made, and the notebook's own."""
-        return [*self._tracking.trackers, LiveTracker()] if self.is_main_process else []
+        """Those that this rank feeds, to read and to change: what ``init_trackers`` made, what code
+        has added, and the notebook's own."""
+        return self._tracking.trackers if self.is_main_process else []
+
+    @trackers.setter
+    def trackers(self, value: Iterable[GeneralTracker]) -> None:
+        self._tracking.feed(value)
 
     def init_trackers(
         self,
@@ -112,7 +152,7 @@ class TrackerView(ProcessView):
             step: of the training.
             log_kwargs: arguments for the trackers' ``log``, by the tracker's name.
         """
-        if self.is_main_process and self.log_with and not self._tracking.trackers:
+        if self.is_main_process and self.log_with and not self._tracking.is_started:
             notice_once(
                 "init_trackers",
                 "log() before init_trackers(): the trackers of log_with get nothing of it; call "
