@@ -25,6 +25,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training.accumulation import current_accumulation
 from notebook_accel.training.loss_scaling import LossScaling, gradient_marks
 from notebook_accel.training.notices import notice
+from notebook_accel.training.state import GradientState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -134,6 +135,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def step_was_skipped(self) -> bool:
         """Whether the last real step was left out because a gradient overflowed."""
         return self._skipped
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of fp16 by which it steps; None otherwise."""
+        return None if self._scaling is None else self._scaling.scaler
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the training stands in its window and its loader."""
+        return GradientState()
 
     @property
     def has_used_gradients(self) -> bool:

@@ -10,6 +10,7 @@ from notebook_accel.training import topology
 from notebook_accel.training.accumulation import current_accumulation
 from notebook_accel.training.data_group import current_data_group
 from notebook_accel.training.notices import notice_once
+from notebook_accel.training.state import GradientState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,6 +67,11 @@ class AcceleratedScheduler:
     def join(self, accumulation: Accumulation) -> None:
         """Move with the steps of these windows."""
         self._accumulation = accumulation
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the training stands in its window and its loader."""
+        return GradientState()
 
     @property
     def split_batches(self) -> bool:

@@ -420,6 +420,18 @@ class Noting(nn.Linear):
         return outputs
 
 
+def test_what_prepared_objects_show_of_the_training() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=3)
+    weights = torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(weights)
+    prepared = accelerator.prepare(weights, schedule, DataLoader(range(4)))  # type: ignore[arg-type]
+    accelerator.sync_gradients = False
+    for each in prepared:
+        assert each.gradient_state.num_steps == 3
+        assert not each.gradient_state.sync_gradients
+    assert prepared[0].scaler is accelerator.scaler is not None
+
+
 def test_what_is_set_on_the_way_holds_from_then_on() -> None:
     handlers = [AutocastKwargs(cache_enabled=False), ProfileKwargs(), GradScalerKwargs()]
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=handlers)

@@ -16,6 +16,9 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.active import LoaderProgress, Position, active_loaders
 from notebook_accel.training.data.samplers import get_sampler
 
+if TYPE_CHECKING:
+    from notebook_accel.training.state import GradientState
+
 __all__ = ["PassView"]
 
 
@@ -30,6 +33,14 @@ class PassView:
         def _shard(self) -> Any: ...
 
         def _generator_states(self) -> dict[str, Any]: ...
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the training stands in its window and its loader."""
+        # Imported here: the state asks which loader is read.
+        from notebook_accel.training.state import GradientState
+
+        return GradientState()
 
     @property
     def end_of_dataloader(self) -> bool:
