@@ -51,6 +51,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         optimizer: the optimizer that it wraps.
         num_steps: steps so far, those of the checkpoint that was loaded included; overflows of
             fp16 do not count.
+        scaling: the loss scaling by which it steps; None for none.
     """
 
     _notebook_accel_stays_home = "make it inside the function"
@@ -99,7 +100,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         ``drop_unreduced`` drops what a window has added up and no gradient shows.
         """
         self._accumulation = accumulation
-        self._scaling = scaling
+        self.scaling = scaling
         self._device_memory = device_memory
         self._drop_unreduced = drop_unreduced
         accumulation.optimizers.add(self)
@@ -139,7 +140,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler of fp16 by which it steps; None otherwise."""
-        return None if self._scaling is None else self._scaling.scaler
+        return None if self.scaling is None else self.scaling.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        # The one that scales the losses is set at the Accelerator, and knows what is unscaled.
+        if scaler is not self.scaler:
+            self.scaling = None if scaler is None else LossScaling(scaler)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -169,8 +176,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return result
 
     def _step(self, closure: Callable[[], float] | None) -> Any:
-        if self._scaling is not None:
-            result, self._skipped = self._scaling.step(self.optimizer, closure)
+        if self.scaling is not None:
+            result, self._skipped = self.scaling.step(self.optimizer, closure)
             return result
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
@@ -194,8 +201,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._drop_unreduced(self.optimizer)
         if self._at_start is not None:
             self._at_start = gradient_marks(self.optimizer)
-        if self._scaling is not None:
-            self._scaling.forget(self.optimizer)
+        if self.scaling is not None:
+            self.scaling.forget(self.optimizer)
 
     def begin_last_batch(self) -> None:
         """Note that the last batch of a window begins; its gradients are told by this."""
@@ -287,7 +294,7 @@ class UnpreparedWatch:
         models: Sequence[PreparedModel],
     ) -> None:
         self._accumulation = accumulation
-        self._scaling = scaling
+        self.scaling = scaling
         self._models = models
         self._started = False
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -302,7 +309,7 @@ class UnpreparedWatch:
         Nothing is watched where an unprepared optimizer would step rightly: without windows and
         without a loss scale.
         """
-        if self._started or (self._scaling is None and self._accumulation.num_steps == 1):
+        if self._started or (self.scaling is None and self._accumulation.num_steps == 1):
             return
         self._started = True
         watch = weakref.ref(self)
@@ -328,7 +335,7 @@ class UnpreparedWatch:
             )
 
     def _reason(self) -> str:
-        if self._scaling is not None:
+        if self.scaling is not None:
             return "so it used gradients that are still multiplied with the loss scale"
         if not self._accumulation.sync_gradients:
             return "so it used the gradients of a window that is not complete"

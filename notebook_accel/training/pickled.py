@@ -106,7 +106,11 @@ class Pickled:
         made.gradient_accumulation_steps = self.num_steps
         made.step, made.sync_gradients = self.step, self.sync_gradients
         made.native_amp = self.native_amp
-        if made.scaler is not None:
+        if not self.loss_scale:
+            made.scaler = None
+        else:
+            if made.scaler is None:
+                made.scaler = made._plan.strategy.kind_of_scaling.kind_of_scaler(made.device.type)
             made.scaler.load_state_dict(self.loss_scale)
         made.project_configuration.iteration = self.iteration
         made._checkpoints.register(self.custom)

@@ -30,8 +30,17 @@ class WindowView(ConfiguredView):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of fp16; None otherwise."""
+        """The loss scaler of fp16; None otherwise. One that is set scales losses from then on, in
+        any precision; None scales none."""
         return None if self._scaling is None else self._scaling.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        strategy = self._plan.strategy
+        strategy.scale_by(scaler)
+        self._scaling = self._prepared.watch.scaling = strategy.scaling
+        for optimizer in self._prepared.optimizers:
+            optimizer.scaling = strategy.scaling
 
     @property
     def sync_gradients(self) -> bool:

@@ -12,7 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from notebook_accel import AcceleratedOptimizer, Accelerator, GradientAccumulationPlugin
+from notebook_accel import (
+    AcceleratedOptimizer,
+    Accelerator,
+    ConfigError,
+    GradientAccumulationPlugin,
+)
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
 
 GRADIENTS = [1.0, 10.0, 100.0, 1000.0]
@@ -228,6 +233,37 @@ def test_gradients_of_fp16_are_unscaled_once_a_window() -> None:
         accelerator.backward(model(10.0))
         with pytest.raises(RuntimeError, match="of Recorder were divided by the loss scale, and"):
             accelerator.unscale_gradients()
+
+
+def test_another_loss_scaler_scales_and_unscales_and_none_scales_nothing() -> None:
+    accelerator, model, optimizer, recorder = setup(1, mixed_precision="fp16")
+    own = accelerator.scaler
+
+    def step(gradient: float) -> float:
+        optimizer.zero_grad()
+        accelerator.backward(model(gradient))
+        scaled: float = model.weight.grad.item()
+        accelerator.clip_grad_value_(model.parameters(), 100.0)
+        optimizer.step()
+        return scaled
+
+    accelerator.scaler = None
+    assert step(2.0) == 2.0
+    assert optimizer.scaler is None
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    assert [step(2.0), step(2.0)] == [8.0, 16.0]
+    optimizer.scaler = accelerator.scaler = accelerator.scaler
+    copied = pickle.loads(pickle.dumps(accelerator))
+    assert copied.scaler.get_scale() == 16.0
+    doubling, accelerator.scaler = accelerator.scaler, own
+    assert step(2.0) == 2.0 * own.get_scale()
+    accelerator.scaler = doubling  # as loops over several models do, each with a scale of its own
+    assert [step(2.0), step(2.0)] == [32.0, 64.0]
+    assert recorder.used == [2.0] * 6
+    accelerator.scaler = None
+    assert pickle.loads(pickle.dumps(accelerator)).scaler is None
+    with pytest.raises(ConfigError, match="set to a float: expected None or a GradScaler"):
+        accelerator.scaler = 4.0
 
 
 def test_losses_of_fp16_are_clipped_each_after_its_backward_and_together() -> None:

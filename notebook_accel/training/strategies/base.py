@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from notebook_accel.errors import ConfigError
 from notebook_accel.training import devices, topology
 from notebook_accel.training.compiling import compile_model
 from notebook_accel.training.data_group import DataGroup
+from notebook_accel.training.loss_scaling import LossScaling
 from notebook_accel.training.optimizer import AcceleratedOptimizer
 from notebook_accel.training.scheduler import AcceleratedScheduler
 from notebook_accel.training.strategies.request import call_model
@@ -49,7 +51,7 @@ class Strategy:
         topology: where this rank stands; precision: in which numbers models compute; handlers:
             the ``kwargs_handlers`` of the user; dynamo: how models are compiled.
         scaling: the loss scaling that this package does; None where none is needed, or where
-            the strategy's library does it.
+            the strategy's library does it; kind_of_scaling: its class.
         mesh: the ranks, arranged by the kinds of parallelism; None where they are just a row.
         spreads_weights: whether weights are in parts over the mesh.
         parallelism: how many ranks each kind of parallelism has, where the user or the mesh says
@@ -61,6 +63,7 @@ class Strategy:
     mesh: DeviceMesh | None = None
     spreads_weights: bool = False
     parallelism: ParallelismConfig | None = None
+    kind_of_scaling: type[LossScaling] = LossScaling
 
     def __init__(self, request: Request) -> None:
         self.topology = request.topology
@@ -72,6 +75,23 @@ class Strategy:
         self.data_group = DataGroup.of_all_ranks(
             self.topology.num_processes, self.topology.process_index
         )
+
+    def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Scale losses by this from now on; by nothing where it is None.
+
+        Raises:
+            ConfigError: it does not go with how weights are spread.
+        """
+        kind = self.kind_of_scaling
+        if scaler is not None and not isinstance(scaler, kind.kind_of_scaler):
+            raise ConfigError(
+                f"accelerator.scaler is set to a {type(scaler).__name__}: expected None or a "
+                f"{kind.kind_of_scaler.__name__} (utils.get_fsdp2_grad_scaler makes one for "
+                "weights that are in parts)"
+            )
+        before = None if self.scaling is None else self.scaling.scaler  # with its last step in it
+        if scaler is not before:
+            self.scaling = None if scaler is None else kind(scaler)
 
     @property
     def saves_shards(self) -> bool:

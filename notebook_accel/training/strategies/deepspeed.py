@@ -81,6 +81,13 @@ class DeepSpeedZero(Strategy):
         self._makes_group = not has_process_group()
         self._library = _load_library(self.topology.device, self.topology.local_process_index)
 
+    def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
+        if scaler is not None:
+            raise ConfigError(
+                f"accelerator.scaler is set to a {type(scaler).__name__}, and DeepSpeed scales "
+                "losses itself: set loss_scale in the fp16 section of its configuration"
+            )
+
     def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
         known = self.engine is not None and self.engine.engine.basic_optimizer
         new = [each for each in call.optimizers if each is not known]

@@ -51,11 +51,12 @@ class MeshParallel(TakesSpreadModels):
     """
 
     spreads_weights = True
+    kind_of_scaling = dtensors.AgreeingScaling
     parallelism: ParallelismConfig
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self.scaling = self.precision.make_scaling(dtensors.AgreeingScaling)
+        self.scaling = self.precision.make_scaling(self.kind_of_scaling)
         self.plugin = request.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2)
         self.parallelism = fit_sizes(
             request.parallelism,
