@@ -25,7 +25,7 @@ from notebook_accel.training.optimizer import inner_optimizer
 from notebook_accel.training.pickled import Pickled
 from notebook_accel.training.plan import make_plan, refuse_unbuilt, resolve_loaders, resolve_project
 from notebook_accel.training.prepare import Preparation, extract_model_from_parallel
-from notebook_accel.training.prepared_lists import PreparedLists
+from notebook_accel.training.preparing import PreparingView
 from notebook_accel.training.process_group import close_process_group
 from notebook_accel.training.profiling import profile
 from notebook_accel.training.progress import progress
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch.nn import Module
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
     from torch.profiler import profile as Profiler  # noqa: N812
     from torch.utils.data import DataLoader
 
@@ -50,9 +48,7 @@ if TYPE_CHECKING:
     from notebook_accel.training.data.config import DataLoaderConfiguration
     from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin
     from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
-    from notebook_accel.training.optimizer import AcceleratedOptimizer
     from notebook_accel.training.parallelism import ParallelismConfig
-    from notebook_accel.training.scheduler import AcceleratedScheduler
     from notebook_accel.training.settings import (
         AutocastKwargs,
         GradientAccumulationPlugin,
@@ -70,7 +66,7 @@ _Item = TypeVar("_Item")
 _STRATEGY = "strategy"
 
 
-class Accelerator(WindowView, CheckpointView, TrackerView, PreparedLists):
+class Accelerator(WindowView, CheckpointView, TrackerView, PreparingView):
     """Makes the objects of a training loop ready for where it runs, and runs its steps."""
 
     _notebook_accel_stays_home: ClassVar[str] = "make it inside the function"
@@ -178,56 +174,6 @@ class Accelerator(WindowView, CheckpointView, TrackerView, PreparedLists):
         self._made_here = frozenset(vars(self))
 
     # Making objects ready.
-
-    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Make models, optimizers, data loaders and schedulers ready, in any order.
-
-        Args:
-            *args: the objects; others are given back as they are.
-            device_placement: for each object, whether it is put on the device.
-
-        Returns:
-            the objects to use instead, in the same order; a single one not as a tuple.
-
-        Raises:
-            ConfigError: ``device_placement`` has not one entry an object.
-            TypeError: an object belongs to another framework.
-        """
-        placement: Sequence[bool | None] = (
-            [None] * len(args) if device_placement is None else device_placement
-        )
-        ready = self._prepared.prepare(args, placement)
-        return ready[0] if len(ready) == 1 else tuple(ready)
-
-    def prepare_model(
-        self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> Any:
-        """The model on its device, in its precision, spread over the ranks unless it is only
-        evaluated."""
-        return self._prepared.model(model, device_placement, evaluation=evaluation_mode)
-
-    def prepare_data_loader(
-        self,
-        data_loader: DataLoader[Any],
-        device_placement: bool | None = None,
-        slice_fn_for_dispatch: Callable[..., Any] | None = None,
-    ) -> DataLoader[Any]:
-        """The loader that gives this rank's batches.
-
-        ``slice_fn_for_dispatch(batch, slice, process_index=, num_processes=)`` takes a rank's part
-        out of what rank 0 has read for all, in place of those rows of each tensor.
-        """
-        return self._prepared.loader(data_loader, device_placement, slice_fn_for_dispatch)
-
-    def prepare_optimizer(
-        self, optimizer: Optimizer, device_placement: bool | None = None
-    ) -> AcceleratedOptimizer:
-        """The optimizer that steps at the end of a window."""
-        return self._prepared.optimizer(optimizer, device_placement)
-
-    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """The scheduler that moves with its optimizer's steps."""
-        return self._prepared.scheduler(scheduler)
 
     def unwrap_model(
         self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from notebook_accel.training.plan import Plan
+    from notebook_accel.training.preparing import PreparingView
 
 __all__ = ["Preparation", "PreparedModel", "extract_model_from_parallel"]
 
@@ -74,8 +75,16 @@ class Preparation:
             models=self.models,
         )
 
-    def prepare(self, objects: Sequence[Any], placement: Sequence[bool | None]) -> list[Any]:
+    def prepare(
+        self, objects: Sequence[Any], placement: Sequence[bool | None], parts: PreparingView
+    ) -> list[Any]:
         """Make all objects ready, whatever their order: a scheduler needs its optimizer ready.
+
+        Args:
+            objects: others than those of torch are given back as they are.
+            placement: for each, whether it is put on the device; None for the usual.
+            parts: whose ``prepare_model`` and so on make ready what can be by itself; the user
+                may have put others in their place.
 
         Raises:
             ConfigError: ``placement`` has not one entry an object.
@@ -94,11 +103,18 @@ class Preparation:
         for item in objects:
             _refuse_foreign(item)
         ready = list(objects)
-        self._prepare_together(ready, placement)
+        if self.plan.strategy.prepares_together:
+            self._prepare_together(ready, placement)
+        else:
+            self._prepare_apart(ready, placement, parts)
         for index, item in enumerate(objects):
+            if self._is_ready(item):
+                continue
             if isinstance(item, DataLoader):
-                ready[index] = self.loader(item, placement[index])
-            elif isinstance(item, (LRScheduler, AcceleratedScheduler)):
+                ready[index] = parts.prepare_data_loader(item, device_placement=placement[index])
+            elif isinstance(item, LRScheduler):
+                ready[index] = parts.prepare_scheduler(item)
+            elif isinstance(item, AcceleratedScheduler):
                 ready[index] = self.scheduler(item)
         return ready
 
@@ -117,6 +133,28 @@ class Preparation:
         ready: list[Any] = [optimizer]
         self._prepare_together(ready, [placement])
         return ready[0]  # type: ignore[no-any-return]
+
+    def _is_ready(self, item: object) -> bool:
+        """Whether ``prepare`` gave it: the user's own parts are not to wrap it again."""
+        trained = [known.wrapped for known in self.models if known.training]
+        lists: list[Sequence[object]] = [trained, self.optimizers, self.schedulers, self.loaders]
+        return any(item is known for each in lists for known in each)
+
+    def _prepare_apart(
+        self, objects: list[Any], placement: Sequence[bool | None], parts: PreparingView
+    ) -> None:
+        """Replace the models among ``objects``, and then the optimizers, one by one."""
+        for index, item in enumerate(objects):
+            if isinstance(item, torch.nn.Module) and not self._is_ready(item):
+                made = parts.prepare_model(item, device_placement=placement[index])
+                inner = extract_model_from_parallel(made)
+                # One that the user's own prepare_model has wrapped.
+                objects[index] = made if inner is made else self._take_wrapped(made, inner)
+        for index, item in enumerate(objects):
+            if isinstance(item, torch.optim.Optimizer) and not self._is_ready(item):
+                optimizer = parts.prepare_optimizer(item, device_placement=placement[index])
+                self.watch.knows(inner_optimizer(optimizer))
+                objects[index] = optimizer
 
     def _prepare_together(
         self, objects: list[Any], placement: Sequence[bool | None], *, evaluation: bool = False

@@ -179,6 +179,45 @@ class _ForeignChild(_Foreign):
     __module__ = "__main__"
 
 
+class OwnParts(Accelerator):
+    """Brings its own parts of ``prepare``, as subclasses of Accelerate's do."""
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None) -> Any:  # type: ignore[override]
+        self._models.append(model)
+        if self.num_processes == 1:
+            return nn.DataParallel(model)
+        return DistributedDataParallel(model, find_unused_parameters=True)
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        self.seen = data_loader
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        own = AcceleratedOptimizer(optimizer, scaler=self.scaler)
+        self._optimizers.append(own)
+        return own
+
+
+def test_a_subclass_brings_its_own_parts_of_prepare() -> None:
+    accelerator: Any = OwnParts(cpu=True, gradient_accumulation_steps=2)
+    accelerator.prepare_scheduler = lambda scheduler: scheduler
+    given = parts()
+    loader, model, optimizer, schedule = accelerator.prepare(*given)
+    assert accelerator.seen is given[0]
+    assert isinstance(model, nn.DataParallel)
+    assert accelerator.unwrap_model(model) is given[1]
+    assert list(accelerator._models) == [model]
+    assert accelerator._optimizers == [optimizer]
+    assert accelerator._dataloaders == [loader]
+    assert schedule is given[3]
+    assert accelerator.prepare(model) is model
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch.float().expand(1, 2)).sum())
+            optimizer.step()
+    assert optimizer.num_steps == 2
+
+
 def test_an_object_of_another_framework_is_named() -> None:
     with pytest.raises(TypeError, match="_ForeignChild of keras"):
         Accelerator(cpu=True).prepare(nn.Linear(1, 1), _ForeignChild())
@@ -457,6 +496,7 @@ def data_parallel() -> dict[str, Any]:
     found |= joins(accelerator, model, frozen)
     other = DistributedDataParallel(nn.Linear(1, 1))
     found["the user's"] = accelerator.prepare(other) is other
+    found["of a subclass"] = OwnParts(cpu=True).prepare(nn.Linear(1, 1)).find_unused_parameters
     return found
 
 
@@ -509,6 +549,7 @@ def test_models_of_several_ranks() -> None:
             "no_sync": False,
             "triggered": True,
             "the user's": True,
+            "of a subclass": True,
         }
 
 

@@ -54,6 +54,8 @@ class Strategy:
             the strategy's library does it; kind_of_scaling: its class.
         mesh: the ranks, arranged by the kinds of parallelism; None where they are just a row.
         spreads_weights: whether weights are in parts over the mesh.
+        prepares_together: whether it has to see all models and optimizers of a ``prepare`` call,
+            as it gives one what belongs to the other.
         parallelism: how many ranks each kind of parallelism has, where the user or the mesh says
             so.
         data_group: which ranks read different samples.
@@ -62,6 +64,7 @@ class Strategy:
     distributed_type: DistributedType | None = None
     mesh: DeviceMesh | None = None
     spreads_weights: bool = False
+    prepares_together: bool = False
     parallelism: ParallelismConfig | None = None
     kind_of_scaling: type[LossScaling] = LossScaling
 

@@ -64,6 +64,7 @@ class DeepSpeedZero(Strategy):
 
     distributed_type = DistributedType.DEEPSPEED
     saves_shards = True
+    prepares_together = True
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)

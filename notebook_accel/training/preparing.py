@@ -1,0 +1,80 @@
+"""``prepare``, and its parts: one for each kind of object.
+
+``prepare`` calls the parts by their names, so that a subclass of ``Accelerator`` may bring its own
+``prepare_model`` or ``prepare_data_loader``, which calls ours or not. Where models are spread
+together with their optimizers, ours sees the whole call and leaves out ``prepare_model`` and
+``prepare_optimizer``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.training.prepared_lists import PreparedLists
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import DataLoader
+
+    from notebook_accel.training.optimizer import AcceleratedOptimizer
+    from notebook_accel.training.scheduler import AcceleratedScheduler
+
+__all__ = ["PreparingView"]
+
+
+class PreparingView(PreparedLists):
+    """Part of ``Accelerator``: makes the objects of a training loop ready."""
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Make models, optimizers, data loaders and schedulers ready, in any order.
+
+        Args:
+            *args: the objects; others are given back as they are.
+            device_placement: for each object, whether it is put on the device.
+
+        Returns:
+            the objects to use instead, in the same order; a single one not as a tuple.
+
+        Raises:
+            ConfigError: ``device_placement`` has not one entry an object.
+            TypeError: an object belongs to another framework.
+        """
+        placement: Sequence[bool | None] = (
+            [None] * len(args) if device_placement is None else device_placement
+        )
+        ready = self._prepared.prepare(args, placement, self)
+        return ready[0] if len(ready) == 1 else tuple(ready)
+
+    def prepare_model(
+        self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """The model on its device, in its precision, spread over the ranks unless it is only
+        evaluated."""
+        return self._prepared.model(model, device_placement, evaluation=evaluation_mode)
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> DataLoader[Any]:
+        """The loader that gives this rank's batches.
+
+        ``slice_fn_for_dispatch(batch, slice, process_index=, num_processes=)`` takes a rank's part
+        out of what rank 0 has read for all, in place of those rows of each tensor.
+        """
+        return self._prepared.loader(data_loader, device_placement, slice_fn_for_dispatch)
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """The optimizer that steps at the end of a window."""
+        return self._prepared.optimizer(optimizer, device_placement)
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """The scheduler that moves with its optimizer's steps."""
+        return self._prepared.scheduler(scheduler)
