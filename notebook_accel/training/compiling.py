@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -91,6 +91,10 @@ class TorchDynamoPlugin(KwargsHandler):
     """Whether repeated blocks are compiled, rather than the whole."""
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            # Trainers hand on None for what their users did not say.
+            if getattr(self, each.name) is None and each.default_factory is not MISSING:
+                setattr(self, each.name, each.default_factory())
         text = str(self.backend).upper()
         if text not in DynamoBackend.__members__:
             raise ConfigError(

@@ -340,7 +340,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     """
 
     num_steps: int = 1
-    """Batches a window."""
+    """Batches a window; None is one, too."""
     adjust_scheduler: bool = True
     """Accepted; without effect, as in Accelerate: a prepared scheduler counts real steps alone."""
     sync_with_dataloader: bool = True
@@ -349,6 +349,8 @@ class GradientAccumulationPlugin(KwargsHandler):
     """Whether ranks exchange gradients at every batch: slower, with less memory for some."""
 
     def __post_init__(self) -> None:
+        if self.num_steps is None:
+            self.num_steps = 1
         check_steps("GradientAccumulationPlugin(num_steps=...)", self.num_steps)
 
 

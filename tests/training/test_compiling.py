@@ -96,7 +96,10 @@ def test_a_plugin_says_how() -> None:
 
 
 def test_a_plugin_reads_the_environment_as_accelerate_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    unsaid: dict[str, Any] = dict.fromkeys(("backend", "mode", "fullgraph", "dynamic"))
+    unsaid["use_regional_compilation"] = None
     assert TorchDynamoPlugin().to_dict() == PeerPlugin().to_dict()
+    assert TorchDynamoPlugin(**unsaid).to_dict() == PeerPlugin(**unsaid).to_dict()
     for name, value in {
         "BACKEND": "inductor",
         "MODE": "max-autotune",
@@ -106,6 +109,7 @@ def test_a_plugin_reads_the_environment_as_accelerate_does(monkeypatch: pytest.M
     }.items():
         monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
     assert TorchDynamoPlugin().to_dict() == PeerPlugin().to_dict()
+    assert TorchDynamoPlugin(**unsaid).to_dict() == PeerPlugin().to_dict()
     assert TorchDynamoPlugin().to_kwargs() == PeerPlugin().to_kwargs()
     assert [member.name for member in DynamoBackend] == [
         m.name for m in PeerPlugin().backend.__class__

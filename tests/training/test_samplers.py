@@ -190,6 +190,19 @@ def test_batches_that_cannot_be_divided_are_refused() -> None:
         BatchSamplerShard(LISTS, 2, 0, split_batches=True)
 
 
+def test_a_shard_may_be_told_another_place_and_other_batches() -> None:
+    (shard, _) = shards(BatchSampler(SequentialSampler(range(8)), 2, drop_last=False), 2)
+    shard.num_processes, shard.process_index = 4, 3
+    assert (len(shard), list(shard)) == (1, [[6, 7]])
+    shard.num_processes, shard.process_index = 1, 0
+    assert (len(shard), len(list(shard))) == (4, 4)
+    shard.num_processes = 2
+    shard.batch_sampler.sampler = range(20, 24)
+    assert list(shard) == [[20, 21]]
+    shard.batch_sampler = BatchSampler(SequentialSampler(range(9)), 3, drop_last=True)
+    assert (len(shard), list(shard)) == (1, [[0, 1, 2]])
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_long_order_is_covered_once(ranks: int) -> None:
     order = torch.Generator()

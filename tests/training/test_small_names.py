@@ -229,6 +229,8 @@ def test_classes_are_made_by_hand_as_there() -> None:
     assert not is_initialized()
     notebook_accel.GradientState(notebook_accel.GradientAccumulationPlugin(num_steps=2))
     assert notebook_accel.GradientState().num_steps == 2
+    nothing_said: Any = None
+    assert notebook_accel.GradientAccumulationPlugin(nothing_said).num_steps == 1
     plain = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     optimizer = AcceleratedOptimizer(plain, True, torch.amp.GradScaler("cpu", init_scale=4.0))
     half = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 0.5**step)

@@ -182,7 +182,7 @@ def _with_sampler(outer: Any, old: Sampler[Any], new: Sampler[Any]) -> Any:
     within = {
         name: _with_sampler(part, old, new)
         for name, part in held
-        if isinstance(part, Sampler) or name in ("batch_sampler", "sampler")
+        if isinstance(part, Sampler) or name.lstrip("_") in ("batch_sampler", "sampler")
     }
     if all(part is vars(outer)[name] for name, part in within.items()):
         return outer

@@ -157,20 +157,49 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
-        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
-        self.sampler = getattr(batch_sampler, "sampler", batch_sampler)
         if split_batches and self.batch_size is None:
             raise ConfigError(
                 f"split_batches=True divides batches over {num_processes} processes, but "
                 f"{type(batch_sampler).__name__} has no batch_size; give it one, or leave "
                 "split_batches out"
             )
-        share = share_of(self.batch_size or 0, num_processes, split_batches)
-        # Samples a round, and which of them are this rank's. Without a batch size (a user's own
-        # batch sampler) both are empty: such batches stay whole, or are divided one by one.
-        self._samples_a_round = share * num_processes
-        self._own_part = slice(share * process_index, share * (process_index + 1))
+        _ = self._share  # refuses a batch size that cannot be divided
+
+    @property
+    def batch_sampler(self) -> Any:
+        """What all ranks run alike; a script may set another one."""
+        return self._batch_sampler
+
+    @batch_sampler.setter
+    def batch_sampler(self, batch_sampler: Any) -> None:
+        self._batch_sampler = batch_sampler
+        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+
+    @property
+    def sampler(self) -> Any:
+        """Whose samples are shared out: that of the batch sampler as it is now."""
+        return getattr(self.batch_sampler, "sampler", self.batch_sampler)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        if hasattr(self.batch_sampler, "sampler"):
+            self.batch_sampler.sampler = sampler
+
+    @property
+    def _share(self) -> int:
+        """Samples of a round that are one rank's. 0 without a batch size (a user's own batch
+        sampler): such batches stay whole, or are divided one by one."""
+        # Asked each time: code that knows of ranks itself sets num_processes and process_index.
+        return share_of(self.batch_size or 0, self.num_processes, self.split_batches)
+
+    @property
+    def _samples_a_round(self) -> int:
+        return self._share * self.num_processes
+
+    @property
+    def _own_part(self) -> slice:
+        return slice(self._share * self.process_index, self._share * (self.process_index + 1))
 
     @property
     def is_uneven(self) -> bool:
