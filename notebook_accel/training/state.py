@@ -58,21 +58,34 @@ _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 
 class _SharedState:
-    """What scripts read of Accelerate's ``_shared_state``, by which they ask whether a state was
-    made: it is empty before."""
+    """What scripts read of Accelerate's ``_shared_state``, and by ``state.__dict__``, to note in
+    what a run trained. It is empty before the state is made, which they ask by it, too."""
 
-    def __init__(self, find: Callable[[], object]) -> None:
-        self._find = find
+    def __init__(self, is_made: Callable[[], bool], *names: str) -> None:
+        self._is_made = is_made
+        self.names = names
 
-    def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
-        found = self._find()
-        return {} if found is None else dict(vars(found))
+    def __get__(self, instance: object, owner: type) -> dict[str, Any]:
+        if not self._is_made():
+            return {}
+        state: Any = object.__new__(owner)  # states hold nothing, so that any of them tells it
+        return {name: getattr(state, name) for name in self.names}
 
 
 class PartialState(ProcessView):
     """Which rank this is, where it computes, and what it does together with the others."""
 
-    _shared_state = _SharedState(lambda: topology.topology() if topology.is_established() else None)
+    _shared_state = _SharedState(
+        topology.is_established,
+        "backend",
+        "device",
+        "debug",
+        "distributed_type",
+        "num_processes",
+        "process_index",
+        "local_process_index",
+        "fork_launched",
+    )
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         """Make the process group if there are several ranks and none has been made.
@@ -134,6 +147,13 @@ class PartialState(ProcessView):
             f"Device: {here.device}\n"
         )
 
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._shared_state
+
+    def __getstate__(self) -> None:
+        """Nothing: a state that is pickled shows that of the process where it arrives."""
+
     @staticmethod
     def _reset_state() -> None:
         topology.forget()
@@ -162,7 +182,16 @@ class AcceleratorSettings:
 class AcceleratorState(PartialState):
     """``PartialState`` with the settings of this rank's newest ``Accelerator``."""
 
-    _shared_state = _SharedState(lambda: current().shared.get(_SETTINGS))
+    _shared_state = _SharedState(
+        lambda: _SETTINGS in current().shared,
+        *vars(PartialState)["_shared_state"].names,
+        "deepspeed_plugins",
+        "fsdp_plugin",
+        "parallelism_config",
+        "device_mesh",
+        "dynamo_plugin",
+        "_mixed_precision",
+    )
 
     def __init__(
         self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any
@@ -177,6 +206,10 @@ class AcceleratorState(PartialState):
     def mixed_precision(self) -> str:
         """Precision of the newest ``Accelerator``: "no", "bf16", "fp16" or "fp8"."""
         return self._settings.mixed_precision
+
+    @property
+    def _mixed_precision(self) -> str:
+        return self.mixed_precision
 
     @property
     def distributed_type(self) -> DistributedType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import time
 import warnings
@@ -210,7 +211,10 @@ def test_states_made_twice_show_the_same() -> None:
     third.gradient_state._set_sync_gradients(False)
     assert not third.sync_gradients
     assert PartialState._shared_state["num_processes"] == 1
-    assert AcceleratorState()._shared_state["mixed_precision"] == "no"
+    told = {name: str(value) for name, value in third.state.__dict__.items()}
+    assert told.items() >= {"device": "cpu", "num_processes": "1", "_mixed_precision": "no"}.items()
+    assert told == {name: str(value) for name, value in AcceleratorState._shared_state.items()}
+    assert pickle.loads(pickle.dumps(third.state)).device == third.device
     AcceleratorState._reset_state(True)
     assert [kind._shared_state for kind in kinds] == [{}, {}]
 
