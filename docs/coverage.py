@@ -25,6 +25,7 @@ MODULES = (
     "",
     "accelerator",
     "big_modeling",
+    "checkpointing",
     "data_loader",
     "hooks",
     "inference",

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.training.prepare import PreparedModel, extract_model_from_parallel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections import OrderedDict
+    from collections.abc import Callable, Iterable
 
     from notebook_accel.training.checkpoint import Checkpoints
     from notebook_accel.training.prepare import Preparation
@@ -68,6 +69,14 @@ class PreparedLists:
     @_custom_objects.setter
     def _custom_objects(self, objects: Iterable[Any]) -> None:
         self._checkpoints.custom[:] = objects
+
+    @property
+    def _save_model_state_pre_hook(self) -> OrderedDict[int, Callable[..., None]]:
+        return self._checkpoints.save_hooks
+
+    @property
+    def _load_model_state_pre_hook(self) -> OrderedDict[int, Callable[..., None]]:
+        return self._checkpoints.load_hooks
 
 
 class _Models(MutableSequence[Any]):
