@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.notices import notice_once
 from notebook_accel.training.plan import check_rng_types, resolve_loaders
 from notebook_accel.training.processes import ProcessView
 from notebook_accel.training.settings import (
@@ -76,6 +77,11 @@ class ConfiguredView(ProcessView):
     def mixed_precision(self) -> str:
         """ "no", "bf16", "fp16" or "fp8"."""
         return self._plan.precision.name
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether the precision is "fp8"."""
+        return self._plan.precision.converts_layers
 
     @property
     def fp8_backend(self) -> FP8BackendType:
@@ -174,6 +180,12 @@ class ConfiguredView(ProcessView):
 
     @native_amp.setter
     def native_amp(self, value: bool) -> None:
+        if value and self._plan.precision.dtype is None:
+            notice_once(
+                "native_amp",
+                'native_amp=True has no effect with mixed_precision="no": make the Accelerator '
+                'with mixed_precision="bf16" or "fp16"',
+            )
         self._plan.precision.is_on = value
 
     @property

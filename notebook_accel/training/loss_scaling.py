@@ -106,6 +106,8 @@ class LossScaling:
         result = self._scaler.step(optimizer, *given)
         self._is_used = True
         self._done[id(optimizer)] = optimizer
+        if not self._scaler.is_enabled():  # one that the user set: it keeps no account
+            return result, False
         found = self._scaler._found_inf_per_device(optimizer)
         return result, any(bool(value.item()) for value in found.values())
 

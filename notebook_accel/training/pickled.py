@@ -105,7 +105,7 @@ class Pickled:
         vars(made).update(self.extras)
         made.gradient_accumulation_steps = self.num_steps
         made.step, made.sync_gradients = self.step, self.sync_gradients
-        made.native_amp = self.native_amp
+        made._plan.precision.is_on = self.native_amp
         if not self.loss_scale:
             made.scaler = None
         else:

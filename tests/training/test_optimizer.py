@@ -250,6 +250,8 @@ def test_another_loss_scaler_scales_and_unscales_and_none_scales_nothing() -> No
     accelerator.scaler = None
     assert step(2.0) == 2.0
     assert optimizer.scaler is None
+    accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    assert step(2.0) == 2.0
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     assert [step(2.0), step(2.0)] == [8.0, 16.0]
     optimizer.scaler = accelerator.scaler = accelerator.scaler
@@ -259,7 +261,7 @@ def test_another_loss_scaler_scales_and_unscales_and_none_scales_nothing() -> No
     assert step(2.0) == 2.0 * own.get_scale()
     accelerator.scaler = doubling  # as loops over several models do, each with a scale of its own
     assert [step(2.0), step(2.0)] == [32.0, 64.0]
-    assert recorder.used == [2.0] * 6
+    assert recorder.used == [2.0] * 7
     accelerator.scaler = None
     assert pickle.loads(pickle.dumps(accelerator)).scaler is None
     with pytest.raises(ConfigError, match="set to a float: expected None or a GradScaler"):

@@ -397,7 +397,7 @@ def test_compressions_that_are_not_there(fields: dict[str, Any], message: str) -
 
 # What an instance of Accelerate's has and ours has not: its own bookkeeping, and recipes of
 # libraries that are refused when they are given.
-NOT_HERE = {"flag_tensor", "has_fp8_handler", "has_lomo_optimizer"}
+NOT_HERE = {"delayed_fp8_autocast", "flag_tensor", "has_fp8_handler", "has_lomo_optimizer"}
 NOT_HERE |= {f"{kind}_recipe_handler" for kind in ("ao", "fp8", "te", "msamp")}
 
 
@@ -469,3 +469,5 @@ def test_what_is_set_on_the_way_holds_from_then_on() -> None:
         accelerator.ddp_handler = ProfileKwargs()  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="dataloader_config is a dict"):
         accelerator.dataloader_config = {}  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match='native_amp=True has no effect with mixed_precision="no"'):
+        Accelerator(cpu=True).native_amp = True
