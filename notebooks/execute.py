@@ -44,8 +44,11 @@ def execute(path: Path, *, timeout: float = 600) -> NotebookNode:
 
 
 def _forget_widgets(notebook: NotebookNode) -> None:
-    """Drop the state of widgets: what a reader sees is in the outputs."""
+    """Drop widgets: no kernel has those of a file, and their outputs hold a text beside them."""
     notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
     notebook.metadata.kernelspec = {
         "display_name": "Python 3",
         "language": "python",

@@ -13,10 +13,17 @@ from IPython.display import display, update_display
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DisplaySlot"]
+__all__ = ["DisplaySlot", "widget_view"]
 
+_WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 # A page shows no line for it, as it would for an empty text.
 _NOTHING = {"text/plain": "", "text/html": ""}
+
+
+def widget_view(widget: Any, text: str) -> dict[str, Any]:
+    """What shows ``widget`` in an output; ``text`` is what a file has of it that is read later."""
+    view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
+    return {_WIDGET_VIEW: view, "text/plain": text}
 
 
 class DisplaySlot:
@@ -42,6 +49,10 @@ class DisplaySlot:
                 self.send_again()
             else:
                 self.place()
+
+    def clear(self) -> None:
+        """Show nothing, not even an empty line; the first call makes the place, as of ``show``."""
+        self.show(_NOTHING)
 
     def place(self) -> None:
         """Put the slot into the output of the cell that runs now, also where it is in others.

@@ -130,7 +130,7 @@ def launch_for_debugger(
     if below is None:
         _hold_or_end(session)
     else:
-        below.show({_TEXT: ""})
+        below.clear()
         threading.Thread(target=_follow, args=(session, run, below), daemon=True).start()
     return run
 

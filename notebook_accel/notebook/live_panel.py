@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from notebook_accel.launch import run_list
 from notebook_accel.launch.view import wording
+from notebook_accel.notebook.display_slot import widget_view
 from notebook_accel.notebook.log_view import LogView, close_widget
 from notebook_accel.notebook.markup import Markup, element
 from notebook_accel.notebook.metrics_view import MetricsView
@@ -44,7 +46,6 @@ _STOP_TOOLTIP = (
     "Stop all ranks at the same step and keep their results. "
     "The kernel's own Interrupt ends them as well."
 )
-_WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _TITLE_SECONDS = 1.0
 # Characters of what was displayed: each time that there is more of it, all of it is sent, and a
 # Jupyter server drops messages beyond 1 MB a second.
@@ -55,6 +56,15 @@ _DOUBLE_CLICK_SECONDS = 0.6
 _SURE_SECONDS = 4.0
 # A page keeps what a link holds in its memory.
 _MAX_LINK_BYTES = 2_000_000
+# A summary that is a widget outlives its kernel: Jupyter would draw broken links before it then.
+_ENDED_STYLE = (
+    "<style>.na-ended.jupyter-widgets-disconnected::before, "
+    ".na-ended .jupyter-widgets-disconnected::before { display: none; }</style>"
+)
+_ENDED_NOTE = (
+    "The page was reloaded meanwhile, so only the kernel has this summary: {show} in a cell puts "
+    "it into the notebook."
+)
 # Summaries that stay widgets, and the characters of them all; older ones are shown by run.show().
 _MAX_ENDED = 10
 _MAX_ENDED_SIZE = 2_000_000
@@ -138,8 +148,7 @@ class LivePanel:
 
     def show(self, text: str) -> None:
         """Display the panel; ``text`` is what a saved file has of it, should it come to no end."""
-        view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
-        self._slot.show({_WIDGET_VIEW: view, "text/plain": text})
+        self._slot.show(widget_view(self._box, text))
 
     @property
     def picked(self) -> int | None:
@@ -211,9 +220,14 @@ class LivePanel:
         """Leave the summary in place of the live panel."""
         # First of all, and by one message: what follows would be seen as a panel that jumps.
         self._slot.show(snapshot.bundle)
-        # A page that was reloaded has forgotten the slot, and still shows the widget.
+        # A page that was reloaded has forgotten the slot, and still shows the widget. It has a
+        # class of its own: the style sheet of another panel in the page is not meant for it.
         self._box.children = (self._body,)
-        self._body.value = snapshot.bundle["text/html"]
+        show = f"{run_list.expression(self._run.id)}.show()"
+        note = element("div", _ENDED_NOTE.format(show=show), style="opacity:.65;font-size:13px")
+        self._body.value = f"{_ENDED_STYLE}{snapshot.bundle['text/html']}{note}"
+        self._box.remove_class("na-panel")
+        self._box.add_class("na-ended")
         self._log.close()
         self._metrics.close()
         for widget in (

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 from IPython.core.getipython import get_ipython
-from IPython.display import display
 
 from notebook_accel.config import LaunchConfig, default_config_path, given_settings, resolve
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.preflight import check_fits, crowding
-from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
 from notebook_accel.notebook.launcher import launch_below
 from notebook_accel.notebook.markup import element
 from notebook_accel.notebook.picker_fields import StrategyRow, plugin_rows, setting_rows
@@ -62,6 +61,8 @@ _NO_CALL = "Arguments that make no sense have no code: change them."
 # What the default config file is for, which the form names first.
 _USE_OF_DEFAULT_FILE = "from which each launch takes the settings that its call leaves open"
 _SAVE_TOOLTIP = f"Write these settings to the file; the default is the one {_USE_OF_DEFAULT_FILE}"
+# What a saved notebook has of the form.
+_SAVED = "config_picker: a form, which only its kernel draws. Run the cell again to see it."
 _FUNCTION_MISSING = "Define a function in a cell, then choose it here."
 
 
@@ -137,7 +138,7 @@ class ConfigPicker:
         self._check()
 
     def _ipython_display_(self) -> None:
-        display(self._box)  # type: ignore[no-untyped-call]
+        DisplaySlot().show(widget_view(self._box, _SAVED))
         # The place of the run's panel, below the form: only a cell can make one. Shown once more,
         # the form has the panel below it there too.
         self._slot.place()

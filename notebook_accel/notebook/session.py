@@ -208,7 +208,7 @@ class NotebookSession:
         # What a thread displays appears anywhere, but what fills a slot.
         slot, below = DisplaySlot(), DisplaySlot()
         for one in (slot, below):
-            one.show({_PLAIN: ""})
+            one.clear()
         self._background = threading.Thread(
             target=self._follow, args=(replace(cell, slot=slot), below), daemon=True
         )
@@ -227,7 +227,8 @@ class NotebookSession:
             self._conclude(cell)
         except Exception as error:  # nobody else would be told
             lines.append(f"{label}: {type(error).__name__}: {error}")
-        below.show({_PLAIN: "\n".join(lines)})
+        if lines:
+            below.show({_PLAIN: "\n".join(lines)})
 
     def call(
         self,
@@ -374,7 +375,7 @@ class NotebookSession:
                     time.sleep(_SLICE_SECONDS)
             finally:
                 clicks.stop_pumping()
-                slot.show({_PLAIN: ""})
+                slot.clear()
 
     def _await_turn(self) -> None:
         """Wait until the ranks are free, and know how they stand.

@@ -16,6 +16,7 @@ from notebook_accel.launch.control.interrupts import Latch
 from notebook_accel.launch.machine import Device, Machine
 from notebook_accel.notebook import display_slot
 from notebook_accel.notebook import picker as picker_module
+from notebook_accel.notebook.display_slot import widget_view
 from notebook_accel.notebook.picker_fields import plugin_rows, setting_rows
 from notebook_accel.notebook.picker_texts import as_code, devices_line, read_arguments
 from notebook_accel.plugin_options import PLUGINS
@@ -180,7 +181,6 @@ class Notebook:
         self.displayed: list[Any] = []
         monkeypatch.setattr(picker_module, "get_ipython", lambda: self)
         monkeypatch.setattr(picker_module, "launch_below", self.launch)
-        monkeypatch.setattr(picker_module, "display", self.displayed.append)
         monkeypatch.setattr(display_slot, "display", lambda data, **_: self.displayed.append(data))
         monkeypatch.setattr(display_slot, "update_display", lambda *_, **__: None)
         self.machine = Machine(kind="cpu", devices=(), num_cores=2, memory=2**30, free_memory=2**30)
@@ -263,9 +263,13 @@ def test_a_form_that_is_shown_again_shows_its_run_there_too(
     picker._buttons["Launch"].click()
     panel = {"text/plain": "the panel"}
     notebook.settings["slot"].show(panel)
-    assert notebook.displayed == [picker._box, {"text/plain": "", "text/html": ""}]
+    form, place = notebook.displayed
+    # A file has no widgets: what it keeps of the form says how to have it.
+    assert form == widget_view(picker._box, form["text/plain"])
+    assert form["text/plain"].endswith("Run the cell again to see it.")
+    assert place == {"text/plain": "", "text/html": ""}
     picker._ipython_display_()
-    assert notebook.displayed[2:] == [picker._box, panel]
+    assert notebook.displayed[2:] == [form, panel]
 
 
 def test_launch_takes_what_the_form_leaves_open_from_where_its_code_would(
