@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from playwright.sync_api import Browser, Locator, Page
+    from playwright.sync_api import Browser, BrowserContext, Locator, Page
 
 __all__ = ["Lab", "Notebook", "open_browser", "open_lab"]
 
@@ -41,7 +41,20 @@ _IS_IDLE = """() => {
   return context && context.isReady && kernel && kernel.connectionStatus === 'connected'
     && kernel.status === 'idle';
 }"""
+_INSERT = """(text) => {
+  const shown = window.jupyterapp.shell.currentWidget.content, number = shown.widgets.length;
+  // An error in this cell must not abort one that is added meanwhile.
+  const metadata = {trusted: true, tags: ['raises-exception']};
+  const cell = {cell_type: 'code', source: text, metadata};
+  shown.model.sharedModel.insertCell(number, cell);
+  return number;
+}"""
 _THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
+# Beside Jupyter's own defaults: no news, and on a busy machine Tab waits for the kernel's answer.
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "completer-extension/manager": {"providerTimeout": 30_000},
+}
 
 
 class Notebook:
@@ -50,6 +63,9 @@ class Notebook:
     def __init__(self, page: Page) -> None:
         self.page = page
         self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
+        self._wait_for_cells()
+
+    def _wait_for_cells(self) -> None:
         self.panel.locator(".jp-Cell").first.wait_for(timeout=60_000)
 
     def wait_until_idle(self) -> None:
@@ -70,13 +86,40 @@ class Notebook:
         )
         self.page.evaluate(select, cell)
 
+    def insert(self, text: str) -> int:
+        """Add a cell below all others; gives its number."""
+        return int(self.page.evaluate(_INSERT, text))
+
+    def add(self, text: str) -> Locator:
+        """Add a cell below all others, and start it; gives its outputs."""
+        number = self.insert(text)
+        self.run(number)
+        return self.output(number)
+
+    def cell(self, number: int) -> Locator:
+        """A cell, with its outputs."""
+        return self.panel.locator(".jp-Cell").nth(number)
+
     def output(self, cell: int) -> Locator:
         """The outputs of a cell."""
-        return self.panel.locator(".jp-Cell").nth(cell).locator(".jp-Cell-outputArea")
+        return self.cell(cell).locator(".jp-Cell-outputArea")
 
     def prompt(self, cell: int) -> str:
         """ "[*]:" while the cell waits or runs."""
-        return self.panel.locator(".jp-Cell").nth(cell).locator(".jp-InputPrompt").inner_text()
+        return self.cell(cell).locator(".jp-InputPrompt").inner_text()
+
+    def interrupt(self) -> None:
+        """Click on Interrupt in the toolbar."""
+        self._tool("interrupt").click()
+
+    def restart(self) -> None:
+        """Restart the kernel by the toolbar; returns when that is confirmed."""
+        self._tool("restart").click()
+        self.page.locator(".jp-Dialog .jp-mod-accept").click()
+
+    def _tool(self, name: str) -> Locator:
+        item = self.panel.locator(f".jp-Toolbar [data-jp-item-name='{name}']")
+        return item.locator(".jp-ToolbarButtonComponent")
 
     def choose_no_kernel(self) -> None:
         """Answer the page, which found no kernel for the notebook."""
@@ -87,10 +130,32 @@ class Notebook:
         cells = "window.jupyterapp.shell.currentWidget.content.widgets"
         return bool(self.page.evaluate(f"() => {cells}.every(cell => cell.model.trusted)"))
 
+    def count_broken_links(self) -> int:
+        """How many widgets Jupyter itself marks as those of a kernel that is gone."""
+        marked = "[...document.querySelectorAll('.jupyter-widgets-disconnected')]"
+        is_seen = "each => getComputedStyle(each, '::before').display !== 'none'"
+        return int(self.page.evaluate(f"() => {marked}.filter({is_seen}).length"))
+
     def save(self) -> None:
         self.page.evaluate(
             "async () => { await window.jupyterapp.shell.currentWidget.context.save() }"
         )
+
+    def reload(self) -> None:
+        """Save the notebook, and reload its page."""
+        self.save()
+        self.page.reload()
+        self._wait_for_cells()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Save the notebook, and have its page closed for the time of the block."""
+        self.save()
+        address = self.page.url
+        self.page.goto("about:blank")
+        yield
+        self.page.goto(address, timeout=60_000)
+        self._wait_for_cells()
 
     def set_theme(self, name: str) -> None:
         """ "light" or "dark"."""
@@ -121,6 +186,8 @@ class Lab:
     def __init__(self, url: str, folder: Path) -> None:
         self.url = url
         self.folder = folder
+        # What pages of one app load stays in the memory of their context: the next opens faster.
+        self._contexts: dict[str, BrowserContext] = {}
 
     def write(self, name: str, cells: Sequence[str], kernel: str) -> Path:
         """A notebook of code cells."""
@@ -134,7 +201,10 @@ class Lab:
 
     def open(self, browser: Browser, name: str, *, app: str = "lab", **viewport: int) -> Notebook:
         """Open a notebook in a new page: of "lab", in a workspace of its own, or of "notebook"."""
-        page = browser.new_page(viewport={"width": 1100, "height": 1000, **viewport})
+        if app not in self._contexts:
+            self._contexts[app] = browser.new_context()
+        page = self._contexts[app].new_page()
+        page.set_viewport_size({"width": 1100, "height": 1000, **viewport})
         workspace = f"t{time.time_ns()}"
         paths = {
             "lab": f"lab/workspaces/{workspace}/tree/{name}?reset&",
@@ -201,13 +271,15 @@ def _folders(folder: Path) -> dict[str, str]:
     """Settings of the tests alone: none of the person's, none left behind."""
     names = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
     found = {f"JUPYTER_{name}": str(folder / name.lower()) for name in names}
+    # What the package itself keeps for a person.
+    found |= {f"XDG_{name}_HOME": str(folder / name.lower()) for name in ("CONFIG", "STATE")}
     settings = folder / "settings"
     found["JUPYTERLAB_SETTINGS_DIR"] = str(settings)
     found["JUPYTERLAB_WORKSPACES_DIR"] = str(folder / "workspaces")
-    news = settings / "@jupyterlab" / "apputils-extension"
-    news.mkdir(parents=True)
-    quiet = {"fetchNews": "false", "checkForUpdates": False}
-    (news / "notification.jupyterlab-settings").write_text(json.dumps(quiet))
+    for name, values in _SETTINGS.items():
+        path = settings / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(values))
     return found
 
 

@@ -1,4 +1,6 @@
-"""The live panel in a real JupyterLab, in a real browser, on several versions of ipykernel."""
+"""Runs in a real browser, on several versions of ipykernel: while a cell blocks, in the background,
+and where the page or the kernel goes meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,13 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-import nbclient
 import nbformat
 import pytest
 
+from notebook_accel import runs
+from tests.engines.processes import eventually
 from tests.notebook.kernels import INSTALLED, OTHERS
-from tests.notebook.lab import Lab, Notebook, open_browser, open_lab
+from tests.notebook.lab import Lab, open_browser, open_lab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,15 +22,18 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser, Locator
 
+    from tests.notebook.lab import Notebook
+
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
 VERSIONS = (INSTALLED, *OTHERS)
+APPS = dict(zip(VERSIONS, ("lab", "lab", "notebook"), strict=True))
 SETUP = """
 import ipykernel
 from notebook_accel import notebook_launcher
 print("ipykernel", ipykernel.__version__)
 """
-# It trains until it is stopped; rank 1 draws no bar.
+# It trains until it is stopped; rank 0 draws a bar for each epoch in one for all, rank 1 none.
 TRAIN = """
 def train():
     import torch
@@ -37,11 +43,11 @@ def train():
     accelerator = Accelerator()
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = DataLoader(TensorDataset(torch.randn(2000, 8)), batch_size=2)
+    loader = DataLoader(TensorDataset(torch.randn(400, 8)), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    step = 0
-    for epoch in range(1000):
-        for (x,) in tqdm(loader, desc="train", disable=not accelerator.is_main_process):
+    step, quiet = 0, not accelerator.is_main_process
+    for epoch in tqdm(range(1000), desc="epochs", disable=quiet):
+        for (x,) in tqdm(loader, desc="batches", leave=False, disable=quiet):
             loss = model(x).square().mean()
             accelerator.backward(loss)
             optimizer.step()
@@ -55,7 +61,11 @@ def train():
                 return step
 """
 LAUNCH = "run = notebook_launcher(train, num_processes=2)"
+LAUNCH_AND_GO_ON = LAUNCH.replace("2)", "2, block=False)")
 AFTER = "print('left at', run[0] == run[1], run.status)"
+# How far the bars of the live panel are, a row each.
+BARS = """() => [...document.querySelectorAll('.na-ranks tbody tr')]
+  .map(row => row.querySelector('progress')?.value)"""
 
 # Where a line of the log stands on the page; the elements that hold lines are long.
 _RANGE = """
@@ -93,55 +103,50 @@ def browser(chromium: str) -> Iterator[Browser]:
         yield browser
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> nbformat.NotebookNode:
-    """A notebook whose run ended, as it is saved."""
-    launch = """
-def train():
-    from notebook_accel import Accelerator
-    accelerator = Accelerator()
-    for step in range(50):
-        accelerator.log({"loss": 1 / (step + 1)}, step=step)
-    print("a line of rank", accelerator.process_index)
-run = notebook_launcher(train, num_processes=2, view="widgets")
-"""
-    cells = [nbformat.v4.new_code_cell(text) for text in (SETUP, launch)]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    resources = {"metadata": {"path": tmp_path}}
-    nbclient.NotebookClient(notebook, timeout=60, resources=resources).execute()
-    return notebook
+@pytest.fixture(scope="module")
+def notebook(lab: Lab, browser: Browser) -> Iterator[Notebook]:
+    """One of the installed kernel, in Notebook 7, for all tests that add their cells to it."""
+    lab.write("book.ipynb", [SETUP], INSTALLED)
+    notebook = lab.open(browser, "book.ipynb", app="notebook")
+    notebook.wait_until_idle()
+    yield notebook
+    notebook.close()
 
 
-def values(output: Locator) -> list[float]:
-    """How far the bars of the ranks are, in the order of their rows."""
-    bars = output.locator("progress").all()
-    return [float(bar.get_attribute("value") or 0) for bar in bars]
+def wait_for_moves(output: Locator) -> None:
+    """Wait until each bar shows something else: two of rank 0, one in the other, and one of rank 1.
+
+    Each has a row of its own, which stays when the inner bar ends and another one begins.
+    """
+    page = output.page
+    page.wait_for_function(f"() => ({BARS})().length === 3", timeout=60_000)
+    moved = f"([row, since]) => ![undefined, since].includes(({BARS})()[row])"
+    for row, since in enumerate(page.evaluate(BARS)):
+        page.wait_for_function(moved, arg=[row, since], timeout=30_000)
 
 
-def wait_for_move(output: Locator, row: int, *, since: float) -> None:
-    """Wait until a rank's bar shows something else."""
-    bar = f"(since) => [...document.querySelectorAll('progress')][{row}]?.value !== since"
-    output.page.wait_for_function(bar, arg=since, timeout=30_000)
+def wait_for_summary(output: Locator) -> None:
+    """Wait until the summary of a run that was stopped stands in place of its panel."""
+    output.get_by_text("■ stopped").first.wait_for(timeout=60_000)
+    output.locator("img[alt^='loss']").wait_for(timeout=30_000)
+    assert output.locator("button").count() == 0
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_blocked_cell_shows_its_ranks_live_and_stops_by_mouse(
+def test_a_blocked_cell_shows_its_ranks_live_and_stops_by_mouse_also_in_a_page_that_is_reloaded(
     lab: Lab, browser: Browser, version: str
 ) -> None:
     lab.write(f"{version}.ipynb", [SETUP, TRAIN, LAUNCH, AFTER], version)
-    notebook = lab.open(browser, f"{version}.ipynb")
+    notebook = lab.open(browser, f"{version}.ipynb", app=APPS[version])
     notebook.wait_until_idle()
     notebook.run_all()
     output = notebook.output(2)
-    output.locator("progress").nth(1).wait_for(timeout=60_000)
-    if version != INSTALLED:
-        assert f"ipykernel {version}" in notebook.output(0).inner_text()
-
-    # Both bars move while the cell blocks, and each rank's lines are there, as text.
-    for row in (0, 1):
-        wait_for_move(output, row, since=values(output)[row])
+    # All bars move while the cell blocks, and each rank's lines are there, as text.
+    wait_for_moves(output)
     for rank in (0, 1):
         output.get_by_text(f"rank {rank} speaks <b>loudly</b>").wait_for(timeout=30_000)
+    if version != INSTALLED:
+        assert f"ipykernel {version}" in notebook.output(0).inner_text()
 
     # The filter works meanwhile.
     output.get_by_label("Output of").select_option(label="rank 1")
@@ -153,35 +158,19 @@ def test_a_blocked_cell_shows_its_ranks_live_and_stops_by_mouse(
     notebook.output(3).get_by_text("left at True stopped").wait_for(timeout=60_000)
 
     # The panel has given way to the summary, and so it is saved.
-    output.locator("img[alt^='loss']").wait_for(timeout=30_000)
-    assert output.locator("button").count() == 0
+    wait_for_summary(output)
     notebook.save()
     saved = json.loads((lab.folder / f"{version}.ipynb").read_text())
     (shown,) = saved["cells"][2]["outputs"]
     assert sorted(shown["data"]) == ["text/html", "text/plain"]
-    notebook.close()
 
-
-@pytest.mark.parametrize("version", [INSTALLED, OTHERS[0]])
-def test_a_page_that_is_reloaded_while_a_cell_blocks_has_its_panel_and_stops_by_mouse(
-    lab: Lab, browser: Browser, version: str
-) -> None:
-    name = f"reloaded-{version}.ipynb"
-    lab.write(name, [SETUP, TRAIN, LAUNCH], version)
-    notebook = lab.open(browser, name)
-    notebook.wait_until_idle()
-    notebook.run_all()
-    notebook.output(2).locator("progress").nth(1).wait_for(timeout=60_000)
-    notebook.save()
-    notebook.page.reload()
-    notebook = Notebook(notebook.page)
-    output = notebook.output(2)
-    output.locator("progress").nth(1).wait_for(timeout=60_000)
-    wait_for_move(output, 0, since=values(output)[0])
+    # The panel that is reloaded moves and stops as well, and shows the summary in its own place.
+    notebook.run(2)
+    wait_for_moves(output)
+    notebook.reload()
+    wait_for_moves(output)
     output.get_by_role("button", name="Stop").click()
-    # The panel that is reloaded shows the summary in its own place.
-    output.locator("img[alt^='loss']").wait_for(timeout=60_000)
-    output.get_by_text("stopped").first.wait_for(timeout=30_000)
+    wait_for_summary(output)
     notebook.wait_until_idle()
     notebook.close()
 
@@ -201,15 +190,11 @@ SCROLL = "document.querySelector('.na-scroll')"
 
 
 def test_the_log_follows_until_somebody_scrolls_up_and_again_by_a_button(
-    lab: Lab, browser: Browser, tmp_path: Path
+    notebook: Notebook, tmp_path: Path
 ) -> None:
+    notebook.add(f"{SETUP}{SPEAK}")
     launch = f"run = notebook_launcher(speak, ({str(tmp_path)!r}, 1900), num_processes=1)"
-    lab.write("log.ipynb", [SETUP, SPEAK, launch], INSTALLED)
-    notebook = lab.open(browser, "log.ipynb")
-    page = notebook.page
-    notebook.wait_until_idle()
-    notebook.run_all()
-    output = notebook.output(2)
+    output, page = notebook.add(launch), notebook.page
 
     def add(part: int) -> None:
         (tmp_path / str(part)).touch()
@@ -248,20 +233,98 @@ def test_the_log_follows_until_somebody_scrolls_up_and_again_by_a_button(
     add(5)
     output.get_by_text("succeeded").first.wait_for(timeout=30_000)
     assert output.get_by_text("part 5").first.is_visible()
-    notebook.close()
+
+
+def test_a_run_in_the_background_stops_by_mouse_also_while_another_cell_computes(
+    notebook: Notebook,
+) -> None:
+    notebook.add(f"{SETUP}{TRAIN}")
+    output = notebook.add(LAUNCH_AND_GO_ON)
+    wait_for_moves(output)
+    notebook.wait_until_idle()
+    output.get_by_role("button", name="Stop").click()
+    wait_for_summary(output)
+
+    output = notebook.add(LAUNCH_AND_GO_ON)
+    wait_for_moves(output)
+    other = notebook.add("import time\nprint('computes', flush=True)\ntime.sleep(600)")
+    other.get_by_text("computes").wait_for(timeout=30_000)
+    output.get_by_role("button", name="Stop").click()
+    wait_for_summary(output)
+    # It takes no other cell with it; that one ends by the page's own Interrupt.
+    assert "Error" not in other.inner_text()
+    notebook.interrupt()
+    other.get_by_text("KeyboardInterrupt").first.wait_for(timeout=30_000)
+
+
+LOG = """
+def log(end):
+    import pathlib, time
+    from notebook_accel import Accelerator
+    accelerator = Accelerator()
+    for step in range(50):
+        accelerator.log({"loss": 1 / (step + 1)}, step=step)
+    print("a line of rank", accelerator.process_index)
+    while not pathlib.Path(end).exists():
+        time.sleep(0.02)
+"""
+
+
+def test_a_run_that_ends_while_its_page_is_closed_and_what_is_seen_without_its_kernel(
+    notebook: Notebook, lab: Lab, browser: Browser, tmp_path: Path
+) -> None:
+    end = tmp_path / "end"
+    notebook.add(f"{SETUP}{LOG}")
+    end.touch()
+    launch = f"run = notebook_launcher(log, ({str(end)!r},), num_processes=2, name="
+    first = notebook.insert(f"{launch}'first')")
+    notebook.run(first)
+    notebook.output(first).get_by_text("✓ succeeded").first.wait_for(timeout=60_000)
+    end.unlink()
+    second = notebook.insert(f"{launch}'second', block=False)")
+    notebook.run(second)
+    output = notebook.output(second)
+    output.get_by_text("a line of rank 1").wait_for(timeout=60_000)
+    with notebook.closed():
+        copy = nbformat.read(lab.folder / "book.ipynb", as_version=4)
+        end.touch()
+        has_ended = lambda: runs(everywhere=True)[-1].status == "succeeded"  # noqa: E731
+        eventually(has_ended, within=60, what="the run ended")
+    # The kernel has the summary for the page that comes back, where a cell can take it over.
+    check_summary(output, "second")
+    output.get_by_text("in a cell puts it into the notebook").wait_for(timeout=30_000)
+
+    # Elsewhere there is no kernel, and nobody trusts the file.
+    copy.metadata["kernelspec"] = {"name": "gone", "display_name": "gone"}
+    copy.cells = [copy.cells[first], copy.cells[second]]
+    nbformat.write(copy, lab.folder / "elsewhere.ipynb")
+    elsewhere = lab.open(browser, "elsewhere.ipynb")
+    elsewhere.choose_no_kernel()
+    assert not elsewhere.is_trusted()
+    check_summary(elsewhere.output(0), "first")
+    said = f"find_run({runs(everywhere=True)[-1].id!r}).show() draws it again"
+    elsewhere.output(1).get_by_text(said).wait_for(timeout=30_000)
+    elsewhere.page.close()
+
+
+def check_summary(output: Locator, name: str) -> None:
+    """Check what a page shows of a run of ``log`` that has ended."""
+    output.get_by_text("✓ succeeded").first.wait_for(timeout=30_000)
+    assert output.get_by_text(name, exact=True).count() == 1
+    assert output.locator("td").filter(has_text="succeeded").count() == 2
+    image = output.locator("img[alt^='loss']")
+    is_drawn = "image => image.complete && image.naturalWidth === 250"
+    output.page.wait_for_function(is_drawn, arg=image.element_handle(), timeout=30_000)
+    output.get_by_text("a line of rank 0").wait_for(timeout=30_000)
 
 
 def test_after_a_restart_in_mid_run_the_panel_looks_dead_and_says_what_to_type(
-    lab: Lab, browser: Browser
+    notebook: Notebook,
 ) -> None:
-    lab.write("dead.ipynb", [SETUP, TRAIN, LAUNCH.replace("2)", "2, block=False)")], INSTALLED)
-    notebook = lab.open(browser, "dead.ipynb")
-    notebook.wait_until_idle()
-    notebook.run_all()
-    output = notebook.output(2)
+    notebook.add(f"{SETUP}{TRAIN}")
+    output = notebook.add(LAUNCH_AND_GO_ON)
     output.get_by_text("rank 0 speaks").wait_for(timeout=60_000)
-    session = "window.jupyterapp.shell.currentWidget.sessionContext.session"
-    notebook.page.evaluate(f"async () => {{ await {session}.kernel.restart() }}")
+    notebook.restart()
     notebook.page.wait_for_function(
         "() => getComputedStyle(document.querySelector('.na-panel'), '::after').content"
         ".includes('runs(everywhere=True)')",
@@ -269,22 +332,6 @@ def test_after_a_restart_in_mid_run_the_panel_looks_dead_and_says_what_to_type(
     )
     for what in ("button", "select", ".na-status", "td.na-c-state"):
         assert not output.locator(what).first.is_visible()
-    notebook.close()
-
-
-def test_a_saved_summary_shows_without_a_kernel_and_untrusted(
-    lab: Lab, browser: Browser, saved: nbformat.NotebookNode
-) -> None:
-    saved.metadata["kernelspec"] = {"name": "gone", "display_name": "gone"}
-    nbformat.write(saved, lab.folder / "elsewhere.ipynb")
-    notebook = lab.open(browser, "elsewhere.ipynb")
-    notebook.choose_no_kernel()
-    assert not notebook.is_trusted()
-    output = notebook.output(1)
-    output.get_by_text("✓ succeeded").first.wait_for(timeout=30_000)
-    assert output.locator("td").filter(has_text="succeeded").count() == 2
-    image = output.locator("img[alt^='loss']")
-    image.wait_for(timeout=30_000)
-    assert image.evaluate("image => image.complete && image.naturalWidth") == 250
-    output.get_by_text("a line of rank 0").wait_for(timeout=30_000)
-    notebook.page.close()
+    # The summaries of runs that ended are as they were.
+    assert notebook.count_broken_links() == 0
+    notebook.wait_until_idle()

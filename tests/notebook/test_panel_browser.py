@@ -1,28 +1,27 @@
-"""Everything on the live panel by mouse, in JupyterLab and in Notebook 7."""
+"""What a person clicks and types, in JupyterLab and in Notebook 7: panel, sessions, form."""
 
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.notebook.kernels import INSTALLED
-from tests.notebook.lab import Lab, open_browser, open_lab
+from tests.notebook.lab import open_browser, open_lab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from playwright.sync_api import Browser, Locator
+    from playwright.sync_api import Locator
 
     from tests.notebook.lab import Notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
 APPS = ("lab", "notebook")
-SETUP = "from notebook_accel import notebook_launcher"
+SETUP = "%load_ext notebook_accel\nfrom notebook_accel import notebook_launcher"
 # What would do harm, or look wrong, in a page that took it as it comes.
 SPEAK = r"""
 def speak(folder):
@@ -54,11 +53,13 @@ def speak(folder):
         time.sleep(0.05)
 """
 HEIGHT = "Math.round(document.querySelector('.na-panel').getBoundingClientRect().height)"
-NOTE_HEIGHTS = f"""() => {{ window.heights = []; window.logs = []; setInterval(() => {{
-  if (!document.querySelector('.na-panel table')) return;
-  window.heights.push({HEIGHT});
-  window.logs.push(document.querySelector('.na-scroll').offsetHeight);
-}}, 50) }}"""
+NOTE_HEIGHTS = f"""() => {{
+  window.heights = []; window.logs = [];
+  window.noting = setInterval(() => {{
+    if (!document.querySelector('.na-panel table')) return;
+    window.heights.push({HEIGHT});
+    window.logs.push(document.querySelector('.na-scroll').offsetHeight);
+  }}, 50) }}"""
 HANG = """
 def hang():
     import time, torch, torch.distributed as dist
@@ -74,11 +75,14 @@ NOTE_TIMES = """() => {
     const look = () => {
         const both = document.querySelectorAll("td.na-running").length > 1;
         if (both) window.times.runs ??= Date.now();
-        if (document.body.textContent.includes("the run hangs")) window.times.hangs ??= Date.now();
+        if (!document.querySelector(".na-hang")) return;
+        window.times.hangs = Date.now();
+        observer.disconnect();
     };
-    look();
-    new MutationObserver(look).observe(document.body, {childList: true, subtree: true});
+    const observer = new MutationObserver(look);
+    observer.observe(document.body, {childList: true, subtree: true});
 }"""
+CLOCK = "document.querySelector('.na-clock').textContent"
 MANY = """
 def many():
     import time
@@ -87,31 +91,35 @@ def many():
     rank = int(os.environ["RANK"])
     print("I am", rank)
     for _ in tqdm(range(10_000), initial=100 * rank):
-        time.sleep(0.05)
+        time.sleep(0.2)
 """
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with open_lab(tmp_path_factory.mktemp("lab"), [INSTALLED]) as lab:
-        yield lab
+def notebooks(
+    tmp_path_factory: pytest.TempPathFactory, chromium: str
+) -> Iterator[dict[str, Notebook]]:
+    """One in each app, with a kernel of its own: all tests add their cells to them."""
+    folder = tmp_path_factory.mktemp("lab")
+    with open_lab(folder, [INSTALLED]) as lab, open_browser(chromium) as browser:
+        opened: dict[str, Notebook] = {}
+        for app in APPS:
+            lab.write(f"{app}.ipynb", [SETUP], INSTALLED)
+            opened[app] = lab.open(browser, f"{app}.ipynb", app=app)
+        for notebook in opened.values():
+            notebook.wait_until_idle()
+            notebook.run(0)
+        yield opened
+        for notebook in opened.values():
+            notebook.close()
 
 
-@pytest.fixture(scope="module")
-def browser(chromium: str) -> Iterator[Browser]:
-    with open_browser(chromium) as browser:
-        yield browser
+@pytest.fixture(params=APPS)
+def notebook(notebooks: dict[str, Notebook], request: pytest.FixtureRequest) -> Notebook:
+    return notebooks[request.param]
 
 
-def start(lab: Lab, browser: Browser, app: str, name: str, *cells: str) -> Notebook:
-    lab.write(f"{name}-{app}.ipynb", [SETUP, *cells], INSTALLED)
-    notebook = lab.open(browser, f"{name}-{app}.ipynb", app=app)
-    notebook.wait_until_idle()
-    notebook.run_all()
-    return notebook
-
-
-def wait_for(output: Locator, words: str) -> None:
+def wait_for(output: Locator, words: str | re.Pattern[str]) -> None:
     output.get_by_text(words).first.wait_for(timeout=30_000)
 
 
@@ -119,13 +127,17 @@ def choose(output: Locator, label: str, option: str) -> None:
     output.get_by_label(label).select_option(label=option)
 
 
-@pytest.mark.parametrize("app", APPS)
-def test_all_that_can_be_clicked(lab: Lab, browser: Browser, app: str, tmp_path: Path) -> None:
-    launch = f"run = notebook_launcher(speak, ({str(tmp_path)!r},), num_processes=2)"
-    notebook = start(lab, browser, app, "speak", SPEAK, launch)
-    page, output = notebook.page, notebook.output(2)
+def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
+    page = notebook.page
     page.evaluate(NOTE_HEIGHTS)
-    wait_for(output, "straw 49 of 1")
+    notebook.add(SPEAK)
+    number = notebook.insert(
+        f"run = notebook_launcher(speak, ({str(tmp_path)!r},), num_processes=2)"
+    )
+    notebook.run(number)
+    output = notebook.output(number)
+    # The first launch of a kernel waits until ranks can be started.
+    output.get_by_text("straw 49 of 1").first.wait_for(timeout=60_000)
     charts = output.locator(".na-charts")
     charts.locator("polyline").first.wait_for(timeout=30_000)
     # What comes makes the panel higher, in a few steps, and nothing makes it lower.
@@ -133,6 +145,7 @@ def test_all_that_can_be_clicked(lab: Lab, browser: Browser, app: str, tmp_path:
     assert heights == sorted(heights), heights
     assert len(set(heights)) <= 6, heights
     assert len({height for height in page.evaluate("() => window.logs") if height}) == 1
+    page.evaluate("() => clearInterval(window.noting)")
 
     # What ranks print does no harm and is right.
     choose(output, "Output of", "rank 0")
@@ -200,33 +213,32 @@ def test_all_that_can_be_clicked(lab: Lab, browser: Browser, app: str, tmp_path:
     wait_for(output, "stacks after")
     shown = output.locator(".na-stacks").inner_text()
     assert "rank 0" in shown
-    assert shown.count("Cell In[2]") == 2
+    assert len(re.findall(r"Cell In\[\d+\]", shown)) == 2
     output.get_by_role("button", name="Log folder").click()
     folder = output.locator(".na-folder code")
     folder.wait_for(timeout=30_000)
     assert (Path(folder.inner_text()) / "rank-1.log").exists()
 
     # One click on Kill is not enough.
-    assert "[*]" in notebook.prompt(2)
+    assert "[*]" in notebook.prompt(number)
     output.get_by_role("button", name="Kill").click()
     output.get_by_role("button", name="Sure?").click()
     wait_for(output, "■ stopped")
     assert output.locator("button").count() == 0
-    notebook.close()
 
 
-def test_a_hang_is_shown_within_fifteen_seconds(lab: Lab, browser: Browser) -> None:
+def test_a_hang_is_shown_within_fifteen_seconds(notebooks: dict[str, Notebook]) -> None:
     """In both pages at once, since each takes its time."""
-    launch = "run = notebook_launcher(hang, num_processes=2, grace=1)"
-    notebooks = []
-    for app in APPS:
-        notebooks.append(start(lab, browser, app, "hang", HANG, launch))
+    outputs = []
+    for notebook in notebooks.values():
         # The page itself notes when it shows what: one may be there before the other is looked at.
-        notebooks[-1].page.evaluate(NOTE_TIMES)
-    outputs = [notebook.output(2) for notebook in notebooks]
+        notebook.page.evaluate(NOTE_TIMES)
+        notebook.add(HANG)
+        outputs.append(notebook.add("run = notebook_launcher(hang, num_processes=2, grace=1)"))
     for output in outputs:
         output.get_by_text("the run hangs").first.wait_for(timeout=60_000)
-        wait_for(output, "the run hangs: rank 0 waits in all_reduce at Cell In[2], line 6")
+        where = r"the run hangs: rank 0 waits in all_reduce at Cell In\[\d+\], line 6"
+        wait_for(output, re.compile(where))
         times = output.page.evaluate("() => window.times")
         assert times["hangs"] - times.get("runs", times["hangs"]) < 15_000
         assert output.locator("tbody tr").nth(0).inner_text().split()[1:4] == [
@@ -235,39 +247,251 @@ def test_a_hang_is_shown_within_fifteen_seconds(lab: Lab, browser: Browser) -> N
             "all_reduce",
         ]
         assert output.locator("tbody tr").nth(1).inner_text().split()[1] == "missing"
-        # The stacks are there, and what was unfolded stays so.
+        # The stacks are there, and what was unfolded stays so when the panel is drawn anew.
         output.get_by_text("stacks of the ranks").click()
-    time.sleep(2)
-    for output in outputs:
+        before = output.page.evaluate(f"() => {CLOCK}")
+        output.page.wait_for_function(f"(before) => {CLOCK} !== before", arg=before, timeout=30_000)
         shown = output.locator(".na-stacks").inner_text()
         assert "all_reduce" in shown
-        assert "Cell In[2], line 8" in shown
+        assert re.search(r"Cell In\[\d+\], line 8", shown)
         output.get_by_role("button", name="Stop").click()
-    for notebook, output in zip(notebooks, outputs, strict=True):
+    for output in outputs:
         wait_for(output, "■ stopped")
         # What held it up is worth knowing afterwards.
         wait_for(output, "the run hangs: rank 0 waits in all_reduce")
         fold = output.locator("details", has_text="stacks of the ranks")
-        assert "Cell In[2], line 8" in (fold.text_content(timeout=30_000) or "")
-        notebook.close()
+        text = fold.text_content(timeout=30_000) or ""
+        assert re.search(r"Cell In\[\d+\], line 8", text)
 
 
-@pytest.mark.parametrize("app", APPS)
-def test_of_many_ranks_one_is_picked_by_a_click(lab: Lab, browser: Browser, app: str) -> None:
-    launch = "run = notebook_launcher(many, num_processes=18, devices='cpu')"
-    notebook = start(lab, browser, app, "many", MANY, launch)
-    output = notebook.output(2)
-    wait_for(output, "I am 17")
-    output.locator(".na-heat i", has_text=re.compile("^17$")).click()
+def test_of_many_ranks_one_is_picked_by_a_click(notebook: Notebook) -> None:
+    notebook.add(MANY)
+    output = notebook.add("run = notebook_launcher(many, num_processes=17, devices='cpu')")
+    wait_for(output, "I am 16")
+    output.locator(".na-heat i", has_text=re.compile("^16$")).click()
     output.get_by_text("I am 3", exact=True).wait_for(state="detached", timeout=30_000)
-    assert output.get_by_label("Output of").evaluate("list => list.selectedIndex") == 18
-    wait_for(output, "I am 17")
+    assert output.get_by_label("Output of").evaluate("list => list.selectedIndex") == 17
+    wait_for(output, "I am 16")
     # It has a row then, above the slowest.
     rows = output.locator("tbody tr td.na-c-rank")
     output.page.wait_for_function(
-        "() => document.querySelector('tbody td.na-c-rank').innerText === '17'", timeout=30_000
+        "() => document.querySelector('tbody td.na-c-rank').innerText === '16'", timeout=30_000
     )
     assert rows.all_inner_texts()[1] == "0"
+    # The keyboard does as well as the mouse.
+    output.get_by_role("button", name="Stop").press("Space")
+    wait_for(output, "■ stopped")
+
+
+FAIL = """
+def fail():
+    def ping(depth):
+        pong(depth)
+    def pong(depth):
+        if depth == 0:
+            raise ValueError("bad batch " + 50 * "of many words " + "to the last word")
+        ping(depth - 1)
+    ping(20)
+"""
+# Both ends of the last words of a text, in a box that scrolls.
+LAST_WORDS = """(box) => {
+  const text = document.createTreeWalker(box, NodeFilter.SHOW_TEXT).nextNode();
+  const range = document.createRange();
+  range.setStart(text, text.data.lastIndexOf('to the last word'));
+  range.setEnd(text, text.data.trimEnd().length);
+  box.scrollTop = box.scrollHeight;
+  const words = range.getBoundingClientRect(), frame = box.getBoundingClientRect();
+  return [words.top >= frame.top, words.bottom <= frame.bottom, words.right <= frame.right];
+}"""
+# A summary is sent twice, which closes its folds; the next cell runs when that is over.
+AWAIT_END = """
+import threading
+for thread in threading.enumerate():
+    if thread.name == "notebook-accel-panel":
+        thread.join()
+print("all was sent")
+"""
+
+
+def test_a_failed_run_has_its_traceback_in_a_fold_that_shows_the_last_line(
+    notebook: Notebook,
+) -> None:
+    notebook.add(FAIL)
+    output = notebook.add("run = notebook_launcher(fail, num_processes=2)")
+    wait_for(output, "✗ failed")
+    wait_for(notebook.add(AWAIT_END), "all was sent")
+    # In the summary, and at both ends of the cell's own error.
+    assert output.inner_text().count("ValueError: bad batch") == 3
+    output.locator("summary", has_text="traceback").click()
+    traceback = output.locator("details[open] pre")
+    traceback.wait_for(timeout=30_000)
+    assert traceback.evaluate(LAST_WORDS) == [True, True, True]
+
+
+ENDLESS = """
+print("goes on", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+DRAWN = (
+    "<svg xmlns='http://www.w3.org/2000/svg' width='40' height='20'>"
+    "<rect width='40' height='20' fill='red'/></svg>"
+)
+
+
+def test_a_session_by_mouse_and_keyboard(notebook: Notebook) -> None:
+    output = notebook.add(
+        "%%accelerate -n 2\nimport os, time\npid, far_away_name = os.getpid(), rank\nrank * 10"
+    )
+    output.get_by_text("rank 0: 0 rank 1: 10").wait_for(timeout=60_000)
+    assert output.locator("button").count() == 0
+
+    # A cell that lasts gets its panel, whose Stop ends it; the page's own Interrupt ends another.
+    output = notebook.add(f"%%accelerate{ENDLESS}")
     output.get_by_role("button", name="Stop").click()
     wait_for(output, "■ stopped")
-    notebook.close()
+    output = notebook.add(f"%%accelerate{ENDLESS}")
+    output.get_by_role("button", name="Stop").wait_for(timeout=30_000)
+    notebook.interrupt()
+    wait_for(output, "KeyboardInterrupt")
+
+    # The ranks are the same ones afterwards, and what one draws is seen, below its number.
+    output = notebook.add("%%accelerate\npid == os.getpid(), far_away_name")
+    wait_for(output, "rank 0: (True, 0) rank 1: (True, 1)")
+    output = notebook.add(
+        f"%%accelerate\nfrom IPython.display import SVG, display\ndisplay(SVG({DRAWN!r}))"
+    )
+    output.get_by_text("rank 0", exact=True).wait_for(timeout=30_000)
+    picture = output.locator("img")
+    picture.wait_for(timeout=30_000)
+    is_drawn = "image => image.complete && image.naturalWidth === 40"
+    notebook.page.wait_for_function(is_drawn, arg=picture.element_handle(), timeout=30_000)
+
+    complete_and_run(notebook)
+    look_into_an_error(notebook)
+
+    # In the background it leaves the notebook free, and Stop works there, too.
+    output = notebook.add(f"%%accelerate --bg{ENDLESS}")
+    stop = output.get_by_role("button", name="Stop")
+    stop.wait_for(timeout=30_000)
+    wait_for(notebook.add("print('free')"), "free")
+    stop.click()
+    wait_for(output, "■ stopped")
+    blank = output.locator(".jp-OutputArea-child").filter(has_not_text=re.compile(r"\S"))
+    heights = blank.evaluate_all("all => all.map(each => each.getBoundingClientRect().height)")
+    assert not any(heights), heights
+    wait_for(notebook.add("%%accelerate\n'once ' + 'more'"), "ranks 0-1: 'once more'")
+
+
+def complete_and_run(notebook: Notebook) -> None:
+    """Have Tab complete a name of the session in a cell of the notebook, which has no such name."""
+    number = notebook.insert("")
+    notebook.cell(number).scroll_into_view_if_needed()
+    editor = notebook.cell(number).locator(".cm-content")
+    editor.click()
+    notebook.page.keyboard.type("far_aw")
+    notebook.page.keyboard.press("Tab")
+    # The only completion is taken at once; of several one is chosen.
+    choice = notebook.page.locator(".jp-Completer-item", has_text="far_away_name")
+    completed = editor.get_by_text("far_away_name")
+    completed.or_(choice).first.wait_for(timeout=60_000)
+    if choice.first.is_visible():
+        choice.first.click()
+    completed.wait_for(timeout=30_000)
+    notebook.run(number)
+    wait_for(notebook.output(number), "lives in the session: `%accelerate pull far_away_name`")
+
+
+def look_into_an_error(notebook: Notebook) -> None:
+    """Type commands of the debugger below a cell, as long as it asks for them."""
+    failing = "%%accelerate\nfound = rank + 8640\nif rank == 1:\n    found / 0"
+    wait_for(notebook.add(failing), "`%accelerate debug` looks into its frames")
+    output = notebook.add("%accelerate debug")
+    type_command(output, "p found")
+    wait_for(output, "8641")
+    type_command(output, "q")
+    output.locator(".jp-Stdin-input").first.wait_for(state="detached", timeout=30_000)
+
+
+def type_command(output: Locator, command: str) -> None:
+    """Type a line where the cell asks for one; the field of the line before stays a moment."""
+    is_asked = "output => [...output.querySelectorAll('.jp-Stdin-input')].at(-1)?.value === ''"
+    output.page.wait_for_function(is_asked, arg=output.element_handle(), timeout=30_000)
+    field = output.locator(".jp-Stdin-input").last
+    field.fill(command)
+    field.press("Enter")
+
+
+FORM = """
+import pathlib, time
+from IPython.display import HTML, display
+from notebook_accel import config_picker
+def train(rate, epochs=1):
+    from notebook_accel import Accelerator
+    accelerator = Accelerator()
+    display(HTML(f"<b>drawn by rank {{accelerator.process_index}}</b>"))
+    while not pathlib.Path({seen!r}).exists():
+        time.sleep(0.02)
+    kind, steps = accelerator.distributed_type.value, accelerator.gradient_accumulation_steps
+    return kind, accelerator.num_processes, steps, rate, epochs
+picker = config_picker({{"num_processes": 1}})
+picker
+"""
+
+
+def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    form = notebook.add(FORM.format(seen=str(tmp_path / "seen")))
+    form.get_by_text("No accelerator").or_(form.get_by_label("Devices")).first.wait_for(
+        timeout=60_000
+    )
+    # A bad value is told while it is typed, and there is nothing to launch then.
+    form.get_by_label("Processes", exact=True).fill("zero")
+    wait_for(form, "expected a whole number")
+    assert form.get_by_role("button", name="Launch").is_disabled()
+    form.get_by_label("Processes", exact=True).fill("2")
+    form.get_by_label("Accumulation", exact=True).fill("4")
+    wait_for(form, "gradient_accumulation_steps=4")
+
+    # A strategy unfolds its options; what was saved comes back.
+    strategy = form.get_by_label("Strategy", exact=True)
+    option = form.get_by_label("min_num_params", exact=True)
+    assert not option.is_visible()
+    strategy.select_option(label="FSDP")
+    option.fill("1000")
+    wait_for(form, "fsdp={'min_num_params': 1000}")
+    form.get_by_label("File", exact=True).fill(str(tmp_path / "picked.yaml"))
+    form.get_by_role("button", name="Save").click()
+    wait_for(form, "Saved to")
+    strategy.select_option(label="Data parallel (DDP)")
+    option.wait_for(state="hidden", timeout=30_000)
+    form.get_by_role("button", name="Load").click()
+    wait_for(form, "Loaded from")
+    option.wait_for(timeout=30_000)
+    assert option.input_value() == "1000"
+
+    form.get_by_label("Function", exact=True).select_option(label="train")
+    form.get_by_label("Arguments", exact=True).fill("0.5, epochs=3")
+    wait_for(form, "notebook_launcher(train, args=(0.5,), kwargs={'epochs': 3}")
+    form.get_by_role("button", name="Launch").click()
+    # What rank 0 displays is there while it trains, and in the end.
+    drawn = form.get_by_text("drawn by rank 0")
+    drawn.wait_for(timeout=60_000)
+    (tmp_path / "seen").touch()
+    form.get_by_text("✓ succeeded").first.wait_for(timeout=60_000)
+    drawn.wait_for(timeout=30_000)
+    assert form.get_by_text("drawn by rank 1").count() == 0
+    said = notebook.add("print(picker.config.num_processes, [*picker.run][1])")
+    wait_for(said, "2 ('FSDP', 2, 4, 0.5, 3)")
+
+    # After a restart it looks dead, and says what to do.
+    notebook.restart()
+    notebook.page.wait_for_function(
+        "() => getComputedStyle(document.querySelector('.na-picker'), '::after').content"
+        ".includes('Run its cell again')",
+        timeout=30_000,
+    )
+    assert not form.get_by_role("button", name="Launch").is_visible()
+    assert notebook.count_broken_links() == 0
+    notebook.wait_until_idle()
