@@ -24,6 +24,7 @@ from .training.big_modeling import init_empty_weights as init_empty_weights
 from .training.big_modeling import init_on_device as init_on_device
 from .training.big_modeling import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from .training.big_modeling import load_checkpoint_in_model as load_checkpoint_in_model
+from .training.big_modeling.pipelined import prepare_pippy as prepare_pippy
 from .training.collectives import broadcast as broadcast
 from .training.data import DataLoaderDispatcher as DataLoaderDispatcher
 from .training.data import DataLoaderShard as DataLoaderShard

@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-__all__ = ["AutocastForward", "ReplacedForward", "forward_of", "strip_forward", "uncompiled"]
+__all__ = [
+    "AutocastForward",
+    "RemovableForward",
+    "ReplacedForward",
+    "forward_of",
+    "strip_forward",
+    "uncompiled",
+]
 
 
 class ReplacedForward:
@@ -66,7 +73,11 @@ class ReplacedForward:
         return new
 
 
-class AutocastForward(ReplacedForward):
+class RemovableForward(ReplacedForward):
+    """One that unwrapping takes off again, with ``keep_fp32_wrapper=False``."""
+
+
+class AutocastForward(RemovableForward):
     """The forward of one module under autocast, with float32 outputs.
 
     A pickled module comes back with its plain forward.
@@ -96,10 +107,9 @@ class AutocastForward(ReplacedForward):
         return (forward_of, (self.module, self.replaced))
 
 
-def strip_forward(module: Module) -> None:
-    """Give ``module`` back the forward that it had before :meth:`AutocastForward.install`."""
-    forward = module.__dict__.get("forward")
-    if isinstance(forward, AutocastForward):
+def strip_forward(module: Module, kind: type[ReplacedForward] = RemovableForward) -> None:
+    """Give ``module`` back the forward that it had before those of this kind took its place."""
+    while isinstance(forward := module.__dict__.get("forward"), kind):
         forward.put_back()
 
 

@@ -65,7 +65,7 @@ class Precision:
 
     def wrap(self, model: torch.nn.Module) -> None:
         """Let the model's forward compute in this precision, in place; outputs are float32."""
-        strip_forward(model)
+        strip_forward(model, AutocastForward)
         if self.dtype is not None:
             AutocastForward.install(model, self.autocast)
 
