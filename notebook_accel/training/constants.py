@@ -5,8 +5,16 @@ from __future__ import annotations
 from notebook_accel.training.settings import DistributedType
 
 __all__ = [
+    "CUDA_DISTRIBUTED_TYPES",
+    "DEEPSPEED_MULTINODE_LAUNCHERS",
+    "FSDP2_STATE_DICT_TYPE",
+    "FSDP_AUTO_WRAP_POLICY",
+    "FSDP_BACKWARD_PREFETCH",
+    "FSDP_SHARDING_STRATEGY",
+    "FSDP_STATE_DICT_TYPE",
     "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
     "TORCH_DISTRIBUTED_OPERATION_TYPES",
+    "TORCH_DYNAMO_MODES",
     "TORCH_LAUNCH_PARAMS",
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
 ]
@@ -14,6 +22,23 @@ __all__ = [
 # From which torch on its profiler follows such devices.
 MITA_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.1.0"
 XPU_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.4.0"
+
+# What the options of FSDP, DeepSpeed and torch.compile may be: menus are made of these lists, and a
+# number stands for a place in the first four.
+FSDP_SHARDING_STRATEGY = [
+    *("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+]
+FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
+FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
+FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
+DEEPSPEED_MULTINODE_LAUNCHERS = [
+    *("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm")
+]
+TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]
+
+# Kinds of distributed training on NVIDIA's devices.
+CUDA_DISTRIBUTED_TYPES = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
 
 # Kinds of distributed training whose ranks speak to each other by torch.distributed.
 _SPEAK_OTHERWISE = (DistributedType.NO, DistributedType.XLA, DistributedType.MULTI_TPU)

@@ -190,10 +190,10 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 class CPUInformation(NamedTuple):
     """Which rank the environment says that this process is, of how many."""
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
 
 
 def get_cpu_distributed_information() -> CPUInformation:

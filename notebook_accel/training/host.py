@@ -18,6 +18,7 @@ from notebook_accel.training import environment
 __all__ = [
     "check_cuda_p2p_ib_support",
     "check_os_kernel",
+    "get_free_port",
     "get_gpu_info",
     "is_port_in_use",
     "set_numa_affinity",
@@ -81,6 +82,14 @@ def is_port_in_use(port: int | None = None) -> bool:
     """Whether somebody listens on a port of this machine (29500, torch's own, unless given)."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
         return tried.connect_ex(("localhost", 29500 if port is None else port)) == 0
+
+
+def get_free_port() -> int:
+    """A port of this machine on which nobody listens; another program may take it meanwhile."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
+        tried.bind(("", 0))
+        port: int = tried.getsockname()[1]
+        return port
 
 
 def get_gpu_info() -> tuple[list[str], int]:

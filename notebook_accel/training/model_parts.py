@@ -17,6 +17,7 @@ __all__ = [
     "fsdp2_canonicalize_names",
     "get_model_tp_size",
     "get_module_children_bottom_up",
+    "get_module_class_from_name",
     "get_pretty_name",
     "is_peft_model",
     "model_has_dtensor",
@@ -51,6 +52,11 @@ def get_module_children_bottom_up(model: Module, return_fqns: bool = False) -> l
             waiting.append((f"{path}.{name}" if path else name, child))
     ordered.reverse()
     return list(ordered) if return_fqns else [module for _, module in ordered]
+
+
+def get_module_class_from_name(module: Module, name: str) -> type[Module] | None:
+    """The class of this name among those of a model and the modules inside; None for none."""
+    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
 def model_has_dtensor(model: Module) -> bool:

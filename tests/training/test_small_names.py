@@ -44,8 +44,16 @@ PROBES = [
 
 
 CONSTANTS = [
+    "CUDA_DISTRIBUTED_TYPES",
+    "DEEPSPEED_MULTINODE_LAUNCHERS",
+    "FSDP2_STATE_DICT_TYPE",
+    "FSDP_AUTO_WRAP_POLICY",
+    "FSDP_BACKWARD_PREFETCH",
+    "FSDP_SHARDING_STRATEGY",
+    "FSDP_STATE_DICT_TYPE",
     "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
     "TORCH_DISTRIBUTED_OPERATION_TYPES",
+    "TORCH_DYNAMO_MODES",
     "TORCH_LAUNCH_PARAMS",
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
 ]
@@ -78,7 +86,7 @@ def test_texts_are_asked_for_as_in_accelerate(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_constants_are_accelerates(name: str) -> None:
-    assert sorted(getattr(utils, name)) == sorted(getattr(peer, name))
+    assert sorted(getattr(utils.constants, name)) == sorted(getattr(peer.constants, name))
 
 
 def test_versions_of_what_is_probed() -> None:
@@ -105,6 +113,9 @@ def test_modules_and_attributes_by_path() -> None:
     divided: Any = SimpleNamespace(config=SimpleNamespace(distributed_config={"tp_size": 4}))
     assert utils.get_model_tp_size(divided) == 4
     assert utils.get_model_tp_size(model) is None
+    for name in ("Nested", "ReLU", "Conv1d"):
+        found = utils.dataclasses.get_module_class_from_name(model, name)
+        assert found is peer.dataclasses.get_module_class_from_name(model, name)
 
 
 def test_tensors_without_their_values() -> None:
@@ -152,6 +163,7 @@ def test_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         port = listening.getsockname()[1]
         assert utils.is_port_in_use(port)
     assert not utils.is_port_in_use(port)
+    assert not utils.is_port_in_use(utils.get_free_port())
     from notebook_accel.training import host
 
     assert utils.check_cuda_p2p_ib_support() is True

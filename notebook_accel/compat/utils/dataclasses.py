@@ -12,6 +12,9 @@ from notebook_accel.training.float8 import AORecipeKwargs as AORecipeKwargs
 from notebook_accel.training.fsdp_plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
+from notebook_accel.training.model_parts import (
+    get_module_class_from_name as get_module_class_from_name,
+)
 from notebook_accel.training.not_built import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
 )

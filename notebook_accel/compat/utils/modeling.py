@@ -7,6 +7,10 @@ from notebook_accel.training.big_modeling.align_devices import (
     has_offloaded_params as has_offloaded_params,
 )
 from notebook_accel.training.big_modeling.device_map import check_device_map as check_device_map
+from notebook_accel.training.big_modeling.device_map import clean_device_map as clean_device_map
+from notebook_accel.training.big_modeling.dispatch import (
+    get_state_dict_offloaded_model as get_state_dict_offloaded_model,
+)
 from notebook_accel.training.big_modeling.dtypes import dtype_byte_size as dtype_byte_size
 from notebook_accel.training.big_modeling.inference import (
     infer_auto_device_map as infer_auto_device_map,
@@ -27,9 +31,13 @@ from notebook_accel.training.big_modeling.sizes import (
 )
 from notebook_accel.training.big_modeling.sizes import compute_module_sizes as compute_module_sizes
 from notebook_accel.training.big_modeling.sizes import (
+    compute_module_total_buffer_size as compute_module_total_buffer_size,
+)
+from notebook_accel.training.big_modeling.sizes import (
     convert_file_size_to_int as convert_file_size_to_int,
 )
 from notebook_accel.training.big_modeling.sizes import get_max_layer_size as get_max_layer_size
+from notebook_accel.training.big_modeling.sizes import get_module_leaves as get_module_leaves
 from notebook_accel.training.big_modeling.tensors import id_tensor_storage as id_tensor_storage
 from notebook_accel.training.big_modeling.tensors import (
     named_module_tensors as named_module_tensors,
@@ -49,3 +57,4 @@ from notebook_accel.training.mixed_precision import get_grad_scaler as get_grad_
 from notebook_accel.training.mixed_precision import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
+from notebook_accel.training.model_parts import is_peft_model as is_peft_model

@@ -11,6 +11,7 @@ from notebook_accel.training.compiling import compile_regions_in_place as compil
 from notebook_accel.training.compiling import has_compiled_regions as has_compiled_regions
 from notebook_accel.training.compiling import is_compiled_module as is_compiled_module
 from notebook_accel.training.host import check_os_kernel as check_os_kernel
+from notebook_accel.training.host import get_free_port as get_free_port
 from notebook_accel.training.host import is_port_in_use as is_port_in_use
 from notebook_accel.training.model_parts import get_model_tp_size as get_model_tp_size
 from notebook_accel.training.model_parts import (
