@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 
 __all__ = [
+    "UNBUILT",
     "Plan",
     "check_rng_types",
     "make_plan",
@@ -56,7 +57,7 @@ __all__ = [
 ]
 
 # Arguments of Hugging Face's Accelerator that nothing here answers to yet, and what there is.
-_UNBUILT = {
+UNBUILT = {
     "megatron_lm_plugin": "Megatron-LM is not there; tensor and pipeline parallelism by torch is: "
     "parallelism_config=ParallelismConfig(tp_size=..., pp_size=...)",
     "torch_tp_plugin": "pass parallelism_config=ParallelismConfig(tp_size=...) instead",
@@ -237,14 +238,14 @@ def refuse_unbuilt(others: dict[str, Any]) -> None:
         TypeError: nobody knows the argument.
     """
     for name, value in others.items():
-        if name not in _UNBUILT:
+        if name not in UNBUILT:
             raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
         if value not in _NOTHING:
             shown = repr(value) if isinstance(value, str) else "..."
-            raise ConfigError(f"Accelerator({name}={shown}): {_UNBUILT[name]}. Leave it out.")
+            raise ConfigError(f"Accelerator({name}={shown}): {UNBUILT[name]}. Leave it out.")
     if environment.read_flag("USE_MEGATRON_LM"):
         asked = "ACCELERATE_USE_MEGATRON_LM"
-        raise ConfigError(f"{asked}: {_UNBUILT['megatron_lm_plugin']}. Unset the variable.")
+        raise ConfigError(f"{asked}: {UNBUILT['megatron_lm_plugin']}. Unset the variable.")
 
 
 def check_rng_types(given: Iterable[Any], device: torch.device) -> tuple[str, ...]:
