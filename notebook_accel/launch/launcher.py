@@ -16,11 +16,9 @@ from notebook_accel.launch import preflight, run_list
 from notebook_accel.launch.control import state
 from notebook_accel.launch.control.environment import rank_environment
 from notebook_accel.launch.control.export import Origins, script_of
-from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.stacks import stacks_text
-from notebook_accel.launch.control.terminal_text import one_line
 from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.engines.base import (
     CallRequest,
@@ -31,7 +29,9 @@ from notebook_accel.launch.engines.base import (
 )
 from notebook_accel.launch.payload import Registry, pack_call
 from notebook_accel.launch.run import Run
+from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.open_files import naming_what_is_short
+from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import GuardedView, View
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from notebook_accel.errors import NotebookAccelError, RunStopped, WorkerError
-from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.plotting import number_steps, plot_metrics
 from notebook_accel.launch.control.state import Progress
+from notebook_accel.launch.system.interrupts import held
 from notebook_accel.setting_checks import check_seconds
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.curves import LiveCurves
-    from notebook_accel.launch.control.interrupts import Latch, Presses
     from notebook_accel.launch.control.metrics_file import MetricReader
     from notebook_accel.launch.control.results import Results
     from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import Failure, RunState
+    from notebook_accel.launch.system.interrupts import Latch, Presses
 
 __all__ = ["Conductor", "Run", "RunView"]
 

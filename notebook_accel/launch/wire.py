@@ -26,7 +26,7 @@ from typing import TypeVar, Union
 
 import msgspec
 
-from notebook_accel.launch.odd_text import escaped, unwrapped, wrapped
+from notebook_accel.launch.text.odd_text import escaped, unwrapped, wrapped
 
 __all__ = [
     "AgentExited",

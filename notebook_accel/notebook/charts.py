@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch.view import wording
+from notebook_accel.launch.text import wording
 from notebook_accel.notebook.markup import Markup, element
 
 if TYPE_CHECKING:

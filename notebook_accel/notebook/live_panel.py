@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from notebook_accel.launch import run_list
-from notebook_accel.launch.view import wording
+from notebook_accel.launch.text import wording
 from notebook_accel.notebook.display_slot import widget_view
 from notebook_accel.notebook.log_view import LogView, close_widget
 from notebook_accel.notebook.markup import Markup, element

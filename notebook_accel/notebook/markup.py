@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import markupsafe
 from markupsafe import Markup
 
-from notebook_accel.launch.control.terminal_text import plain_text
+from notebook_accel.launch.text.terminal_text import plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

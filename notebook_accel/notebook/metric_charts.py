@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch.control.terminal_text import one_line
-from notebook_accel.launch.view import wording
+from notebook_accel.launch.text import wording
+from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import name_of, spread
 from notebook_accel.notebook.charts import colour_of, thin_out, tick
 from notebook_accel.notebook.markup import Markup, element, shorten

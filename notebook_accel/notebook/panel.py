@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch.view import wording
+from notebook_accel.launch.text import wording
 from notebook_accel.launch.view.progress import (
     ProgressLine,
     load_of,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from IPython.core.error import StdinNotImplementedError
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch.view import wording
+from notebook_accel.launch.text import wording
 from notebook_accel.notebook.worker.calls import DebugCall
 
 if TYPE_CHECKING:

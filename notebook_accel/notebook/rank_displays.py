@@ -14,7 +14,7 @@ import base64
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import run_list
-from notebook_accel.launch.view import wording
+from notebook_accel.launch.text import wording
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.markup import Markup, element, join, message_bytes
 

@@ -20,7 +20,7 @@ from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, 
 from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.payload.names import names_used
 from notebook_accel.launch.system.processes import describe_exit
-from notebook_accel.launch.view import wording
+from notebook_accel.launch.text import wording
 from notebook_accel.notebook.call_ends import CallEnds
 from notebook_accel.notebook.cell_function import PROVIDED
 from notebook_accel.notebook.cell_script import LeftOut

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.control.plotting import metric_curves
-from notebook_accel.launch.control.terminal_text import one_line, plain_text
-from notebook_accel.launch.view import summary, wording
+from notebook_accel.launch.text import wording
+from notebook_accel.launch.text.terminal_text import one_line, plain_text
+from notebook_accel.launch.view import summary
 from notebook_accel.launch.view.progress import name_of, spread
 from notebook_accel.notebook import charts
 from notebook_accel.notebook.log_colours import ansi_to_markup

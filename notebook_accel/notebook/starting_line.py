@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from notebook_accel.launch.view import View, wording
+from notebook_accel.launch.text import wording
+from notebook_accel.launch.view import View
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.markup import element
 

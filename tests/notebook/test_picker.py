@@ -12,8 +12,8 @@ import pytest
 
 from notebook_accel import ConfigError, LaunchConfig, config_picker
 from notebook_accel.config import default_config_path
-from notebook_accel.launch.control.interrupts import Latch
 from notebook_accel.launch.machine import Device, Machine
+from notebook_accel.launch.system.interrupts import Latch
 from notebook_accel.notebook import display_slot
 from notebook_accel.notebook import picker as picker_module
 from notebook_accel.notebook.display_slot import widget_view

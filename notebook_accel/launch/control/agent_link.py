@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch.view.wording import rank_list
+from notebook_accel.launch.text.wording import rank_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

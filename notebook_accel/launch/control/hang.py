@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.control.stacks import frames_of_function
-from notebook_accel.launch.view.wording import rank_list
+from notebook_accel.launch.text.wording import rank_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -30,8 +30,8 @@ import msgspec
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.agent_link import AgentEnd, LostAgent
-from notebook_accel.launch.control.interrupts import Latch, held
 from notebook_accel.launch.control.state import ProcessState, apply_to_processes
+from notebook_accel.launch.system.interrupts import Latch, held
 from notebook_accel.launch.system.log_files import open_log
 from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.transport.scoreboard import StopPoint, leave_after

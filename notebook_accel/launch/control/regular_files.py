@@ -6,7 +6,7 @@ import os
 import stat
 from typing import IO, TYPE_CHECKING
 
-from notebook_accel.launch.control.interrupts import held
+from notebook_accel.launch.system.interrupts import held
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -32,12 +32,12 @@ import msgspec
 import platformdirs
 
 from notebook_accel.errors import LaunchError
-from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.regular_files import open_regular, read_regular
 from notebook_accel.launch.control.state import RunState
-from notebook_accel.launch.control.terminal_text import as_shown
+from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.log_files import log_path
 from notebook_accel.launch.system.open_files import TOO_MANY_FILES, too_many_files
+from notebook_accel.launch.text.terminal_text import as_shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.hang import Hang  # noqa: TC001 (msgspec reads the annotation)
-from notebook_accel.launch.control.terminal_text import Tail, append_output
+from notebook_accel.launch.text.terminal_text import Tail, append_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING
 from notebook_accel.launch import run_list, wire
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.hang_watch import HangWatch
-from notebook_accel.launch.control.interrupts import Latch, held
 from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.state import Failure, apply
 from notebook_accel.launch.control.verdict import judge
 from notebook_accel.launch.run import Conductor
+from notebook_accel.launch.system.interrupts import Latch, held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -25,9 +25,9 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.control.state import Failure
-from notebook_accel.launch.control.terminal_text import plain_text
 from notebook_accel.launch.system.processes import signal_name
-from notebook_accel.launch.view.wording import rank_list
+from notebook_accel.launch.text.terminal_text import plain_text
+from notebook_accel.launch.text.wording import rank_list
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

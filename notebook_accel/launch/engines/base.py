@@ -36,11 +36,11 @@ from notebook_accel.launch import run_list, wire
 from notebook_accel.launch.control.advice import closing_advice
 from notebook_accel.launch.control.environment import num_threads_of, rank_environment
 from notebook_accel.launch.control.export import Origins
-from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.supervisor import Supervisor
 from notebook_accel.launch.payload import notebook_state
+from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.transport.packet import pack
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from notebook_accel.launch.odd_text import wrapped
+from notebook_accel.launch.text.odd_text import wrapped
 
 __all__ = ["HandlerState", "LoggerState", "NotebookState", "WarningFilter", "capture", "from_bytes"]
 

@@ -1,1 +1,1 @@
-"""What the platform gives: processes, signals, scratch files."""
+"""What the platform gives: processes, signals and interrupts, scratch files."""

@@ -40,8 +40,8 @@ import psutil
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
-from notebook_accel.launch.control.interrupts import held
 from notebook_accel.launch.system import processes
+from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.open_files import naming_what_is_short
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret

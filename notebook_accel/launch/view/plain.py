@@ -10,9 +10,10 @@ import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
-from notebook_accel.launch.control.terminal_text import one_line, plain_text
 from notebook_accel.launch.system.token_bucket import TokenBucket
-from notebook_accel.launch.view import View, wording
+from notebook_accel.launch.text import wording
+from notebook_accel.launch.text.terminal_text import one_line, plain_text
+from notebook_accel.launch.view import View
 from notebook_accel.launch.view.new_lines import LineReader, NewLines
 from notebook_accel.launch.view.progress import Throughput, name_of, progress_lines
 from notebook_accel.launch.view.summary import elapsed, hang_line, summary_lines

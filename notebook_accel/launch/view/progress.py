@@ -10,8 +10,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch.control.terminal_text import one_line
-from notebook_accel.launch.view import wording
+from notebook_accel.launch.text import wording
+from notebook_accel.launch.text.terminal_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

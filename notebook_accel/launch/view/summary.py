@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch.control.terminal_text import one_line
-from notebook_accel.launch.view import wording
+from notebook_accel.launch.text import wording
+from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import (
     last_values,
     memory_of,

@@ -11,7 +11,7 @@ import warnings
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch.odd_text import unwrapped
+from notebook_accel.launch.text.odd_text import unwrapped
 
 if TYPE_CHECKING:
     from notebook_accel.launch.payload.notebook_state import (

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from notebook_accel.launch.control.terminal_text import (
+from notebook_accel.launch.text.terminal_text import (
     Tail,
     append_output,
     as_shown,

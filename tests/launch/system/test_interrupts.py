@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from notebook_accel.launch.control.interrupts import Latch, held
+from notebook_accel.launch.system.interrupts import Latch, held
 
 
 def _press() -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from notebook_accel.launch.view import wording
+from notebook_accel.launch.text import wording
 
 
 @pytest.mark.parametrize(
