@@ -190,6 +190,24 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def test_folders_of_the_launch_do_not_import_each_other_in_a_circle() -> None:
+    """Types aside: a view and the state that it draws know each other. Files on top count alone."""
+    graph: dict[str, set[str]] = {}
+    for path in FILES:
+        folder = _folder_of_launch(module_name(path))
+        targets = {_folder_of_launch(i.module) for i in ours(path) if i.at_import}
+        graph.setdefault(folder, set()).update(targets - {folder, ""})
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def _folder_of_launch(module: str) -> str:
+    """``control`` of ``notebook_accel.launch.control.pool``; "" for what is not in ``launch/``."""
+    return module.split(".")[2] if module.startswith(f"{_LAUNCH}.") else ""
+
+
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_a_module_says_what_it_exports_and_stays_readable(path: Path) -> None:
     text = path.read_text()

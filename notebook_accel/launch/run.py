@@ -1,6 +1,6 @@
 """The handle of a run: what the person holds while it goes on and after it has ended.
 
-handle (Run) --------> conductor: the state, and who ends the ranks
+handle (Run) --------> conductor (control/conductor.py): the state, and who ends the ranks
    |  \\-------------> results, function: freed with the last handle
    v
 the same run without results: what views and the list of runs (run_list.py) keep
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.control.curves import LiveCurves
+    from notebook_accel.launch.control.conductor import Conductor
     from notebook_accel.launch.control.metrics_file import MetricReader
     from notebook_accel.launch.control.results import Results
     from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import Failure, RunState
-    from notebook_accel.launch.system.interrupts import Latch, Presses
+    from notebook_accel.launch.system.interrupts import Presses
 
-__all__ = ["Conductor", "Run", "RunView"]
+__all__ = ["Run", "RunView"]
 
 # Between two looks at the person's interrupts; a view's ``poll`` is called as often.
 _SLICE_SECONDS = 0.05
@@ -43,51 +43,6 @@ _LIVED = (
 )
 
 E = TypeVar("E", bound=BaseException)
-
-
-class Conductor:
-    """What conducts a run and knows how it stands; a :class:`Run` asks it for everything.
-
-    Attributes:
-        state: the newest state.
-        results: what the ranks return; None once the run has ended, when only handles have it.
-        ended: set once the run has ended and the view has drawn its end.
-        timeout: seconds after which the run is ended; None for never.
-        timed_out: whether that has ended it.
-        curves: its metrics while it goes on; None where nobody collects them.
-        number: of the call among those of its ranks; 0 before it was sent.
-        rescued_as: what a person types for what was being trained when it was stopped; "" where
-            nothing of it is kept.
-    """
-
-    state: RunState
-    curves: LiveCurves | None = None
-    results: Results | None = None
-    ended: Latch
-    timeout: float | None = None
-    timed_out = False
-    number = 0
-    rescued_as = ""
-
-    def check_waiting(self) -> None:
-        """Refuse to wait for an end of which this process will never hear.
-
-        Raises:
-            NotebookAccelError: the run goes on in another process.
-        """
-
-    def stop(self, grace: float | None = None) -> None:
-        """Ask the ranks to leave."""
-
-    def press(self, number: int) -> None:
-        """The person interrupted once more: 1 interrupts, 2 terminates, 3 kills."""
-
-    def kill(self) -> None:
-        """End the ranks now."""
-
-    def stacks(self, rank: int | None = None) -> str:
-        """Where the ranks' Python stands."""
-        return ""
 
 
 class RunView(Protocol):

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.launch.control.conductor import Conductor
 from notebook_accel.launch.control.metrics_file import MetricReader
 from notebook_accel.launch.control.run_folder import run_folders, runs_folder
 from notebook_accel.launch.control.state import Failure
-from notebook_accel.launch.run import Conductor, Run
+from notebook_accel.launch.run import Run
 from notebook_accel.launch.system.interrupts import Latch, held
 from notebook_accel.launch.view.plain import PlainView
 

@@ -1,4 +1,4 @@
-"""What the pool of ranks asks of the call that they are in; ``Supervisor`` implements it."""
+"""What the pool of ranks asks of the call that they are in; :class:`Supervisor` does it."""
 
 from __future__ import annotations
 
@@ -52,4 +52,8 @@ class RunningCall(Protocol):
         """Note that somebody wants the end; False where the call has ended already."""
 
     def finish(self, lost: Sequence[LostAgent]) -> None:
-        """The call has ended, with the agents in ``lost`` gone: let everybody know."""
+        """The call has ended: decide what came of it and let everybody know.
+
+        Args:
+            lost: the agents that ended before their ranks had.
+        """

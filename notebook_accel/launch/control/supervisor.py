@@ -26,13 +26,14 @@ import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch import run_list, wire
+from notebook_accel.launch import wire
+from notebook_accel.launch.control.conductor import Conductor
 from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.hang_watch import HangWatch
+from notebook_accel.launch.control.running_call import RunningCall
 from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.state import Failure, apply
 from notebook_accel.launch.control.verdict import judge
-from notebook_accel.launch.run import Conductor
 from notebook_accel.launch.system.interrupts import Latch, held
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ _log = logging.getLogger(__name__)
 _DRAW_SECONDS = 0.2
 
 
-class Supervisor(Conductor):
+class Supervisor(Conductor, RunningCall):
     """Conducts one call on the ranks of a pool."""
 
     def __init__(
@@ -69,6 +70,7 @@ class Supervisor(Conductor):
         closing_notices: Callable[[RunState], Sequence[str]],
         labels: Mapping[str, str],
         folder: RunFolder,
+        handle: str,
     ) -> None:
         """Make ready; ``RankPool.send_call`` sends the call.
 
@@ -82,6 +84,7 @@ class Supervisor(Conductor):
             closing_notices: lines for the person that only the last state can tell.
             labels: what a person calls each cell, by the name of its file.
             folder: of the run; the last state is saved there.
+            handle: what a person types for the run, for errors and notices.
         """
         self.number = 0
         self.state = state
@@ -90,6 +93,7 @@ class Supervisor(Conductor):
         self._pool = pool
         self.results = results
         self._folder = folder
+        self._handle = handle
         self._metrics = metrics
         self._view = view
         self.timeout = timeout
@@ -129,7 +133,6 @@ class Supervisor(Conductor):
         return stacks_text(self._pool.stacks(rank), self._labels)
 
     def note_stop(self) -> bool:
-        """Note that somebody wants the end; False where the call has ended already."""
         with held(), self._state_lock:
             if self.state.has_ended:
                 return False
@@ -140,10 +143,9 @@ class Supervisor(Conductor):
                 self.state = replace(self.state, status="stopping")
             return True
 
-    # ---- what the pool does: `begin` in the thread that launches, the rest in its own ------
+    # ---- what the pool does (RunningCall): `begin` in the launching thread, the rest in its own
 
     def begin(self, number: int) -> None:
-        """The call gets its number, and is about to be sent; or 0, since it could not be."""
         self.number = number
         ranks = (
             replace(rank, pid=process.pid, agent=process.agent)
@@ -153,16 +155,13 @@ class Supervisor(Conductor):
 
     @property
     def is_over(self) -> bool:
-        """Whether every rank's part of the call has ended."""
         return all(rank.has_ended for rank in self.state.ranks)
 
     @property
     def ended_well(self) -> bool:
-        """Whether the function returned on every rank, and their process group is whole."""
         return self.state.ended_well
 
     def take(self, message: wire.Message, fds: Sequence[int]) -> None:
-        """Keep what a message brings. Its descriptors are the supervisor's."""
         if isinstance(message, wire.Returned) and message.rank is not None:
             assert self.results is not None, "nothing comes after the end"
             self.results.keep(message.rank, message.value, list(fds))
@@ -187,7 +186,6 @@ class Supervisor(Conductor):
             self.state = apply(message, self.state)
 
     def lose(self, ranks: Sequence[int]) -> None:
-        """The agent of these ranks is gone, and they are with it."""
         with self._state_lock:
             lost = (
                 replace(rank, status="failed", ended=time.time(), ended_by_agent=True)
@@ -198,7 +196,6 @@ class Supervisor(Conductor):
             self.state = replace(self.state, ranks=tuple(lost))
 
     def tick(self) -> None:
-        """Look at the clock, and draw if that is due."""
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             self._time_out()
@@ -228,11 +225,6 @@ class Supervisor(Conductor):
         self._deadline = time.monotonic() + self._pool.grace
 
     def finish(self, lost: Sequence[LostAgent]) -> None:
-        """The call has ended: decide what came of it and let everybody know.
-
-        Args:
-            lost: the agents that ended before their ranks had.
-        """
         try:
             with self._state_lock:
                 self._set_final_state(lost)
@@ -265,12 +257,11 @@ class Supervisor(Conductor):
         """The final state; nobody may change it any more."""
         self._metrics.flush()
         self._metrics.close()
-        handle = run_list.expression(self._folder.id)
         verdict = judge(
             self.state,
             is_stopped=self._is_stopped,
             lost=lost,
-            handle=handle,
+            handle=self._handle,
             log_dir=str(self._folder.path),
         )
         state = replace(
@@ -280,7 +271,7 @@ class Supervisor(Conductor):
         for line in (*lines, *self._closing_notices(self.state)):
             state = apply(wire.Notice(text=line), state)
         if self.results is not None and self.results.has_rescued:
-            self.rescued_as = handle + ".rescued"
+            self.rescued_as = self._handle + ".rescued"
             kept = f"what was being trained is kept: {self.rescued_as}"
             state = apply(wire.Notice(text=kept), state)
         # What is large, and what holds the notebook's function: the handle has it, nobody else.

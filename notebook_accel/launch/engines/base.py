@@ -49,11 +49,12 @@ if TYPE_CHECKING:
 
     from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.control.agent_link import AgentLink
+    from notebook_accel.launch.control.conductor import Conductor
     from notebook_accel.launch.control.metrics_file import MetricStore
     from notebook_accel.launch.control.run_folder import RunFolder
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.payload import CellSource, PackedCall
-    from notebook_accel.launch.run import Conductor, Run
+    from notebook_accel.launch.run import Run
     from notebook_accel.launch.view import View
 
 __all__ = [
@@ -352,6 +353,7 @@ def begin_call(
         closing_notices=lambda end: closing_advice(end, packed) if request.advise else [],
         labels={source.filename: source.label for source in request.sources},
         folder=new.folder,
+        handle=run_list.expression(new.folder.id),
     )
     with pool.paused():
         pool.check_free()

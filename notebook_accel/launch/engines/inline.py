@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.control.conductor import Conductor
 from notebook_accel.launch.control.environment import ON_CPU
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.state import Failure, apply
 from notebook_accel.launch.engines.base import Engine, RankPlan
 from notebook_accel.launch.payload import Registry, notebook_state
-from notebook_accel.launch.run import Conductor
 from notebook_accel.launch.system.interrupts import Latch, let_through
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.launch.worker.apply_notebook_state import apply_generators

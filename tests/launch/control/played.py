@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch import payload, wire
+from notebook_accel.launch import payload, run_list, wire
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.pool import RankPool
@@ -139,6 +139,7 @@ class PlayedRun:
             closing_notices=closing_notices,
             labels={},
             folder=self.folder,
+            handle=run_list.expression(self.folder.id),
         )
         message = wire.Call(payload=wire.Packet(header=b""), grace=0.1, last=last)
         self.pool.send_call(supervisor, message, ())

@@ -13,7 +13,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch import payload, run_list, wire
 from notebook_accel.launch.control.run_folder import RunFolder
-from notebook_accel.launch.run import Conductor, Run
+from notebook_accel.launch.run import Run
 from notebook_accel.launch.transport.packet import pack
 from notebook_accel.launch.view import View
 from tests.engines.processes import eventually
@@ -22,6 +22,8 @@ from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from notebook_accel.launch.control.conductor import Conductor
 
 
 @pytest.fixture
