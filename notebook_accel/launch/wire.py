@@ -78,7 +78,7 @@ __all__ = [
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 3
+VERSION = 4
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -108,7 +108,8 @@ class Packet(msgspec.Struct, frozen=True, kw_only=True):
     ``transport/packet.py`` makes it of a value, and the value of it.
 
     Attributes:
-        header: the pickle; empty where it is too large for a message, and the first buffer then.
+        header: that of ``payload.Packed``; empty where it is too large for a message, and the first
+            buffer then.
         sizes: length in bytes of each out-of-band buffer.
         inline: the buffers themselves; empty where they lie in a segment that goes along.
     """

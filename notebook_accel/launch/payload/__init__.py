@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = [
-    "MAX_INLINE_BYTES",
     "CellSource",
     "Packed",
     "PackedCall",
@@ -57,19 +56,15 @@ __all__ = [
 
 P = TypeVar("P", CallPickler, ResultPickler)
 
-# Up to this size a value is copied into the message that it belongs to. A larger one lies in a
-# memory segment beside its message, its pickle as one more buffer: one copy for all ranks. For a
-# small value the ten system calls of a segment cost more than the copies.
-MAX_INLINE_BYTES = 1 << 16
-
 
 @dataclass(frozen=True)
 class Packed:
     """A pickled value.
 
     Attributes:
-        header: what :func:`unpack_call` or :func:`unpack_result` begins with.
-        buffers: the memory of its tensors and arrays; contiguous, of bytes.
+        header: the cells that its functions were written in, pickled.
+        buffers: the memory of its tensors and arrays, and last the pickle itself; contiguous, of
+            bytes.
     """
 
     header: bytes
@@ -227,20 +222,15 @@ def _as_packed(
     buffers: Sequence[pickle.PickleBuffer],
     sources: tuple[CellSource, ...] = (),
 ) -> Packed:
-    views = tuple(buffer.raw() for buffer in buffers)
-    body = file.getbuffer()
-    if body.nbytes > MAX_INLINE_BYTES:
-        return Packed(pickle.dumps((sources, None)), (*views, body))
-    return Packed(pickle.dumps((sources, bytes(body))), views)
+    views = (buffer.raw() for buffer in buffers)
+    return Packed(pickle.dumps(sources), (*views, file.getbuffer()))
 
 
 def _open_pickle(
     packed: Packed,
-) -> tuple[tuple[CellSource, ...], bytes | memoryview, tuple[memoryview, ...]]:
-    sources, body = load(packed.header)
-    if body is None:
-        return sources, packed.buffers[-1], packed.buffers[:-1]
-    return sources, body, packed.buffers
+) -> tuple[tuple[CellSource, ...], memoryview, tuple[memoryview, ...]]:
+    """The sources, the pickle and its buffers."""
+    return load(packed.header), packed.buffers[-1], packed.buffers[:-1]
 
 
 # ---- notices for the person ---------------------------------------------------------------

@@ -15,13 +15,18 @@ import os
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.payload import MAX_INLINE_BYTES, Packed
+from notebook_accel.launch.payload import Packed
 from notebook_accel.launch.transport.segment import attach, seal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["pack", "unpack"]
+__all__ = ["MAX_INLINE_BYTES", "pack", "unpack"]
+
+# Up to this size a value is copied into the message that it belongs to. A larger one lies in a
+# memory segment beside its message: one copy for all ranks. For a small value the ten system calls
+# of a segment cost more than the copies.
+MAX_INLINE_BYTES = 1 << 16
 
 
 def pack(packed: Packed) -> tuple[wire.Packet, tuple[int, ...]]:
@@ -71,5 +76,5 @@ def unpack(packet: wire.Packet, fds: Sequence[int]) -> Packed:
         raise ValueError(f"a packet of {len(packet.sizes)} buffers came with {len(buffers)}")
     if packet.header:
         return Packed(packet.header, buffers)
-    # An empty header says that the first buffer is it: a pickle is never empty.
+    # An empty header says that the first buffer is it: none is empty itself.
     return Packed(bytes(buffers[0]) if buffers else b"", buffers[1:])

@@ -11,7 +11,7 @@ import pytest
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch import payload, wire
 from notebook_accel.launch.rank import LaunchedContext
-from notebook_accel.launch.transport.packet import pack
+from notebook_accel.launch.transport.packet import MAX_INLINE_BYTES, pack
 from notebook_accel.launch.transport.scoreboard import Scoreboard
 from notebook_accel.launch.worker import call
 from notebook_accel.launch.worker.call import _is_full_shm, _says_lost_peer
@@ -147,7 +147,7 @@ def test_an_interrupt_after_the_result_was_packed_drops_nothing(
         signal.raise_signal(signal.SIGINT)
         return packet, fds
 
-    packet, fds = pack(payload.pack_call(bytes, (payload.MAX_INLINE_BYTES + 1,)).packed)
+    packet, fds = pack(payload.pack_call(bytes, (MAX_INLINE_BYTES + 1,)).packed)
     monkeypatch.setattr(call, "pack", pack_and_interrupt)
     outcome = outcome_of(packet, fds, new_context())
     assert isinstance(outcome.message, wire.Returned)
@@ -157,7 +157,7 @@ def test_an_interrupt_after_the_result_was_packed_drops_nothing(
 
 def test_an_interrupt_from_before_the_call_was_read_keeps_nothing_of_it() -> None:
     """A session would have its arguments in memory to its end."""
-    large = bytearray(payload.MAX_INLINE_BYTES + 1)
+    large = bytearray(MAX_INLINE_BYTES + 1)
     packet, fds = pack(payload.pack_call(len, (large,)).packed)
     outcome = outcome_of(packet, fds, new_context(), is_interrupted=True)
     assert isinstance(outcome.message, wire.Raised)
