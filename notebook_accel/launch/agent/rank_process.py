@@ -12,6 +12,7 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.agent.ending import SETTLE_SECONDS
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.own_time import OwnTime
+from notebook_accel.launch.system.polling import is_readable
 from notebook_accel.launch.worker.main import STACKS_SIGNAL
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class RankProcess:
             # connection, a child of it may hold that open: there is no end of file then.
             self._returned_at = self._returned_at or now
             quiet = now - max(self._returned_at, self.channel.heard)
-            if quiet >= _LOST_SECONDS and not self.channel.is_readable:
+            if quiet >= _LOST_SECONDS and not is_readable(self.channel):
                 self.broken = GARBAGE if self.channel.is_torn else CLOSED
 
     # ---- look ------------------------------------------------------------------------------

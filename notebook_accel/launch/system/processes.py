@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import select
 import signal
 import sys
 from typing import TYPE_CHECKING
 
 import psutil
+
+from notebook_accel.launch.system.polling import is_readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -21,7 +22,6 @@ __all__ = [
     "describe_exit",
     "die_with_parent",
     "has_children",
-    "has_ended",
     "kill_descendants",
     "kill_leftovers",
     "kill_tree",
@@ -84,7 +84,7 @@ def acting_on_exit(exit_fd: int, act: Callable[[], object]) -> Iterator[None]:
     """
 
     def look(*_: object) -> None:
-        if has_ended(exit_fd):
+        if is_readable(exit_fd):
             act()
 
     signal.signal(signal.SIGALRM, look)
@@ -94,13 +94,6 @@ def acting_on_exit(exit_fd: int, act: Callable[[], object]) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
-
-def has_ended(exit_fd: int) -> bool:
-    """Whether the process of :func:`watch_exit` has ended."""
-    poll = select.poll()
-    poll.register(exit_fd, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def signal_name(number: int) -> str:

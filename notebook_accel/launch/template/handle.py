@@ -24,7 +24,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import selectors
 import socket
 import subprocess
 import sys
@@ -43,6 +42,7 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.open_files import naming_what_is_short
+from notebook_accel.launch.system.polling import is_readable
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
 from notebook_accel.text_values import parse_flag
@@ -150,7 +150,7 @@ class Template:
     def is_ready(self) -> bool:
         """Whether a launch would not have to wait for the process."""
         # It speaks first, once all is imported.
-        return self._channel is not None or _is_readable(self._socket, 0)
+        return self._channel is not None or is_readable(self._socket)
 
     def wait_until_ready(self) -> None:
         """Return once the process has imported all that it preloads.
@@ -285,7 +285,7 @@ class Template:
         deadline = time.monotonic() + seconds
         num_looks = 0
         wants_to_write = isinstance(source, Channel) and source.num_pending > 0
-        while not _is_readable(source, _LOOK_SECONDS, or_writable=wants_to_write):
+        while not is_readable(source, _LOOK_SECONDS, or_writable=wants_to_write):
             # Its end of the connection may live on in a process that it forked.
             if not self.alive:
                 raise EOFError("the process has ended")
@@ -348,19 +348,9 @@ class Template:
         return f" It wrote:\n{text[-2000:]}" if text else ""
 
 
-def _is_readable(
-    source: socket.socket | Channel, seconds: float, *, or_writable: bool = False
-) -> bool:
-    """Whether there is something to read, or room to write, before the time is over."""
-    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if or_writable else 0)
-    with selectors.DefaultSelector() as selector:
-        selector.register(source, events)
-        return bool(selector.select(seconds))
-
-
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal (SIGSTOP) holds the process."""
-    with contextlib.suppress(psutil.Error):
+    """Whether a signal (SIGSTOP) holds the process, as far as one can see."""
+    with contextlib.suppress(psutil.Error, OSError):  # this process may have too many files open
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     return False
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import struct
 import time
@@ -122,13 +121,6 @@ class Channel:
     def is_torn(self) -> bool:
         """Whether bytes came that are no whole message, and may never be."""
         return bool(self._incoming)
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether there is something to read now."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(0))
 
     def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
         """Queue a message. Descriptors are duplicated: the caller's stay the caller's.

@@ -37,13 +37,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import select
 import socket
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.system.polling import is_readable
 from notebook_accel.launch.transport import segment
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 
@@ -174,11 +174,8 @@ class FramedChannel(Channel):
         while not self._ready:
             self._ready.extend(self.drain(limit=1))
             if not self._ready:
-                # A write that waits may be the credit without which nothing more comes.
-                waits_for = select.POLLIN | (select.POLLOUT if self._outgoing else 0)
-                poll = select.poll()
-                poll.register(self.fileno(), waits_for)
-                poll.poll()
+                # Waits: a write that was not made may be the credit without which nothing comes.
+                is_readable(self, None, or_writable=bool(self._outgoing))
         return self._ready.popleft()
 
     def drain(self, *, limit: int | None = None) -> list[tuple[wire.Message, list[int]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 import subprocess
 from typing import NoReturn
@@ -46,6 +47,22 @@ def test_a_kernel_without_room_for_a_descriptor_ends_no_template() -> None:
     # Its number, -1, cannot be duplicated, as none can where too many files are open.
     with pytest.raises(OSError, match="Bad file descriptor"):
         source.fork_agent(closed, run="r", secret=b"")
+    assert source.alive
+
+
+def test_a_kernel_that_can_open_no_file_still_hears_its_template() -> None:
+    source = template()
+    source.wait_until_ready()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Descriptors 0 to 2 are taken, so that there is none for anything new.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(0)
+        found = source.count_devices({**os.environ, "VISIBLE_TO_NOBODY": "1"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found.kind
     assert source.alive
 
 
