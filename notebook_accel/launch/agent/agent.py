@@ -235,7 +235,7 @@ class Agent:
         stage = self._ending.next_stage(
             now=now,
             idle=self._idle(now),
-            leaving=all(rank.leaving for rank in self._in_call()),
+            leaving=all(rank.row.leaving for rank in self._in_call()),
             settled=self._have_settled(),
         )
         if stage is not None:
@@ -270,7 +270,7 @@ class Agent:
 
     def _idle(self, now: float) -> float:
         """Seconds without progress; 0 where all ranks ask for themselves whether to stop."""
-        asks = all(rank.row.reads or rank.leaving for rank in self._in_call())
+        asks = all(rank.row.reads or rank.row.leaving for rank in self._in_call())
         return 0.0 if asks else now - self._progressed
 
     def _have_settled(self) -> bool:

@@ -108,11 +108,6 @@ class RankProcess:
         self._gauges = gauges
         self._sample: dict[str, Any] = {}
 
-    @property
-    def leaving(self) -> bool:
-        """Whether the rank knows of a polite stop and leaves on its own."""
-        return self.row.leaving
-
     def descriptors(self) -> tuple[int, ...]:
         """What the agent has open for this rank, which ranks that are forked later close."""
         return (

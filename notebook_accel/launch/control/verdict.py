@@ -25,7 +25,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.control.state import Failure
-from notebook_accel.launch.system.processes import signal_name
+from notebook_accel.launch.system.processes import describe_exit, signal_name
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.launch.text.wording import rank_list
 
@@ -200,14 +200,11 @@ def _mismatch_hint(rank: RankState) -> list[str]:
 
 
 def _death(rank: RankState) -> str:
+    ended = f"rank {rank.rank} {describe_exit(rank.exitcode, rank.signal)}"
     if rank.signal is None:
-        return (
-            f"rank {rank.rank} ended with exit code {rank.exitcode}, without an exception "
-            "(os._exit, or native code that ended the process)"
-        )
-    name = signal_name(rank.signal)
-    likely = _LIKELY.get(name)
-    return f"rank {rank.rank} was killed by {name}" + (f": likely, {likely}" if likely else "")
+        return f"{ended}, without an exception (os._exit, or native code that ended the process)"
+    likely = _LIKELY.get(signal_name(rank.signal))
+    return f"{ended}: likely, {likely}" if likely else ended
 
 
 def _last_lines(rank: RankState) -> list[str]:
@@ -254,7 +251,7 @@ def _peers_that_returned(cause: RankState, returned: list[int]) -> list[str]:
 
 def _agent_failure(lost: LostAgent, without_result: tuple[int, ...]) -> Failure:
     end = lost.end
-    advice = "Likely, the machine ran out of memory or somebody killed it; launch again."
+    advice = f"Likely, {_LIKELY['SIGKILL']}; launch again."
     if end.traceback:
         advice = "Launch again; if it happens again, this says why." + end.in_its_own_words
     return Failure(

@@ -157,14 +157,6 @@ class RankRow:
         """Whether the rank leaves on its own: its loop ends, or it decides for itself."""
         return bool(self.left_batches or self.waits_reads)
 
-    def get(self, name: str) -> int:
-        """The value of one column, by its name."""
-        return self.view[self.start + _FIELDS.index(name)]
-
-    def set(self, name: str, value: int) -> None:
-        """Write one column, by its name."""
-        self.view[self.start + _FIELDS.index(name)] = value
-
 
 class Scoreboard:
     """One row a rank of this machine, in an anonymous mapping that forks inherit."""
@@ -219,8 +211,8 @@ class Scoreboard:
         for counter in _COUNTERS:
             counts = []
             for row in rows:
-                came, passed = row.get(counter), row.get(f"passed_{counter}")
-                if came not in (passed, row.get(f"waits_{counter}")):
+                came, passed = getattr(row, counter), getattr(row, f"passed_{counter}")
+                if came not in (passed, getattr(row, f"waits_{counter}")):
                     # A rank that reads goes by its batches without a look at the flag.
                     if patient and not (reads_should_stop and counter == "batches"):
                         return None
@@ -256,14 +248,14 @@ class Scoreboard:
         a rank that has counted sets ``passed_...`` itself.
         """
         row, index = self.row(local_rank), _LEAVE_BATCHES + _COUNTERS.index(counter)
-        count = row.get(counter)
-        row.set(f"waits_{counter}", count)
+        count: int = getattr(row, counter)
+        setattr(row, f"waits_{counter}", count)
         # Not for ever: an agent that cannot learn the point interrupts its ranks, and a rank
         # whose agent has died is killed.
         while not self._view[index]:
             time.sleep(_POLL_SECONDS)
         if count < self._view[index]:
-            row.set(f"passed_{counter}", count)
+            setattr(row, f"passed_{counter}", count)
             return False
         if counter == "batches":
             row.left_batches = 1

@@ -37,15 +37,15 @@ class Loop:
 
     @property
     def count(self) -> int:
-        return self.row.get(self.counter)
+        return int(getattr(self.row, self.counter))
 
     def comes(self) -> None:
-        self.row.set(self.counter, self.count + 1)
+        setattr(self.row, self.counter, self.count + 1)
 
     def leaves(self) -> bool:
         self.comes()
         if not self.board.stop_asked:
-            self.row.set(f"passed_{self.counter}", self.count)
+            setattr(self.row, f"passed_{self.counter}", self.count)
             return False
         return self.board.leaves(self.rank, self.counter)
 
