@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import preflight, run_list
-from notebook_accel.launch.control import state
 from notebook_accel.launch.control.environment import rank_environment
 from notebook_accel.launch.control.export import Origins, script_of
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.stacks import stacks_text
+from notebook_accel.launch.control.state import starting
 from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.engines.base import (
     CallRequest,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from notebook_accel.launch.control.state import ProcessState
     from notebook_accel.launch.engines.base import Engine, RankPlan
     from notebook_accel.launch.payload import CellSource, PackedCall
 
@@ -146,7 +147,7 @@ class Session:
         )
         engine = engine_named(config.engine)
         plan = _plan(engine, self._request)
-        self._sent = Registry()
+        self._registry = Registry()
         self.newest_call: Run | None = None
         self.notices = plan.notices
         with contextlib.ExitStack() as undo:
@@ -211,7 +212,7 @@ class Session:
             keeps_error=keeps_error,
         )
         self._pool.check_free()
-        packed = _pack(request, None if brings_globals else self._sent)
+        packed = _pack(request, None if brings_globals else self._registry)
         notices = (*packed.notices, *notices)
 
         def begin() -> Run:
@@ -224,7 +225,7 @@ class Session:
                 finally:
                     if new.run._has_begun:
                         self.newest_call = new.run._without_results()
-                self._sent = packed.registry
+                self._registry = packed.registry
             return new.run
 
         return _begin_and_wait(begin, block=block)
@@ -269,7 +270,7 @@ class Session:
         return "starting" if "starting" in processes else "ready"
 
     @property
-    def processes(self) -> tuple[state.ProcessState, ...]:
+    def processes(self) -> tuple[ProcessState, ...]:
         """What is known of each rank's process, in the order of the ranks."""
         return self._pool.processes
 
@@ -457,7 +458,7 @@ def _new_run(
             view=request.view,
             source=partial(_script, request, world_size),
         )
-        first = state.starting(
+        first = starting(
             run=folder.id,
             name=request.name,
             world_size=world_size,

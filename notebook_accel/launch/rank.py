@@ -96,13 +96,14 @@ class RankContext:
             ``RunStopped`` or ``sys.exit(0)``), and before the rank says so; the key of each is
             the object that asked for it.
         kept_error: what the newest call raised, of those that keep it (``wire.Call.keeps_error``).
-        store: where the ranks of one machine meet; None leaves it to MASTER_ADDR and MASTER_PORT.
+        store_port: where the ranks of one machine meet; None leaves it to MASTER_ADDR and
+            MASTER_PORT.
     """
 
     launched = False
     call = 0
     kept_error: KeptError | None = None
-    store: StorePort | None = None
+    store_port: StorePort | None = None
 
     def __init__(
         self,
@@ -186,7 +187,7 @@ class LaunchedContext(RankContext):
         send: Callable[[wire.Message], None],
         board: Scoreboard,
         device: int | None = None,
-        store: StorePort | None = None,
+        store_port: StorePort | None = None,
     ) -> None:
         super().__init__(
             rank=rank,
@@ -196,7 +197,7 @@ class LaunchedContext(RankContext):
             device=device,
         )
         self.run = run
-        self.store = store
+        self.store_port = store_port
         self.call = 0
         self.made_group = False
         self.lost_group = False

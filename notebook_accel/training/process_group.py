@@ -55,7 +55,7 @@ def open_process_group(
         arguments["timeout"] = options.timeout
     if options.init_method is not None:
         arguments["init_method"] = options.init_method
-    elif local_world_size == world_size and (current().store or _meets_here()):
+    elif local_world_size == world_size and (current().store_port or _meets_here()):
         _use_loopback_interface()
         timeout = options.timeout or _STORE_TIMEOUT
         arguments["store"] = store_of_next_group(rank, timeout, _address())
@@ -106,7 +106,7 @@ def _use_loopback_interface() -> None:
 
 def _address() -> StorePort:
     """Where rank 0 serves the store."""
-    reserved = current().store
+    reserved = current().store_port
     if reserved is not None:
         return reserved
     host = _needed("MASTER_ADDR")

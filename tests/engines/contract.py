@@ -1141,7 +1141,7 @@ class EngineContract:
         if fails == "its thread":
             monkeypatch.setattr(threading.Thread, "start", start)
         else:
-            monkeypatch.setattr(pool.RankPool, "launch", launch)
+            monkeypatch.setattr(pool.RankPool, "send_launch", launch)
         config = LaunchConfig(engine=self.engine, num_processes=2, devices="cpu")
         begin: Any = (
             (lambda: self.launch(time.sleep, 600))

@@ -147,7 +147,7 @@ class Agent:
             stacks = os.memfd_create(f"stacks-{spec.rank}")
             disconnect = os.eventfd(0)
             inherited = worker.Inherited(
-                agent=os.getpid(),
+                agent_pid=os.getpid(),
                 launch=self._launch,
                 spec=spec,
                 port=self._master_port,
@@ -402,7 +402,7 @@ class Agent:
     def _give_up(self, rank: RankProcess) -> None:
         """Nothing can be heard from the rank any more: say why, and end it."""
         self._report_broken(rank)
-        rank.end(signal.SIGKILL)
+        rank.send_signal(signal.SIGKILL)
 
     def _report_broken(self, rank: RankProcess) -> None:
         """Say what is wrong with the connection to a rank; in a call, that is its failure."""
@@ -536,7 +536,7 @@ class Agent:
             for rank in self._ranks:
                 # One that waits for its next call keeps what it has.
                 if rank.is_in_call or self._is_shutting_down or not self._call:
-                    rank.end(number)
+                    rank.send_signal(number)
 
     def _post(self, kind: type[wire.Message], /, **fields: Any) -> None:
         self._channel.post(kind(run=self._launch.run, **fields))

@@ -37,7 +37,7 @@ _STACKS_SECONDS = 3.0
 _CLOSED_SECONDS = 1.0
 # A rank packs its result, sets `call_over`, then only writes it. Seconds without a byte after which
 # the result counts as lost.
-_LOST_SECONDS = 5.0
+_LOST_RESULT_SECONDS = 5.0
 
 
 # What a rank did to its connection, as the rest of a sentence about it.
@@ -186,7 +186,7 @@ class RankProcess:
             # connection, a child of it may hold that open: there is no end of file then.
             self._returned_at = self._returned_at or now
             quiet = now - max(self._returned_at, self.channel.heard)
-            if quiet >= _LOST_SECONDS and not is_readable(self.channel):
+            if quiet >= _LOST_RESULT_SECONDS and not is_readable(self.channel):
                 self.broken = GARBAGE if self.channel.is_torn else CLOSED
 
     # ---- look ------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class RankProcess:
         self.row.disconnected_call = self._call
         os.eventfd_write(self._disconnect, 1)
 
-    def end(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send the signal, unless the process was reaped; SIGKILL goes to its descendants too."""
         if not self.alive:
             return

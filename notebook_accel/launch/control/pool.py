@@ -222,7 +222,7 @@ class RankPool:
         """Send a message to every agent; for one that is gone it is dropped."""
         self._send_to(list(self._links), message, fds)
 
-    def launch(self, link: AgentLink, message: wire.Launch) -> None:
+    def send_launch(self, link: AgentLink, message: wire.Launch) -> None:
         """Send one agent what starts its rank processes."""
         self._send_to([link], message)
 

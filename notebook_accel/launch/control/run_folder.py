@@ -315,11 +315,11 @@ _kernel_locks: dict[tuple[Path, int], IO[bytes]] = {}
 def _kernel_name(root: Path) -> str:
     """Name of the file in ``root`` that this process keeps locked; made at the first call."""
     key = (root, os.getpid())
-    held = _kernel_locks.get(key)
-    if held is None or not _is_same(held, Path(held.name)):
-        held = _kernel_locks[key] = _locked_file(root)
-        atexit.register(_let_go, Path(held.name), os.getpid())
-    return Path(held.name).name
+    lock = _kernel_locks.get(key)
+    if lock is None or not _is_same(lock, Path(lock.name)):
+        lock = _kernel_locks[key] = _locked_file(root)
+        atexit.register(_let_go, Path(lock.name), os.getpid())
+    return Path(lock.name).name
 
 
 def _locked_file(root: Path) -> IO[bytes]:

@@ -273,7 +273,7 @@ class AgentEngine(Engine):
                 pool = RankPool(links, run=run, grace=request.config.grace, log_dir=log_dir)
                 for link in links:
                     folder = str(log_dir) if link.sees_files else None
-                    pool.launch(
+                    pool.send_launch(
                         link, msgspec.structs.replace(message, ranks=link.ranks, log_dir=folder)
                     )
             except BaseException:

@@ -120,12 +120,12 @@ def _fork_agent(
     return source, pid, channel
 
 
-def _end(source: Template, agent: int, run: str) -> None:
+def _end(source: Template, pid: int, run: str) -> None:
     """End an agent with all that it had, also where neither it nor its template can any more."""
     # Of one that has ended, the number may be that of another process by now.
-    if source.exit_of(agent, timeout=0.0) is None:
-        processes.kill_tree([agent])
-    killed = processes.kill_leftovers(session=agent, variable=("NOTEBOOK_ACCEL_RUN", run))
+    if source.exit_of(pid, timeout=0.0) is None:
+        processes.kill_tree([pid])
+    killed = processes.kill_leftovers(session=pid, variable=("NOTEBOOK_ACCEL_RUN", run))
     scratch.remove(run, used_by=killed)
 
 

@@ -9,7 +9,7 @@ STAYS_HOME = "_notebook_accel_stays_home"
 
 _INSIDE = "make it inside the function"
 _GROUP = "it belongs to a process group of this process; make it inside the function"
-_UNWRAP = "it is bound to a process group of this process; send its `.module` and wrap it inside"
+_WRAPPED = "it is bound to a process group of this process; send its `.module` and wrap it inside"
 _WIDGET = "it lives in the notebook's page; print, or report from the function, instead"
 
 # By name, since importing torch, a widget library or another launcher to ask would cost seconds.
@@ -31,9 +31,9 @@ _REMEDIES = {
     "torch.distributed.distributed_c10d.Store": _GROUP,
     "torch.distributed.device_mesh.DeviceMesh": _GROUP,
     "torch.distributed.fsdp.FSDPModule": _GROUP,
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _UNWRAP,
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _WRAPPED,
     "torch.distributed.tensor.DTensor": "call its `.full_tensor()` on all ranks and take that",
-    "torch.nn.parallel.distributed.DistributedDataParallel": _UNWRAP,
+    "torch.nn.parallel.distributed.DistributedDataParallel": _WRAPPED,
     "tqdm.std.tqdm": "make the bar inside the function, where it is shown live",
 }
 

@@ -17,7 +17,7 @@ So whoever has a channel need not know where the other end is. What waits, and f
     _coming[stream]     what was received of each stream that is not whole yet
     _announced          segments in the order in which they were announced, until the message comes
                         that has them: each message takes as many as it says
-    _held[rank]         messages with segments that are not whole yet, and those behind them
+    _waiting[rank]      messages with segments that are not whole yet, and those behind them
     _ready              whole messages that ``drain`` read and ``receive`` has not given out yet
 
 Invariants:
@@ -57,11 +57,11 @@ _FRAME_BYTES = 1 << 18
 # What may be under way: a round trip of 60 ms at 1 Gbit/s.
 _WINDOW_BYTES = 8 << 20
 # A machine that was switched off says nothing: seconds until its connection counts as lost.
-_LOST_SECONDS = 8
+_LOST_MACHINE_SECONDS = 8
 
 
 @dataclass(kw_only=True)
-class _Outgoing:
+class _SentStream:
     """A file that is being sent; ``size`` is None as long as it grows."""
 
     fd: int
@@ -76,7 +76,7 @@ class _Outgoing:
 
 
 @dataclass(kw_only=True)
-class _Incoming:
+class _ComingStream:
     """A segment that comes; without ``fd`` where nobody has said yet where a file is kept."""
 
     fd: int | None
@@ -86,11 +86,11 @@ class _Incoming:
 
 
 @dataclass(kw_only=True)
-class _Held:
+class _WaitingMessage:
     """A message, and the streams of the segments that belong to it."""
 
     message: wire.Message
-    streams: list[_Incoming] = field(default_factory=list)
+    streams: list[_ComingStream] = field(default_factory=list)
 
     @property
     def is_whole(self) -> bool:
@@ -103,10 +103,10 @@ class FramedChannel(Channel):
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
         self._numbers = itertools.count(1)
-        self._sending: dict[int, _Outgoing] = {}
-        self._coming: dict[int, _Incoming] = {}
-        self._announced: deque[_Incoming] = deque()
-        self._held: dict[int | None, deque[_Held]] = {}
+        self._sending: dict[int, _SentStream] = {}
+        self._coming: dict[int, _ComingStream] = {}
+        self._announced: deque[_ComingStream] = deque()
+        self._waiting: dict[int | None, deque[_WaitingMessage]] = {}
         self._ready: deque[tuple[wire.Message, list[int]]] = deque()
         if sock.family != socket.AF_UNIX:
             _notice_a_lost_machine(sock)
@@ -118,7 +118,7 @@ class FramedChannel(Channel):
 
     @property
     def is_receiving(self) -> bool:
-        return bool(self._coming or self._held)
+        return bool(self._coming or self._waiting)
 
     # ---- out -------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class FramedChannel(Channel):
 
     def _open(self, fd: int, *, size: int | None, credit: int) -> int:
         stream = next(self._numbers)
-        self._sending[stream] = _Outgoing(fd=fd, size=size, credit=credit)
+        self._sending[stream] = _SentStream(fd=fd, size=size, credit=credit)
         self._queue(self._encode(wire.StreamOpened(stream=stream, size=size)))
         return stream
 
@@ -216,10 +216,10 @@ class FramedChannel(Channel):
             raise ProtocolError(
                 f"a message with {num_fds} segments came after {len(self._announced)}"
             )
-        elif num_fds or (message.rank in self._held and not isinstance(message, wire.Kill)):
+        elif num_fds or (message.rank in self._waiting and not isinstance(message, wire.Kill)):
             streams = [self._announced.popleft() for _ in range(num_fds)]
-            held = _Held(message=message, streams=streams)
-            self._held.setdefault(message.rank, deque()).append(held)
+            waiting = _WaitingMessage(message=message, streams=streams)
+            self._waiting.setdefault(message.rank, deque()).append(waiting)
             yield from self._whole()
         else:
             yield message, []
@@ -227,7 +227,7 @@ class FramedChannel(Channel):
     def _begin(self, opened: wire.StreamOpened) -> None:
         if opened.stream in self._coming or (opened.size or 0) < 0:
             raise ProtocolError(f"stream {opened.stream} of {opened.size} bytes was opened")
-        coming = _Incoming(fd=None, size=opened.size)
+        coming = _ComingStream(fd=None, size=opened.size)
         if opened.size is not None:
             coming.fd = segment.create(opened.size)
             self._announced.append(coming)
@@ -264,12 +264,12 @@ class FramedChannel(Channel):
     def _whole(self) -> Iterator[tuple[wire.Message, list[int]]]:
         """The messages that wait for nothing any more, in their order for each rank and for those
         about no rank."""
-        for rank, waiting in list(self._held.items()):
-            while waiting and waiting[0].is_whole:
-                held = waiting.popleft()
-                yield held.message, [stream.fd for stream in held.streams if stream.fd is not None]
-            if not waiting:
-                self._held.pop(rank, None)
+        for rank, queue in list(self._waiting.items()):
+            while queue and queue[0].is_whole:
+                first = queue.popleft()
+                yield first.message, [one.fd for one in first.streams if one.fd is not None]
+            if not queue:
+                self._waiting.pop(rank, None)
 
     # ---- end -------------------------------------------------------------------------------
 
@@ -277,8 +277,8 @@ class FramedChannel(Channel):
         if self.closed:
             return
         super().close()
-        waiting = [held for queue in self._held.values() for held in queue]
-        coming = [*self._coming.values(), *(stream for held in waiting for stream in held.streams)]
+        waiting = [one for queue in self._waiting.values() for one in queue]
+        coming = [*self._coming.values(), *(stream for one in waiting for stream in one.streams)]
         fds = {s.fd for s in (*coming, *self._announced) if s.fd is not None}
         fds.update(sending.fd for sending in self._sending.values())
         fds.update(fd for _, given in self._ready for fd in given)
@@ -287,7 +287,7 @@ class FramedChannel(Channel):
                 os.close(fd)
         self._sending.clear()
         self._coming.clear()
-        self._held.clear()
+        self._waiting.clear()
         self._announced.clear()
         self._ready.clear()
 
@@ -301,7 +301,11 @@ def _notice_a_lost_machine(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # Not TCP_USER_TIMEOUT, which also ends the connection to a process that lives and does not
     # read for a while (measured): a notebook's kernel may be busy in native code for long.
-    settings = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": _LOST_SECONDS // 2 - 1}
+    settings = {
+        "TCP_KEEPIDLE": 2,
+        "TCP_KEEPINTVL": 2,
+        "TCP_KEEPCNT": _LOST_MACHINE_SECONDS // 2 - 1,
+    }
     for name, value in settings.items():
         # Platforms name some of them otherwise; there the system's own limits hold.
         if hasattr(socket, name):

@@ -85,7 +85,7 @@ def disconnect() -> None:
     Whoever waits on one of them gets an error, in this process and in the others. Connections
     of the user's own to other programs stay.
     """
-    reserved = rank.current().store
+    reserved = rank.current().store_port
     stores = {int(os.environ.get("MASTER_PORT", "0")), reserved.port if reserved else 0}
     _disconnect_groups(stores)
     # What a group opened later, or code of the user's between the ranks of this agent.

@@ -33,7 +33,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.num_seen = 0
         self._in_call = False
-        self._is_held = False
+        self._is_deferring = False
         self._came_meanwhile = False
         self.install()
 
@@ -64,17 +64,17 @@ class Interrupts:
         self._came_meanwhile = False
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Raise one that comes inside of the block only at its end."""
-        # Where it is held already (a signal handler that reports during a report), the outer
+        # Where it is deferred already (a signal handler that reports during a report), the outer
         # block raises it.
-        is_outer = threading.current_thread() is threading.main_thread() and not self._is_held
-        self._is_held = self._is_held or is_outer
+        is_outer = threading.current_thread() is threading.main_thread() and not self._is_deferring
+        self._is_deferring = self._is_deferring or is_outer
         try:
             yield
         finally:
             if is_outer:
-                self._is_held = False
+                self._is_deferring = False
         if is_outer and self._came_meanwhile:
             self._came_meanwhile = False
             raise KeyboardInterrupt
@@ -83,7 +83,7 @@ class Interrupts:
         self.num_seen += 1
         if not self._in_call:
             return
-        if self._is_held:
+        if self._is_deferring:
             self._came_meanwhile = True
         else:
             raise KeyboardInterrupt
@@ -109,7 +109,7 @@ class Sender:
         # A child of the rank has a copy of the channel, and of a lock that somebody may hold.
         if os.getpid() != self._pid:
             return
-        with self._lock, self._interrupts.held(), contextlib.suppress(OSError):
+        with self._lock, self._interrupts.deferred(), contextlib.suppress(OSError):
             self._channel.post(message, fds)
             # Asked again after each flush: an inner send may have come behind its last look.
             while self._channel.num_pending and not self._is_writing:

@@ -69,7 +69,7 @@ class Inherited:
     """What a rank process has from its agent by fork.
 
     Attributes:
-        agent: pid of the agent.
+        agent_pid: of the agent.
         launch: what the kernel sent to the agent.
         spec: which rank this is, and what it has of its own.
         port: MASTER_PORT until a call says another.
@@ -83,7 +83,7 @@ class Inherited:
         unneeded: descriptors of the agent's, to be closed.
     """
 
-    agent: int
+    agent_pid: int
     launch: wire.Launch
     spec: wire.RankSpec
     port: int
@@ -98,7 +98,7 @@ class Inherited:
 
 def main(inherited: Inherited) -> None:
     """Be a rank until there are no more calls; ends the process."""
-    processes.die_with_parent(inherited.agent)
+    processes.die_with_parent(inherited.agent_pid)
     # Orphans below a rank stay its own, until it ends: no other rank's end is theirs.
     processes.adopt_orphans()
     for fd in inherited.unneeded:
@@ -135,7 +135,7 @@ class _Worker:
             run=launch.run,
             send=self._sender.send,
             board=inherited.board,
-            store=_store_port(inherited),
+            store_port=_store_port(inherited),
         )
         self._row = inherited.board.row(inherited.spec.local_rank)
         self._setup_error: BaseException | None = None

@@ -145,7 +145,7 @@ def meet_at_one_store(port: int) -> None:
         # Torch's elastic agent serves a store of its own, if the user says so.
         if not is_ours or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return plain(host, port, rank, world_size, timeout, *rest)
-        at = context.store or StorePort(host, port, _bound.get(port))
+        at = context.store_port or StorePort(host, port, _bound.get(port))
         return group_store.store_of_next_group(rank, timeout, at)
 
     create.by_torch = plain  # type: ignore[attr-defined]

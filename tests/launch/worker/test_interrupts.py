@@ -111,8 +111,8 @@ def test_an_interrupt_waits_for_the_outermost_block() -> None:
     interrupts.begin_call(is_interrupted=lambda: False)
     whole = False
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012, SIM117
-        with interrupts.held():
-            with interrupts.held():
+        with interrupts.deferred():
+            with interrupts.deferred():
                 pass
             signal.raise_signal(signal.SIGINT)
             whole = True
@@ -123,9 +123,9 @@ def test_an_interrupt_waits_for_the_outermost_block() -> None:
 def test_an_interrupt_in_a_block_that_fails_is_not_raised_after_the_call() -> None:
     interrupts = Interrupts()
     interrupts.begin_call(is_interrupted=lambda: False)
-    with pytest.raises(ValueError, match="no message"), interrupts.held():  # noqa: PT012
+    with pytest.raises(ValueError, match="no message"), interrupts.deferred():  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         raise ValueError("no message")
     interrupts.end_call()
-    with interrupts.held():
+    with interrupts.deferred():
         pass
