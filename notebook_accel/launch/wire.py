@@ -1,4 +1,4 @@
-"""What processes say to each other: the messages, their encoding and its version.
+"""What processes say to each other: the messages, and the version of them.
 
 A rank speaks with the agent of its machine, the agent with the kernel, the kernel with the
 template. Two lives are told apart: that of a rank process (``Launch``, ``RankReady``,
@@ -13,20 +13,18 @@ In the kernel (``control/``) a message from an agent comes to four places, each 
                   -> supervisor.py take              results, metrics and stacks of the call
                        -> state.py apply             what it changes of the call, as views draw it
 
-All of it is msgpack, decoded into the types below and nothing else: no byte of a connection is
-ever unpickled here. Values of the user's (arguments, results, exceptions) pass as opaque bytes,
-and whoever asks for them unpickles them later.
+Bytes of a connection are decoded into the types below and nothing else (transport/encoding.py):
+none is ever unpickled on the way. Values of the user's (arguments, results, exceptions) pass as
+opaque bytes, and whoever asks for them unpickles them later.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from typing import TypeVar, Union
+from typing import TypeVar
 
 import msgspec
-
-from notebook_accel.launch.text.odd_text import escaped, unwrapped, wrapped
 
 __all__ = [
     "AgentExited",
@@ -72,8 +70,6 @@ __all__ = [
     "TemplateReady",
     "Terminate",
     "VERSION",
-    "decode",
-    "encode",
 ]
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
@@ -512,36 +508,3 @@ class Credit(Message, frozen=True, kw_only=True):
 
 
 M = TypeVar("M", bound=Message)
-
-_encoder = msgspec.msgpack.Encoder()
-# The closed union of all messages of this file: it is built once, before anybody could add one.
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
-    Union[tuple(Message.__subclasses__())]
-)
-# Their texts name folders and variables, which must arrive byte for byte.
-_OF_SURROUNDINGS = (Launch, CountDevices)
-
-
-def encode(message: Message) -> bytes:
-    """The bytes of one message; what becomes of text that is not UTF-8 is said in odd_text.py."""
-    try:
-        return _encoder.encode(message)
-    except UnicodeEncodeError:
-        change = wrapped if isinstance(message, _OF_SURROUNDINGS) else escaped
-        return _encoder.encode(change(msgspec.to_builtins(message, builtin_types=(bytes,))))
-
-
-def decode(data: bytes | memoryview) -> Message:
-    """The message in ``data``.
-
-    Raises:
-        msgspec.DecodeError: the bytes are no message of this version.
-    """
-    message = _decoder.decode(data)
-    if not isinstance(message, _OF_SURROUNDINGS):
-        return message
-    try:
-        fields = unwrapped(msgspec.to_builtins(message, builtin_types=(bytes,)))
-    except ValueError as error:
-        raise msgspec.DecodeError(f"a text is none: {error}") from None
-    return msgspec.convert(fields, type(message))

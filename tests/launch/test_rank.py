@@ -12,6 +12,7 @@ import pytest
 from notebook_accel import ConfigError, RunStopped
 from notebook_accel.launch import rank, wire
 from notebook_accel.launch.rank import LaunchedContext, RankContext, current, enter
+from notebook_accel.launch.transport.encoding import encode
 from notebook_accel.launch.transport.scoreboard import Scoreboard
 from tests.launch.transport.test_scoreboard import stop
 
@@ -202,7 +203,7 @@ def test_values_of_any_kind_of_number_are_told_as_floats() -> None:
     context.metric(numbers)
     assert isinstance(told[0], wire.Metric)
     assert repr(told[0].values) == "{'a': 0.5, 'b': 3.0, 'c': 2.0, 'd': 1.0}"
-    wire.encode(told[0])
+    encode(told[0])
 
 
 def test_a_step_is_a_whole_number_that_a_message_can_carry() -> None:
@@ -211,7 +212,7 @@ def test_a_step_is_a_whole_number_that_a_message_can_carry() -> None:
     context, told, _ = launched()
     for step in (np.int64(3), 3.0, 2**63 - 1):
         context.metric({}, step)  # type: ignore[arg-type]
-        wire.encode(told[-1])
+        encode(told[-1])
     assert [message.step for message in told] == [3, 3, 2**63 - 1]  # type: ignore[attr-defined]
     for step in (2**70, float("inf"), "three"):
         with pytest.raises(ConfigError, match="step="):

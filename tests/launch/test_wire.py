@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.transport.encoding import decode, encode
 
 HEAD = {
     "run": "r",
@@ -48,19 +49,19 @@ def _full(kind: type[wire.Message]) -> wire.Message:
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 def test_a_message_survives(kind: type[wire.Message]) -> None:
     message = _full(kind)
-    decoded = wire.decode(wire.encode(message))
+    decoded = decode(encode(message))
     assert type(decoded) is kind
     assert decoded == message
-    assert wire.decode(memoryview(wire.encode(message))) == message
+    assert decode(memoryview(encode(message))) == message
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 def test_a_field_of_another_type_is_an_error(kind: type[wire.Message]) -> None:
-    raw = msgspec.msgpack.decode(wire.encode(_full(kind)))
+    raw = msgspec.msgpack.decode(encode(_full(kind)))
     for name in kind.__struct_fields__:
         broken = msgspec.msgpack.encode({**raw, name: [{"no": "such thing"}, None]})
         with pytest.raises(msgspec.DecodeError):
-            wire.decode(broken)
+            decode(broken)
 
 
 def test_messages_carry_who_sent_them_and_when() -> None:
@@ -77,7 +78,7 @@ def test_messages_cannot_be_changed() -> None:
 
 def test_numbers_that_json_does_not_have() -> None:
     values = {"nan": float("nan"), "inf": float("inf"), "minus": float("-inf"), "whole": 3}
-    decoded = wire.decode(wire.encode(wire.Metric(values=values)))
+    decoded = decode(encode(wire.Metric(values=values)))
     assert isinstance(decoded, wire.Metric)
     assert repr(decoded.values) == "{'nan': nan, 'inf': inf, 'minus': -inf, 'whole': 3.0}"
 
@@ -93,18 +94,18 @@ def test_folders_and_variables_that_are_no_text_arrive_as_they_were() -> None:
         num_threads=1,
         notebook=b"\xff",
     )
-    assert wire.decode(wire.encode(message)) == message
+    assert decode(encode(message)) == message
     asked = wire.CountDevices(environment={"A": "\udcff"})
-    assert wire.decode(wire.encode(asked)) == asked
+    assert decode(encode(asked)) == asked
     for text in ("\0no digits", "\0ff"):
-        odd = wire.encode(wire.CountDevices(environment={"A": text}))
+        odd = encode(wire.CountDevices(environment={"A": text}))
         with pytest.raises(msgspec.DecodeError, match="a text is none"):
-            wire.decode(odd)
+            decode(odd)
 
 
 def test_half_characters_for_a_person_are_spelled() -> None:
     raised = wire.Raised(kind="exception", type_name="E", text="\ud800 fü", traceback="")
-    assert wire.decode(wire.encode(raised)).text == "\\ud800 fü"  # type: ignore[attr-defined]
+    assert decode(encode(raised)).text == "\\ud800 fü"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_half_characters_for_a_person_are_spelled() -> None:
         msgspec.msgpack.encode({"type": "Notice"}),
         msgspec.msgpack.encode({"text": "no type"}),
         msgspec.msgpack.encode(["Notice", "text"]),
-        wire.encode(wire.Interrupt()) + b"more",
+        encode(wire.Interrupt()) + b"more",
         b"\xff" * 100,
     ],
     # A message has its time in it: each of several test processes would name it otherwise.
@@ -126,7 +127,7 @@ def test_half_characters_for_a_person_are_spelled() -> None:
 )
 def test_what_is_no_message(data: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
-        wire.decode(data)
+        decode(data)
 
 
 def test_every_kind_of_message_can_be_decoded() -> None:

@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch import wire
+from notebook_accel.launch.transport.encoding import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from notebook_accel.launch import wire
 
 __all__ = ["Channel", "ProtocolError"]
 
@@ -145,7 +147,7 @@ class Channel:
 
     @staticmethod
     def _encode(message: wire.Message) -> bytes:
-        data = wire.encode(message)
+        data = encode(message)
         if len(data) > _MAX_FRAME:
             raise ProtocolError(
                 f"a {type(message).__name__} of {len(data):,} bytes was to be sent; "
@@ -247,7 +249,7 @@ class Channel:
                 body, num_fds = self._next_frame()
                 if body is None:
                     return
-                yield from self._deliver(wire.decode(body), num_fds)
+                yield from self._deliver(decode(body), num_fds)
         except msgspec.MsgspecError as error:
             self._end = ProtocolError(f"what came is no message: {error}")
         except ProtocolError as error:

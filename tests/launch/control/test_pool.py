@@ -15,6 +15,7 @@ from notebook_accel import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.control import pool
 from notebook_accel.launch.control.hang_watch import HangWatch
+from notebook_accel.launch.transport.encoding import encode
 from tests.engines.processes import eventually
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
 
@@ -241,7 +242,7 @@ def test_an_agent_that_talks_nonsense_is_lost(one: PlayedRun) -> None:
     (agent,) = one.agents
     call = one.begin_call()
     # In one piece with what can be understood, and then nothing more.
-    good = wire.encode(wire.CallStarted(run="r", call=1, rank=0))
+    good = encode(wire.CallStarted(run="r", call=1, rank=0))
     agent.channel._socket.sendall(struct.pack("!IB", len(good), 0) + good + b"\xff" * 64)
     assert call.ended.wait(SECONDS)
     assert agent.killed.is_set()

@@ -16,6 +16,7 @@ import pytest
 from notebook_accel.launch import wire
 from notebook_accel.launch.transport import channel as channels
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
+from notebook_accel.launch.transport.encoding import encode
 from tests.descriptors import open_descriptors
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def frame(body: bytes, num_fds: int = 0) -> bytes:
 
 
 def notice(text: str) -> bytes:
-    return frame(wire.encode(wire.Notice(text=text)))
+    return frame(encode(wire.Notice(text=text)))
 
 
 # ---- messages ------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ def test_a_frame_that_claims_more_descriptors_than_came(
     raw: tuple[socket.socket, Channel],
 ) -> None:
     peer, channel = raw
-    peer.sendall(frame(wire.encode(wire.Notice(text="liar")), num_fds=2))
+    peer.sendall(frame(encode(wire.Notice(text="liar")), num_fds=2))
     with pytest.raises(ProtocolError, match="descriptors"):
         channel.receive()
 

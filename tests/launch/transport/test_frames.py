@@ -14,6 +14,7 @@ import pytest
 from notebook_accel.launch import wire
 from notebook_accel.launch.payload import Packed
 from notebook_accel.launch.transport.channel import ProtocolError
+from notebook_accel.launch.transport.encoding import encode
 from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.launch.transport.packet import pack, unpack
 from tests.descriptors import open_descriptors
@@ -326,7 +327,7 @@ def test_nonsense_ends_the_channel(nonsense: list[wire.Message]) -> None:
     peer, sock = socket.socketpair()
     channel = FramedChannel(sock)
     for message in (wire.Notice(text="good"), *nonsense):
-        peer.sendall(frame(wire.encode(message)))
+        peer.sendall(frame(encode(message)))
     assert [text(message) for message, _ in channel.drain()] == ["good"]
     with pytest.raises(ProtocolError):
         channel.drain()
@@ -337,7 +338,7 @@ def test_nonsense_ends_the_channel(nonsense: list[wire.Message]) -> None:
 def test_a_message_that_claims_more_segments_than_were_opened() -> None:
     peer, sock = socket.socketpair()
     channel = FramedChannel(sock)
-    peer.sendall(frame(wire.encode(wire.Notice(text="liar")), num_fds=1))
+    peer.sendall(frame(encode(wire.Notice(text="liar")), num_fds=1))
     with pytest.raises(ProtocolError, match="segments"):
         channel.drain()
     channel.close()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.transport import channel as channels
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.launch.transport.handshake import (
@@ -97,7 +98,7 @@ def _reflector(sock: socket.socket) -> bytes:
 
 def test_guessed_and_replayed_proofs_open_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[bytes] = []
-    monkeypatch.setattr(wire, "decode", decoded.append)
+    monkeypatch.setattr(channels, "decode", decoded.append)
     theirs, ours = meet(_impostor, lambda s: accept(s, new_secret()))
     assert isinstance(ours, AuthenticationError)
     assert isinstance(theirs, ConnectionError) or theirs == b""
@@ -118,7 +119,7 @@ def test_another_version_is_named() -> None:
 @pytest.mark.parametrize("side", [accept, connect])
 def test_garbage_before_the_handshake(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[bytes] = []
-    monkeypatch.setattr(wire, "decode", decoded.append)
+    monkeypatch.setattr(channels, "decode", decoded.append)
 
     def noise(sock: socket.socket) -> None:
         with contextlib.suppress(OSError):

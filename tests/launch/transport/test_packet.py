@@ -9,6 +9,7 @@ import pytest
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.payload import Packed
+from notebook_accel.launch.transport.encoding import decode, encode
 from notebook_accel.launch.transport.packet import pack, unpack
 from tests.descriptors import open_descriptors
 
@@ -27,7 +28,7 @@ def _leaves_no_descriptor() -> Iterator[None]:
 
 def carried(packet: wire.Packet) -> wire.Packet:
     """The packet after a journey in a message."""
-    message = wire.decode(wire.encode(wire.Returned(value=packet)))
+    message = decode(encode(wire.Returned(value=packet)))
     assert isinstance(message, wire.Returned)
     return message.value
 
@@ -41,7 +42,7 @@ def carried(packet: wire.Packet) -> wire.Packet:
 def test_a_value_comes_back_as_it_was(header: bytes, buffers: tuple[bytes, ...]) -> None:
     packet, fds = pack(Packed(header, tuple(map(memoryview, buffers))))
     assert bool(fds) == (len(header) + sum(map(len, buffers)) > 65_536)
-    assert len(wire.encode(wire.Returned(value=packet))) < 70_000
+    assert len(encode(wire.Returned(value=packet))) < 70_000
     back = unpack(carried(packet), fds)
     assert back.header == header
     assert [bytes(buffer) for buffer in back.buffers] == list(buffers)
