@@ -20,26 +20,22 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch.multiprocessing as mp
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.agent.ending import STAGES, Ending, Stage
-from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.launch.agent.flush import flush_to_kernel
-from notebook_accel.launch.agent.gauges import gauges_of
+from notebook_accel.launch.agent.forking import fork_rank
 from notebook_accel.launch.agent.logs import rank_logs
-from notebook_accel.launch.agent.ports import reserve_port
+from notebook_accel.launch.agent.ports import RunPorts
 from notebook_accel.launch.agent.rank_process import CLOSED, GARBAGE, RankProcess
 from notebook_accel.launch.system import open_files, processes, scratch
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.scoreboard import FLAG_SECONDS, LeavePoint, Scoreboard
-from notebook_accel.launch.worker import main as worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -116,13 +112,7 @@ class Agent:
         self._ranks: list[RankProcess] = []
         self._reaped: list[int] = []
         self._selector = selectors.DefaultSelector()
-        # Ranks meet where rank 0 is; the other agents learn its port with each call.
-        self._port: socket.socket | None = None
-        if self._has_rank_0:
-            port = int(launch.environment.get("MASTER_PORT", "0"))
-            self._port = reserve_port(port, shared=not self._has_peers())
-        self._store_port = None if self._has_others else reserve_port(0)
-        self._is_port_new = True
+        self._ports = RunPorts(launch)
         self._group_generation = 0
         self._is_shutting_down = False
         self._next_alive = 0.0
@@ -140,53 +130,23 @@ class Agent:
     def start(self, unneeded: Sequence[int]) -> None:
         """Fork the rank processes and tell the kernel their pids."""
         scratch.use(self._launch.run)
-        context = mp.get_context("fork")
         for spec in self._launch.ranks:
-            ours, theirs = socket.socketpair()
-            log = self._logs.open(spec.rank)
-            stacks = os.memfd_create(f"stacks-{spec.rank}")
-            disconnect = os.eventfd(0)
-            inherited = worker.Inherited(
-                agent_pid=os.getpid(),
-                launch=self._launch,
-                spec=spec,
-                port=self._master_port,
-                store_port=self._store_port,
-                channel=Channel(theirs),
+            rank = fork_rank(
+                spec,
+                self._launch,
                 board=self._board,
-                log=log,
-                stacks=stacks,
-                disconnect=disconnect,
-                unneeded=(*unneeded, *self._own_descriptors(), ours.fileno()),
+                logs=self._logs,
+                ports=self._ports,
+                unneeded=(*unneeded, *self._own_descriptors()),
             )
-            process = context.Process(
-                target=worker.main, args=(inherited,), name=f"rank-{spec.rank}"
-            )
-            process.start()
-            theirs.close()
-            os.close(log)
-            self._ranks.append(
-                RankProcess(
-                    rank=spec.rank,
-                    process=process,
-                    channel=Channel(ours),
-                    tail=FileTail(self._logs.path(spec.rank)),
-                    stacks=stacks,
-                    disconnect=disconnect,
-                    row=self._board.row(spec.local_rank),
-                    gauges=gauges_of(self._launch, spec, process.pid),
-                )
-            )
+            self._ranks.append(rank)
         self._post(wire.AgentReady, pids={rank.rank: rank.pid for rank in self._ranks})
 
     def _own_descriptors(self) -> tuple[int, ...]:
         ranks = (fd for rank in self._ranks for fd in rank.descriptors())
-        port = () if self._port is None else (self._port.fileno(),)
+        master = self._ports.master
+        port = () if master is None else (master.fileno(),)
         return (self._channel.fileno(), self._kernel, self._selector.fileno(), *port, *ranks)
-
-    @property
-    def _master_port(self) -> int:
-        return 0 if self._port is None else int(self._port.getsockname()[1])
 
     # ---- serve -----------------------------------------------------------------------------
 
@@ -334,32 +294,24 @@ class Agent:
     def _begin_call(self, message: wire.Call, fds: Sequence[int]) -> None:
         """Hand a call on to the ranks, which have all ended the one before."""
         if message.group_generation != self._group_generation:
-            # Whoever held on to the old group may still listen on the old port.
             self._group_generation = message.group_generation
-            if self._port is not None:
-                self._port.close()
-                self._port = reserve_port(0, shared=not self._has_peers())
-                self._is_port_new = True
+            self._ports.renew_master()
         self._call = message.call
         self._is_shutting_down = self._is_shutting_down or message.last
         self._ending = Ending(grace=message.grace, is_last=self._is_shutting_down)
         self._stop_asked = self._interrupted_at = None
         self._board.reset()
         self._progressed = time.monotonic()
-        port = message.master_port or self._master_port
+        port = message.master_port or self._ports.master_number
         if self._has_others and self._has_rank_0:
             self._post(wire.PortReserved, call=self._call, port=port)
         for rank in self._ranks:
-            if rank.rank == 0 and self._port and self._is_port_new and self._has_peers():
-                rank.send(wire.MasterSocket(), [self._port.fileno()])
-                self._is_port_new = False
+            bound = self._ports.master_for_rank_0() if rank.rank == 0 else None
+            if bound is not None:
+                rank.send(wire.MasterSocket(), [bound.fileno()])
             rank.begin_call(msgspec.structs.replace(message, master_port=port), fds)
         if not all(rank.alive for rank in self._ranks):
             self._rank_failed()
-
-    def _has_peers(self) -> bool:
-        """Whether rank 0 has others to meet; a rank alone leaves MASTER_PORT to its children."""
-        return self._launch.world_size > 1
 
     def _kernel_gone(self) -> None:
         """The kernel or the connection to it is gone: end the ranks without grace, and exit."""
@@ -497,10 +449,7 @@ class Agent:
         rank.row.call_over = 1
         if not any(other.alive for other in self._ranks):
             # Before the kernel hears of it: the next launch may want the same port.
-            for bound in (self._port, self._store_port):
-                if bound is not None:
-                    bound.close()
-            self._port = self._store_port = None
+            self._ports.close()
         if is_failure and not rank.ended_by_agent:
             self._rank_failed()
         self._post(

@@ -1,13 +1,71 @@
-"""The ports of a run: bound by the agent before its ranks begin, and handed to rank 0."""
+"""The ports of a run: bound by the agent before its ranks begin, and handed to rank 0.
+
+    MASTER_PORT    in the environment of every rank, for stores that the user's code opens
+    store port     where the process groups of a run meet whose ranks are all on one machine
+
+Ranks meet where rank 0 is: the other agents reserve nothing, and learn MASTER_PORT with each call.
+"""
 
 from __future__ import annotations
 
 import socket
+from typing import TYPE_CHECKING
 
-__all__ = ["reserve_port"]
+if TYPE_CHECKING:
+    from notebook_accel.launch import wire
+
+__all__ = ["RunPorts"]
 
 
-def reserve_port(port: int, *, shared: bool = False) -> socket.socket:
+class RunPorts:
+    """What an agent has reserved for its run.
+
+    Attributes:
+        master: bound to MASTER_PORT; None where rank 0 is behind another agent, or after the end.
+        store: bound to the store port; None where ranks are on several machines, or after the end.
+    """
+
+    def __init__(self, launch: wire.Launch) -> None:
+        self.master: socket.socket | None = None
+        self.store: socket.socket | None = None
+        # A rank alone has nobody to meet, and leaves MASTER_PORT to its children.
+        self._has_peers = launch.world_size > 1
+        self._is_new = True
+        if any(spec.rank == 0 for spec in launch.ranks):
+            port = int(launch.environment.get("MASTER_PORT", "0"))
+            self.master = _reserve(port, shared=not self._has_peers)
+        if len(launch.ranks) == launch.world_size:
+            self.store = _reserve(0)
+
+    @property
+    def master_number(self) -> int:
+        """MASTER_PORT; 0 where no port is reserved for it here."""
+        return 0 if self.master is None else int(self.master.getsockname()[1])
+
+    def renew_master(self) -> None:
+        """Take another MASTER_PORT: a rank may still listen on the old one, for its old group."""
+        if self.master is not None:
+            # The old one is let go of afterwards, so that the new one is sure to be another.
+            old, self.master = self.master, _reserve(0, shared=not self._has_peers)
+            old.close()
+            self._is_new = True
+
+    def master_for_rank_0(self) -> socket.socket | None:
+        """The socket on which stores of rank 0 listen; None where it has that, or needs none."""
+        if self.master is None or not (self._is_new and self._has_peers):
+            return None
+        self._is_new = False
+        return self.master
+
+    def close(self) -> None:
+        """Let go of the ports: the next launch may want the same."""
+        for bound in (self.master, self.store):
+            if bound is not None:
+                bound.close()
+        self.master = self.store = None
+
+
+def _reserve(port: int, *, shared: bool = False) -> socket.socket:
     """A socket bound to a port on the loopback interface, for a store of rank 0 to listen on.
 
     Rank 0 gets this very socket. Had it to bind one of its own, with SO_REUSEADDR on both, any
