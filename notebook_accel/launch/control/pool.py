@@ -10,7 +10,7 @@ lost agent count as ended.
 
 What agents must know of each other goes through here, since they have no connection of their own:
 the port at which the ranks meet, that a rank failed, the count at which all leave a call that is
-stopped, and that every rank's part of a call has ended.
+stopped (several_agents.py), and that every rank's part of a call has ended.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import msgspec
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.agent_link import AgentEnd, LostAgent
+from notebook_accel.launch.control.several_agents import MessagesForOthers, StopAnswers
 from notebook_accel.launch.control.state import ProcessState, apply_to_processes
 from notebook_accel.launch.system.interrupts import Latch, held
 from notebook_accel.launch.system.log_files import open_log
 from notebook_accel.launch.system.processes import describe_exit
-from notebook_accel.launch.transport.scoreboard import StopPoint, leave_after
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -115,10 +115,9 @@ class RankPool:
         self._kill_asked: float | None = None
         # The newest dump of each rank, and when it came.
         self._stacks: dict[int, tuple[float, str]] = {}
-        # Messages for the other agents until the first has named the call's port; None after that.
-        self._for_others: list[tuple[wire.Message, tuple[int, ...]]] | None = None
+        self._for_others = MessagesForOthers()
+        self._stop_answers = StopAnswers()
         self._end_asked: float | None = None  # when the call's end was asked for first
-        self._stop_points: dict[tuple[int, ...], StopPoint] = {}  # the agents' answers to a stop
         self._heard_metrics = False  # whether the thread last heard metrics, and nothing else
         self._has_announced_end = False  # whether agents were told of the call's end
         self._selector = selectors.DefaultSelector()  # not in the thread: it may fail
@@ -166,7 +165,8 @@ class RankPool:
             )
             self._is_shutting_down = message.last
             self._has_announced_end = not self._has_several
-            self._for_others = [] if self._has_several else None
+            if self._has_several:
+                self._for_others.begin_call()
             self._call = call
             call.begin(self._num_calls)
             try:
@@ -232,11 +232,7 @@ class RankPool:
         # Never blocks, so that a stop gets through to the others where one agent is frozen: the
         # pool's thread writes what a socket does not take now.
         with held(), self._channel_lock:
-            # What follows a call that the other agents do not have yet must not overtake it: a Stop
-            # or DumpStacks would be taken for one about the previous call. Kill ends them whatever
-            # they are in.
-            if self._for_others is not None and not isinstance(message, wire.Kill):
-                self._for_others.append((message, tuple(os.dup(fd) for fd in fds)))
+            if self._for_others.keep(message, fds):
                 links = [link for link in links if link is self._first]
             for link in links:
                 link.post(message, fds)
@@ -291,29 +287,20 @@ class RankPool:
         """Where the Python of one rank, or of each, stands: its number and faulthandler's text."""
         asked = time.monotonic()
         chosen = [number for number in range(len(self.processes)) if rank in (None, number)]
-        if not all(map(self._has_ended, chosen)):
+
+        def answer(number: int) -> str | None:
+            if self.processes[number].status == "ended":
+                return "the rank has ended\n"
+            came, text = self._stacks.get(number, (0.0, ""))
+            return text if came >= asked else None
+
+        if None in map(answer, chosen):
             self.send(wire.DumpStacks(run=self.run, rank=rank))
-        deadline = asked + _STACKS_SECONDS
         # Without a lock: an interrupt of whoever waits must not hold up the pool's thread.
-        while time.monotonic() < deadline and not all(
-            self._has_ended(number) or self._dumped(number, asked) for number in chosen
-        ):
+        while None in map(answer, chosen) and time.monotonic() < asked + _STACKS_SECONDS:
             time.sleep(_POLL_SECONDS)
-        return [(number, self._stacks_text(number, asked)) for number in chosen]
-
-    def _has_ended(self, rank: int) -> bool:
-        return self.processes[rank].status == "ended"
-
-    def _dumped(self, rank: int, since: float) -> bool:
-        """Whether the newest dump of a rank came after ``since``."""
-        return rank in self._stacks and self._stacks[rank][0] >= since
-
-    def _stacks_text(self, rank: int, asked: float) -> str:
-        if self._has_ended(rank):
-            return "the rank has ended\n"
-        if self._dumped(rank, asked):
-            return self._stacks[rank][1]
-        return f"its agent gave no answer within {_STACKS_SECONDS:g} s\n"
+        silence = f"its agent gave no answer within {_STACKS_SECONDS:g} s\n"
+        return [(number, answer(number) or silence) for number in chosen]
 
     # ---- the thread ------------------------------------------------------------------------
 
@@ -421,39 +408,25 @@ class RankPool:
         elif isinstance(message, wire.RankFailed):
             self._send_to([other for other in self._links if other is not link], message)
         elif isinstance(message, wire.StopPointReached):
-            self._stop_points[link.numbers] = StopPoint(
-                batches=message.batches,
-                reads=message.reads,
-                reads_should_stop=message.reads_should_stop,
-            )
+            self._stop_answers.note(link.numbers, message)
             self._decide_stop(message.call)
 
     def _send_to_others(self, port: int) -> None:
         """The port of the call is known: send the other agents the messages that waited for it."""
         with self._channel_lock:
-            waiting, self._for_others = self._for_others or [], None
-            for waited, fds in waiting:
-                is_call = isinstance(waited, wire.Call)
-                message = msgspec.structs.replace(waited, master_port=port) if is_call else waited
+            for message, fds in self._for_others.release(port):
                 for link in self._links:
                     if link is not self._first:
                         link.post(message, fds)
-                for fd in fds:
-                    os.close(fd)
 
     def _drop_for_others(self) -> None:
         with self._channel_lock:
-            waiting, self._for_others = self._for_others or [], None
-            for fd in (fd for _, fds in waiting for fd in fds):
-                os.close(fd)
+            self._for_others.drop()
 
     def _decide_stop(self, call: int) -> None:
         """Once every agent has answered a stop, tell all ranks where to leave."""
-        points = [self._stop_points.get(link.numbers) for link in self._links]
-        known = [point for point in points if point is not None]
-        if points and len(known) == len(points):
-            self._stop_points.clear()
-            leave = leave_after(known)
+        leave = self._stop_answers.leave_point(link.numbers for link in self._links)
+        if leave is not None:
             self.send(
                 wire.LeaveAt(run=self.run, call=call, batches=leave.batches, reads=leave.reads)
             )
@@ -479,7 +452,7 @@ class RankPool:
         if call is None:
             return
         call.lose(link.numbers)
-        if self._for_others is not None:
+        if self._for_others.is_waiting:
             # The first agent is lost before it named the port. Ranks behind the other agents wait
             # for this call, and nobody can send it to them any more.
             self._drop_for_others()
@@ -528,7 +501,7 @@ class RankPool:
             # With the call ends what was asked about it: no agent owes an answer any more.
             self._kill_asked = None
             self._end_asked = None
-            self._stop_points.clear()
+            self._stop_answers.clear()
             if not call.ended_well:
                 # A rank that left its loop early, or was interrupted in a collective, may have
                 # the group in a state that the others do not share.
