@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import platformdirs
 import yaml
@@ -54,13 +54,26 @@ __all__ = [
     "descriptions",
     "given_settings",
     "resolve",
+    "shares_devices",
     "value_of_text",
     "write_basic_config",
 ]
 
 _PRECISIONS = ("no", "bf16", "fp16", "fp8")
-# Name of each backend, and whether it works on a CPU.
-_BACKENDS = {"nccl": False, "gloo": True}
+
+
+class _Backend(NamedTuple):
+    """What a backend of torch.distributed can do."""
+
+    works_on_cpu: bool
+    shares_devices: bool
+    """Whether several ranks may use one accelerator."""
+
+
+_BACKENDS = {
+    "nccl": _Backend(works_on_cpu=False, shares_devices=False),
+    "gloo": _Backend(works_on_cpu=True, shares_devices=True),
+}
 
 # Settings for which Accelerate's launcher has a variable.
 _ACCELERATE_VARIABLES = {
@@ -169,11 +182,12 @@ class LaunchConfig:
         asked = [name for name in PLUGINS if getattr(self, name) is not None]
         if len(asked) > 1 and not all(PLUGINS[name].composes for name in asked):
             raise ConfigError(f"{' and '.join(asked)} were given, which do not compose: pass one")
-        if self.devices == "cpu" and not _BACKENDS.get(self.backend or "gloo"):
+        backend = _BACKENDS.get(self.backend or "")
+        if self.devices == "cpu" and backend is not None and not backend.works_on_cpu:
             raise ConfigError(
                 f"backend={self.backend!r} needs GPUs: with devices='cpu' take 'gloo'"
             )
-        if isinstance(self.devices, tuple) and wanted is not None and self.backend != "gloo":
+        if isinstance(self.devices, tuple) and wanted is not None and not shares_devices(self):
             check_enough(wanted, len(self.devices), f"devices={list(self.devices)}")
         # How many more there may be, a plugin that the function makes can say.
         num_divided = math.prod((self.parallelism or {}).values())
@@ -231,6 +245,12 @@ def choices_of(name: str) -> tuple[str, ...]:
     if name == "engine":
         return tuple(_engines())
     return {"mixed_precision": _PRECISIONS, "backend": tuple(_BACKENDS)}.get(name, ())
+
+
+def shares_devices(config: LaunchConfig) -> bool:
+    """Whether several ranks of a launch may use one accelerator, as its backend allows."""
+    backend = _BACKENDS.get(config.backend or "")
+    return backend is not None and backend.shares_devices
 
 
 def descriptions() -> dict[str, str]:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.config import shares_devices
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.interrupts import held
@@ -180,7 +181,7 @@ def check_fits(config: LaunchConfig, machine: Machine) -> None:
     if wanted is None:
         return
     _check_files_of_ranks(wanted)
-    if machine.devices and config.devices is None and config.backend != "gloo":
+    if machine.devices and config.devices is None and not shares_devices(config):
         check_enough_devices(wanted, len(machine.devices))
 
 

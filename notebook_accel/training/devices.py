@@ -28,6 +28,7 @@ __all__ = [
     "Streams",
     "barrier_kwargs",
     "choose_device",
+    "cuda_capability",
     "default_backend",
     "default_device",
     "distributed_type",
@@ -37,6 +38,8 @@ __all__ = [
     "get_rng_state",
     "has_ring_attention",
     "inventory",
+    "is_host",
+    "is_only_device",
     "memory_reader",
     "set_rng_state",
     "streams",
@@ -212,6 +215,22 @@ def has_ring_attention(device: torch.device) -> bool:
     """Whether torch can compute attention over parts of sequences on such devices: it needs
     kernels that give the sums of exponentials along with the result."""
     return device.type != "cpu"
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether a device is the host itself."""
+    return device.type == "cpu"
+
+
+def is_only_device(device: torch.device) -> bool:
+    """Whether nothing can lie elsewhere than on this device: it is the host of a machine without
+    accelerators."""
+    return is_host(device) and not torch.accelerator.is_available()
+
+
+def cuda_capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a CUDA device; None for any other."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def memory_reader(device: torch.device) -> Callable[[], int | None] | None:

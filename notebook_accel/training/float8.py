@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training import devices
 from notebook_accel.training.availability import is_torchao_available
 from notebook_accel.training.environment import parse_flag_from_env
 from notebook_accel.training.settings import KwargsHandler
@@ -106,7 +107,7 @@ class AORecipeKwargs(KwargsHandler):
         """
         if self.config.emulate:
             return
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        capability = devices.cuda_capability(device)
         if capability is None or capability < _LEAST_CAPABILITY:
             found = "" if capability is None else f" (compute capability {capability})"
             raise ConfigError(

@@ -76,7 +76,9 @@ def _asked_for(config: LaunchConfig) -> dict[str, str]:
     if config.mixed_precision is not None:
         variables["ACCELERATE_MIXED_PRECISION"] = config.mixed_precision
         variables["NOTEBOOK_ACCEL_MIXED_PRECISION"] = config.mixed_precision
-    if isinstance(config.devices, tuple):
+    if config.devices == "cpu":
+        variables.update(ON_CPU)
+    elif isinstance(config.devices, tuple):
         variables[_VISIBLE] = _among_visible(config.devices)
         variables["ACCELERATE_USE_CPU"] = "false"
     if config.gradient_accumulation_steps is not None:

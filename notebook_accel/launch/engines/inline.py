@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.conductor import Conductor
-from notebook_accel.launch.control.environment import ON_CPU
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.state import Failure, apply
 from notebook_accel.launch.engines.base import Engine, RankPlan
@@ -53,8 +52,7 @@ class InlineEngine(Engine):
         conductor = _Inline(new.state)
         new.begin(conductor)
         request.view.open(new.run._without_results())
-        of_cpu = ON_CPU if request.config.devices == "cpu" else {}
-        variables = {**request.environment, **_ALONE, **of_cpu}
+        variables = {**request.environment, **_ALONE}
         try:
             with _environment(variables), _seeded(request.config.seed), let_through():
                 conductor.call(request)

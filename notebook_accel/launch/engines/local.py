@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
+from notebook_accel.config import shares_devices
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
 from notebook_accel.launch.control.environment import ON_CPU, WITHOUT_DEVICES
@@ -45,7 +46,7 @@ class LocalEngine(AgentEngine):
     def plan_ranks(self, request: StartRequest) -> RankPlan:
         wanted = request.config.num_processes
         if request.config.devices == "cpu":
-            return RankPlan.of_sizes(wanted or 1, environment={**ON_CPU, **WITHOUT_DEVICES})
+            return RankPlan.of_sizes(wanted or 1, environment=WITHOUT_DEVICES)
         environment = request.environment
         found = ask_template(environment, lambda source: source.count_devices(environment))
         available = len(found.names)
@@ -53,7 +54,7 @@ class LocalEngine(AgentEngine):
         if not available:
             notices = () if wanted else (_ASK_FOR_MORE,)
             return RankPlan.of_sizes(wanted or 1, environment=ON_CPU, notices=notices)
-        if wanted is not None and request.config.backend != "gloo":
+        if wanted is not None and not shares_devices(request.config):
             check_enough_devices(wanted, available)
         return RankPlan.of_sizes(wanted or available)
 

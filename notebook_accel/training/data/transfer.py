@@ -46,7 +46,7 @@ class _Sent(NamedTuple):
 
 def make_transfer(device: torch.device | None, non_blocking: bool) -> Transfer:
     """How batches get onto ``device``, where they do not lie there already."""
-    if device is None or (device.type == "cpu" and not torch.accelerator.is_available()):
+    if device is None or devices.is_only_device(device):
         return Transfer()
     move = partial(send_to_device, device=device, non_blocking=non_blocking)
     streams = devices.streams(device) if non_blocking else None

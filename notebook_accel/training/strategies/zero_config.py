@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.deepspeed_config import AUTO, is_open
+from notebook_accel.training.devices import is_host
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +76,7 @@ def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
     # another on the host.
     made.setdefault("zero_allow_untested_optimizer", True)
     made.setdefault("zero_force_ds_cpu_optimizer", False)
-    if facts.device.type == "cpu" and "params" in made.get("optimizer", {}):
+    if is_host(facts.device) and "params" in made.get("optimizer", {}):
         # DeepSpeed's own Adam is compiled at its first use, which takes minutes and a compiler.
         made["optimizer"]["params"].setdefault("torch_adam", True)
     return made

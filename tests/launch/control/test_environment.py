@@ -50,6 +50,13 @@ def test_devices_are_counted_among_those_that_the_notebook_sees(
     assert rank_environment(LaunchConfig(devices=devices))["CUDA_VISIBLE_DEVICES"] == seen
 
 
+def test_the_cpu_is_named_for_code_that_asks_accelerate() -> None:
+    found = rank_environment(LaunchConfig(devices="cpu"))
+    assert found["ACCELERATE_USE_CPU"] == "true"
+    mine = LaunchConfig(devices="cpu", env={"ACCELERATE_USE_CPU": "mine"})
+    assert rank_environment(mine)["ACCELERATE_USE_CPU"] == "mine"
+
+
 def test_a_device_that_the_notebook_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     with pytest.raises(ConfigError, match=r"devices=\[2\].*0 to 1: choose among these"):
