@@ -106,7 +106,8 @@ def read_stack(
     """
     frames = frames_of_function(dump)
     is_idle = cpu is not None and cpu < _IDLE_CPU
-    index = next((i for i, f in enumerate(frames) if _is_own(f, labels)), len(frames) - 1)
+    own = (i for i, f in enumerate(frames) if f.file in labels or not _LIBRARY.search(f.file))
+    index = next(own, len(frames) - 1)
     return RankStack(
         rank=rank,
         operation=_operation(frames[:index], is_idle=is_idle),
@@ -114,10 +115,6 @@ def read_stack(
         is_idle=is_idle or not frames,
         text=text[:_MAX_STACK],
     )
-
-
-def _is_own(frame: Frame, labels: Mapping[str, str]) -> bool:
-    return frame.file in labels or not _LIBRARY.search(frame.file)
 
 
 def _line(frame: Frame, labels: Mapping[str, str]) -> str:

@@ -336,15 +336,12 @@ def _(message: wire.Metric, state: RunState) -> RunState:
 def _(message: wire.Displayed, state: RunState) -> RunState:
     def change(rank: RankState) -> RankState:
         displays = (*rank.displays, message.data)[-_MAX_DISPLAYS:]
-        while len(displays) > 1 and sum(map(_num_bytes, displays)) > _MAX_DISPLAY_BYTES:
-            displays = displays[1:]
+        sizes = [sum(map(len, data.values())) for data in displays]
+        while len(sizes) > 1 and sum(sizes) > _MAX_DISPLAY_BYTES:
+            displays, sizes = displays[1:], sizes[1:]
         return _changed(rank, displays=displays, num_displays=rank.num_displays + 1)
 
     return change_rank(state, message.rank, change)
-
-
-def _num_bytes(data: dict[str, str]) -> int:
-    return sum(map(len, data.values()))
 
 
 @apply.register

@@ -7,7 +7,7 @@ by what its prepared loaders and optimizers counted.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.text import wording
@@ -87,7 +87,8 @@ def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[
         for bar in rank.bars
         if bar.depth == 1 and bar.closed and bar.bar > bars[0].bar and bar not in bars
     )
-    return [_with_remaining(lines[0], _seconds_left(bars, spent)), *lines[1:]]
+    left = _seconds_left(bars, spent)
+    return [replace(lines[0], remaining="" if left is None else wording.clock(left)), *lines[1:]]
 
 
 def named_lines(rank: RankState, *, throughput: float | None = None) -> list[ProgressLine]:
@@ -142,11 +143,6 @@ def _line_of_bar(bar: BarState) -> ProgressLine:
         rate=wording.rate(bar.rate or 0.0, one_line(bar.unit, _MAX_UNIT)),
         text=f"{label}: {count}" if label else count,
     )
-
-
-def _with_remaining(line: ProgressLine, seconds: float | None) -> ProgressLine:
-    remaining = "" if seconds is None else wording.clock(seconds)
-    return ProgressLine(**{**vars(line), "remaining": remaining})
 
 
 def _seconds_left(bars: Sequence[BarState], spent: float = 0.0) -> float | None:

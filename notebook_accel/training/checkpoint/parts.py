@@ -97,7 +97,7 @@ class PreparedParts:
             return
         if writes:
             for index, state in enumerate(weights):
-                yield Piece(state, partial(_write_weights, index=index, safe=safe))
+                yield Piece(state, partial(save_weights, index=index, safe=safe))
         for index, optimizer in enumerate(self.optimizers):
             # Every rank takes part in joining what is in parts; one at a time for the memory.
             state = self.strategy.optimizer_state(optimizer)
@@ -158,7 +158,3 @@ class PreparedParts:
         if not path.exists():
             raise FileNotFoundError(path.name)
         self.strategy.load_optimizer_state(optimizer, read_state(path, options))
-
-
-def _write_weights(state: Any, folder: Path, *, index: int, safe: bool) -> None:
-    save_weights(state, folder, index, safe=safe)

@@ -244,11 +244,8 @@ def _fill_slots(part: RankShare, buffer: torch.Tensor) -> RankShare:
     def put_in(slot: _Slot) -> torch.Tensor:
         return buffer[slot.start : slot.stop].view(slot.dtype).reshape(slot.shape)
 
-    return part._replace(batch=recursively_apply(put_in, part.batch, test_type=_is_slot))
-
-
-def _is_slot(value: object) -> bool:
-    return isinstance(value, _Slot)
+    batch = recursively_apply(put_in, part.batch, test_type=lambda one: isinstance(one, _Slot))
+    return part._replace(batch=batch)
 
 
 def _scatter(buffers: list[torch.Tensor]) -> None:
