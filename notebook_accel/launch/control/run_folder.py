@@ -232,7 +232,9 @@ class RunFolder:
     def load(self) -> RunState | None:
         """The state saved last; None where there is none that this version can read."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            return msgspec.msgpack.decode(read_regular(self.path / _STATE), type=RunState)
+            state = msgspec.msgpack.decode(read_regular(self.path / _STATE), type=RunState)
+            # Of another kernel, maybe on another machine, whose monotonic clock is none here.
+            return replace(state, began=None)
         return None
 
     @property

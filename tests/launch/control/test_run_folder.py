@@ -9,6 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO
@@ -352,6 +354,15 @@ def test_a_state_that_is_not_on_disk_is_told(tmp_path: Path) -> None:
     assert folder.save(state) == ""
     (folder.path / "state.part").symlink_to("/dev/full")
     assert folder.save(state).startswith("disk full: how this run ended")
+
+
+def test_a_run_of_another_machine_goes_by_the_wall_clock(tmp_path: Path) -> None:
+    folder = RunFolder.make(tmp_path)
+    state = starting(run="r", name="train", world_size=1, started=time.time() - 60)
+    folder.save(replace(state, began=time.monotonic() + 1e6))
+    found = folder.load()
+    assert found is not None
+    assert found.now() == pytest.approx(time.time(), abs=30)
 
 
 def test_what_cannot_be_made_in_a_new_folder_is_a_launch_error(tmp_path: Path) -> None:
