@@ -210,7 +210,7 @@ class Template:
         A template that is gone or stopped says nothing: it is not waited for.
         """
         deadline = time.monotonic() + timeout
-        while pid not in self._exits and time.monotonic() < deadline and not _is_stopped(self.pid):
+        while pid not in self._exits and not _is_stopped(self.pid):
             # Whoever holds the lock may wait for another answer, and notes the exits meanwhile.
             if self._lock.acquire(timeout=_POLL_SECONDS):
                 try:
@@ -218,6 +218,9 @@ class Template:
                         break
                 finally:
                     self._lock.release()
+            # After a look: what the template has said may be here unread, however short the time.
+            if pid in self._exits or time.monotonic() >= deadline:
+                break
             time.sleep(_POLL_SECONDS)
         return self._exits.get(pid)
 

@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import subprocess
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -48,6 +49,16 @@ def test_a_kernel_without_room_for_a_descriptor_ends_no_template() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         source.fork_agent(closed, run="r", secret=b"")
     assert source.alive
+
+
+def test_an_exit_that_was_not_read_yet_is_known_without_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = template()
+    source.wait_until_ready()
+    exited = wire.AgentExited(pid=-8, exitcode=9)
+    monkeypatch.setattr(source, "_channel", SimpleNamespace(drain=lambda: [(exited, [])]))
+    assert source.exit_of(-8, timeout=0.0) is exited
 
 
 def test_a_kernel_that_can_open_no_file_still_hears_its_template() -> None:
