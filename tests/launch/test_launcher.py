@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -34,7 +35,6 @@ from tests.engines.processes import below, eventually, gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.run import Run
@@ -686,8 +686,11 @@ def test_what_the_person_sets_for_the_ranks_wins(monkeypatch: pytest.MonkeyPatch
     own = ("ROLE_ARN", "GROUP_ID", "IPYTHONDIR", "TORCHELASTIC_ENABLE_FILE_TIMER")
     for name in own:
         monkeypatch.setenv(name, "somebody's")
+    # Python passes over it, and so do the ranks.
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/elsewhere")])
 
     def train() -> dict[str, str | None]:
+        assert all(isinstance(entry, str) for entry in sys.path)
         names = ("KEPT", "MINE", "JPY_SESSION_NAME", "WORLD_SIZE", "RANK", "LOCAL_RANK", *own)
         names += ("ROLE_RANK", "TORCHELASTIC_RUN_ID")
         return {name: os.environ.get(name) for name in names}

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -40,6 +39,7 @@ from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.supervisor import Supervisor
 from notebook_accel.launch.payload import notebook_state
+from notebook_accel.launch.system.import_path import import_path
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.transport.packet import pack
 
@@ -303,7 +303,7 @@ def _launch_message(request: StartRequest, plan: RankPlan, *, run: str) -> wire.
         ranks=(),
         environment=rank_environment(request.config, of_engine=of_engine),
         directory=os.getcwd(),
-        path=tuple(sys.path),
+        path=tuple(import_path()),
         log_dir=None,
         num_threads=num_threads,
         notebook=notebook_state.capture(request.config.seed).to_bytes(),

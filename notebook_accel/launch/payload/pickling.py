@@ -24,6 +24,7 @@ from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.refusals import Refused, remedy_of
 from notebook_accel.launch.payload.remade import BY_TYPE, NAMED_TYPES, remake
 from notebook_accel.launch.payload.small_views import StoragePolicy
+from notebook_accel.launch.system.import_path import import_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -315,7 +316,7 @@ def _is_on_path(file: str, name: str) -> bool:
     stem = stem.partition(".")[0]
     if stem == "__init__":
         folder, stem = os.path.split(folder)
-    return stem == name and folder in map(os.path.abspath, sys.path)
+    return stem == name and folder in map(os.path.abspath, import_path())
 
 
 class CallPickler(_Pickler):

@@ -40,6 +40,7 @@ import psutil
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.system import processes
+from notebook_accel.launch.system.import_path import import_path
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.open_files import naming_what_is_short
 from notebook_accel.launch.system.polling import is_readable
@@ -469,6 +470,6 @@ def _torch_stamp() -> tuple[object, ...]:
 
 def _boot_code(fd: int) -> str:
     # After the interpreter's own: a file beside the notebook must not shadow a module of Python's.
-    path = [entry for entry in sys.path if os.path.isabs(entry)]
+    path = [entry for entry in import_path() if os.path.isabs(entry)]
     path.append(str(Path(__file__).parents[3]))
     return _BOOT.format(path=path, fd=fd, kernel=os.getpid())
