@@ -33,13 +33,13 @@ from notebook_accel import accelerate_yaml
 from notebook_accel.errors import ConfigError
 from notebook_accel.plugin_options import PLUGINS
 from notebook_accel.setting_checks import (
+    as_choice,
     as_count,
     as_devices,
+    as_env,
+    as_port,
     as_seed,
-    check_choice,
     check_enough,
-    check_env,
-    check_port,
     check_seconds,
 )
 from notebook_accel.text_values import parse_flag, shown, value_of
@@ -156,9 +156,9 @@ class LaunchConfig:
             )
         for name, optional in (("mixed_precision", True), ("engine", False), ("backend", True)):
             choices = (*choices_of(name), None) if optional else choices_of(name)
-            check_choice(name, getattr(self, name), choices)
-        check_port(self.use_port)
-        check_env(self.env)
+            object.__setattr__(self, name, as_choice(name, getattr(self, name), choices))
+        object.__setattr__(self, "use_port", as_port(self.use_port))
+        object.__setattr__(self, "env", as_env(self.env))
         check_seconds("grace", self.grace)
         steps = as_count("gradient_accumulation_steps", self.gradient_accumulation_steps)
         object.__setattr__(self, "gradient_accumulation_steps", steps)
@@ -168,7 +168,6 @@ class LaunchConfig:
         if not isinstance(self.debug, bool):
             raise ConfigError(f"debug={shown(self.debug)}: expected True or False")
         object.__setattr__(self, "grace", float(self.grace))
-        object.__setattr__(self, "env", None if self.env is None else dict(self.env))
         object.__setattr__(self, "devices", as_devices(self.devices))
         self._check_together()
 

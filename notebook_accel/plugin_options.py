@@ -44,11 +44,11 @@ class Option:
     most: int | None = None
     or_choice_of: str = ""
 
-    def check(self, value: object, plugin: str) -> None:
-        """Refuse a value of another type, or one that is no choice.
+    def checked(self, value: Any, plugin: str) -> Any:
+        """The value as a plain one: of numpy's, or of an Enum, what it equals.
 
         Raises:
-            ConfigError: it names the setting, and what was expected.
+            ConfigError: it is of another type, or no choice.
         """
         if self.choices:
             fits, expected = value in self.choices, f"one of {', '.join(map(repr, self.choices))}"
@@ -66,6 +66,11 @@ class Option:
             expected = "True or False" if self.kind is bool else "text"
         if not fits:
             raise ConfigError(f"{plugin}={{{self.name!r}: {shown(value)}}}: expected {expected}")
+        if self.choices:
+            return next(choice for choice in self.choices if choice == value)
+        if isinstance(value, str):
+            return str.__str__(value)
+        return value if type(value) in (bool, int, float) else self.kind(value)
 
     def from_text(self, text: Any) -> Any:
         """The value that a YAML file means, which may have written a flag or a number as text."""
@@ -117,15 +122,16 @@ class Plugin:
                 "for its defaults"
             )
         options = {option.name: option for option in self.options}
-        for key, value in given.items():
+        for key in given:
             if key not in options:
                 raise ConfigError(
                     f"{name}={{{shown(key)}: ...}}: no option is called so; there are "
                     f"{', '.join(options)}. Others are fields of {self.plugin_class}, which the "
                     "function gives to its Accelerator"
                 )
-            options[key].check(value, name)
-        return dict(given)
+        return {
+            options[key].name: options[key].checked(value, name) for key, value in given.items()
+        }
 
     def variables(self, given: Mapping[str, Any]) -> dict[str, str]:
         """The environment that makes a rank's Accelerator take these options."""

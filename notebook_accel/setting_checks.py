@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "as_choice",
     "as_count",
     "as_devices",
+    "as_env",
+    "as_port",
     "as_seed",
-    "check_choice",
     "check_enough",
     "check_enough_devices",
-    "check_env",
-    "check_port",
     "check_seconds",
 ]
 
@@ -75,30 +75,32 @@ def check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:
         raise ConfigError(f"{name}={shown(value)}: expected {expected}")
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
-    """Refuse what is none of the choices.
+def as_choice(name: str, value: Any, choices: Sequence[str | None]) -> str | None:
+    """The one of the choices that ``value`` is, as a plain text where it is a member of an Enum.
 
     Raises:
-        ConfigError: it names them.
+        ConfigError: it is none of them.
     """
     if not (value is None or isinstance(value, str)) or value not in choices:
         named = ", ".join(repr(choice) for choice in choices if choice is not None)
         raise ConfigError(f"{name}={shown(value)}: expected one of {named}")
+    return next(choice for choice in choices if choice == value)
 
 
-def check_port(value: Any) -> None:
-    """Refuse what is neither None nor a port.
+def as_port(value: Any) -> int | None:
+    """The port that ``value`` is; None stays None.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: it is none.
     """
     number = _as_index(value)
     if value is not None and (number is None or not 0 < number < 65_536):
         raise ConfigError(f"use_port={shown(value)}: expected None (a free port) or 1 to 65535")
+    return number
 
 
-def check_env(value: Any) -> None:
-    """Refuse what cannot be environment variables.
+def as_env(value: Any) -> dict[str, str] | None:
+    """The environment variables that ``value`` is, as plain texts; None stays None.
 
     The texts are in no error: they may be secrets, and a notebook is saved with its errors.
 
@@ -106,7 +108,7 @@ def check_env(value: Any) -> None:
         ConfigError: it names the first variable that cannot be one.
     """
     if value is None:
-        return
+        return None
     expected = "expected a mapping of names to texts, such as env={'N': '4'}"
     if not isinstance(value, Mapping):
         raise ConfigError(f"env is a {type(value).__name__}: {expected}")
@@ -126,6 +128,7 @@ def check_env(value: Any) -> None:
             raise ConfigError(
                 f"env has {shown(name)} with a NUL character in its text: leave it out"
             )
+    return {str.__str__(name): str.__str__(text) for name, text in value.items()}
 
 
 def as_devices(value: Any) -> tuple[int, ...] | str | None:
@@ -134,8 +137,10 @@ def as_devices(value: Any) -> tuple[int, ...] | str | None:
     Raises:
         ConfigError: it means none of these.
     """
-    if value is None or (isinstance(value, str) and value == "cpu"):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, str) and value == "cpu":
+        return "cpu"
     devices = _as_indices(value)
     if not devices or min(devices) < 0 or len(set(devices)) < len(devices):
         raise ConfigError(

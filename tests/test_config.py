@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from dataclasses import FrozenInstanceError, fields
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -184,6 +185,25 @@ def test_indices_of_numpy() -> None:
     assert LaunchConfig(devices=np.arange(2)).devices == (0, 1)  # type: ignore[arg-type]
     assert LaunchConfig(num_processes=np.int64(2)).num_processes == 2
     assert type(LaunchConfig(num_processes=np.int64(2)).num_processes) is int
+
+
+def test_values_of_numpy_and_of_enums_are_kept_as_plain_ones(tmp_path: Path) -> None:
+    """YAML, which each run keeps of its settings, has no others."""
+    import numpy as np
+
+    class Precision(str, Enum):
+        BF16 = "bf16"
+
+    config = LaunchConfig(
+        mixed_precision=Precision.BF16,
+        use_port=np.int64(29_501),  # type: ignore[arg-type]
+        env={"A": np.str_("b")},
+        deepspeed={"gradient_clipping": np.float64(0.5), "offload_param_device": np.str_("cpu")},
+    )
+    assert type(config.mixed_precision) is str
+    config.save(tmp_path / "mine.yaml")
+    assert LaunchConfig.load(tmp_path / "mine.yaml") == config
+    assert LaunchConfig(devices=np.str_("cpu")).to_yaml() == "devices: cpu\n"
 
 
 def test_a_config_does_not_change() -> None:
