@@ -213,8 +213,9 @@ def _logger(logger: logging.Logger) -> LoggerState:
     return LoggerState(
         name="" if logger is logging.root else logger.name,
         level=logger.level,
-        propagate=logger.propagate,
-        disabled=logger.disabled,
+        # Numbers, where logging.config.fileConfig has set them, or a dictConfig of JSON.
+        propagate=bool(logger.propagate),
+        disabled=bool(logger.disabled),
         handlers=tuple(handler for handler in handlers if handler is not None),
     )
 

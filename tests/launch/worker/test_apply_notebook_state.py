@@ -51,11 +51,11 @@ logging.basicConfig(
 )
 logging.getLogger().addHandler(Mine())
 logging.getLogger("mine").setLevel(logging.DEBUG)
-logging.getLogger("quiet").disabled = True
+logging.getLogger("quiet").disabled = 1  # as logging.config.fileConfig sets it
 path = tempfile.mktemp() + "\\udcff"  # a name that is not UTF-8
 to_file = logging.FileHandler(path, mode="w")
 logging.getLogger("filed").addHandler(to_file)
-logging.getLogger("filed").propagate = False
+logging.getLogger("filed").propagate = 0
 logging.getLogger("filed").warning("notebook")
 sys.modules["transformers"] = logging
 logging.getLogger("transformers").setLevel(logging.INFO)
