@@ -286,7 +286,9 @@ def _warning_filters() -> tuple[WarningFilter, ...]:
             module=_pattern(module),
             line=line,
         )
-        for action, message, category, module, line in entries
+        for action, message, categories, module, line in entries
+        # warnings.simplefilter takes a tuple of them, too.
+        for category in (categories if isinstance(categories, tuple) else (categories,))
     )
 
 

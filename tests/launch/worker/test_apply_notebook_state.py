@@ -61,7 +61,7 @@ sys.modules["transformers"] = logging
 logging.getLogger("transformers").setLevel(logging.INFO)
 warnings.filterwarnings("error", message="now an err.r", category=UserWarning)
 warnings.filterwarnings("ignore", message="not a word", module="__main__")
-warnings.simplefilter("ignore", Mood)
+warnings.simplefilter("ignore", (Mood, ResourceWarning))
 
 def draws():
     torch.utils.data.random_split(range(100), [50, 50])
