@@ -8,7 +8,9 @@ the same run without results: what views and the list of runs (run_list.py) keep
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import operator
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -162,7 +164,7 @@ class Run:
             IndexError: there is no such rank.
             WorkerError, RunStopped, TimeoutError: as :meth:`wait`.
         """
-        self._check_rank(rank)
+        index = self._index_of(rank)
         self.wait()
         if self._results is None:
             raise self._about_this(
@@ -171,13 +173,16 @@ class Run:
                     f"{_LIVED}"
                 )
             )
-        if not self._results.has(rank % len(self)):
+        if not self._results.has(index):
             raise self._about_this(RunStopped(f"rank {rank} was stopped before it had a result"))
-        return self._results.get(rank % len(self))
+        return self._results.get(index)
 
-    def _check_rank(self, rank: int) -> None:
-        if not isinstance(rank, int) or not -len(self) <= rank < len(self):
-            raise IndexError(f"rank {rank!r}: this run has the ranks 0 to {len(self) - 1}")
+    def _index_of(self, rank: int) -> int:
+        """The number of a rank, which may be counted from the end, and be one of numpy's."""
+        with contextlib.suppress(TypeError):
+            if -len(self) <= operator.index(rank) < len(self):
+                return operator.index(rank) % len(self)
+        raise IndexError(f"rank {rank!r}: this run has the ranks 0 to {len(self) - 1}")
 
     @property
     def results(self) -> list[Any]:
@@ -377,8 +382,7 @@ class Run:
             FileNotFoundError: the run was deleted from disk.
         """
         if rank is not None:
-            self._check_rank(rank)
-            return self._read_log(rank % len(self))
+            return self._read_log(self._index_of(rank))
         return "".join(self._labelled(rank) for rank in range(len(self)))
 
     def _read_log(self, rank: int) -> str:
@@ -454,8 +458,7 @@ class Run:
             IndexError: there is no such rank.
         """
         if rank is not None:
-            self._check_rank(rank)
-            rank %= len(self)
+            rank = self._index_of(rank)
         return self._conductor.stacks(rank)
 
     def export(self, path: str | os.PathLike[str]) -> Path:
@@ -493,8 +496,7 @@ class Run:
         if rank is None:
             self._view.reopen(self._without_results())
         else:
-            self._check_rank(rank)
-            self._view.show_displays(self._without_results(), rank % len(self))
+            self._view.show_displays(self._without_results(), self._index_of(rank))
 
     def __repr__(self) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"

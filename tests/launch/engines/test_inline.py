@@ -90,6 +90,7 @@ def test_it_returns_what_the_function_returned_and_not_a_copy() -> None:
     assert run.wait(0) is run
     assert run in runs()
     assert view.calls[:3] == ["open", "close succeeded", "settle"]
+    assert run[np.int64(-1)] is model
     with pytest.raises(IndexError):
         run[1]
 
