@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -121,6 +122,26 @@ def outcome_of(
 def leave(error: BaseException | None) -> None:
     if error is not None:
         raise error
+
+
+class FailingStream:
+    """What the user's code has put in the place of standard error."""
+
+    def write(self, _text: str) -> None:
+        raise RuntimeError("not now")
+
+    flush = write
+
+
+@pytest.mark.parametrize("stream", [FailingStream(), None], ids=["failing", "none"])
+def test_a_stream_of_the_users_own_hides_no_error(
+    stream: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    packet, fds = pack(payload.pack_call(leave, (KeyError("lost"),)).packed)
+    outcome = outcome_of(packet, fds, new_context())
+    assert isinstance(outcome.message, wire.Raised)
+    assert outcome.message.type_name == "KeyError"
 
 
 @pytest.mark.parametrize(
