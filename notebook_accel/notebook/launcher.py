@@ -158,6 +158,9 @@ def notebook_launcher(
     settings = {name: given[name] for name in _SETTINGS if name in given}
     if isinstance(use_port, str):
         settings["use_port"] = _as_port(use_port)
+    if isinstance(mixed_precision, str):
+        # Accelerate's launcher takes "FP16", too.
+        settings["mixed_precision"] = mixed_precision.lower()
     if name is not None and (session or not isinstance(name, str) or not name.strip()):
         expected = "nothing with session=True, whose calls go by their functions' names"
         raise ConfigError(

@@ -113,6 +113,18 @@ def test_what_a_call_says_wins_also_where_it_is_the_default(
     assert seen[1].num_processes == 1
 
 
+def test_a_precision_in_capitals_is_taken_as_accelerates_launcher_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(
+        launcher, "launch", lambda *_, config, **__: seen.append(config.mixed_precision)
+    )
+    notebook_launcher(train, mixed_precision="FP16")
+    notebook_launcher(train, (), 1, "No")
+    assert seen == ["fp16", "no"]
+
+
 def test_defaults_that_are_spelled_out_are_no_wish_for_what_is_absent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
