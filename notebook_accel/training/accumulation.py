@@ -11,7 +11,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training import environment
 from notebook_accel.training.data.active import active_loaders
 from notebook_accel.training.notices import notice_once
-from notebook_accel.training.settings import GradientAccumulationPlugin, check_steps
+from notebook_accel.training.settings import GradientAccumulationPlugin, as_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -175,8 +175,9 @@ def resolve_plugin(
     """
     in_environment = environment.read_count("GRADIENT_ACCUMULATION_STEPS")
     if num_steps is not None:
-        check_steps("gradient_accumulation_steps", num_steps)
-        plugin = GradientAccumulationPlugin(num_steps=num_steps)
+        plugin = GradientAccumulationPlugin(
+            num_steps=as_steps("gradient_accumulation_steps", num_steps)
+        )
     if plugin is None:
         return GradientAccumulationPlugin(num_steps=in_environment or 1)
     if in_environment is not None and in_environment != plugin.num_steps:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.settings import DistributedType, check_steps
+from notebook_accel.training.settings import DistributedType, as_steps
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -80,10 +80,9 @@ class LocalSGD:
                 f"LocalSGD under {_kind_of(accelerator)}: it averages whole models, and here each "
                 "rank has a part of one. Leave it out, or train with DDP"
             )
-        check_steps("local_sgd_steps", local_sgd_steps)
+        self.local_sgd_steps = as_steps("local_sgd_steps", local_sgd_steps)
         self.accelerator = accelerator
         self.model = model
-        self.local_sgd_steps = local_sgd_steps
         self.enabled = enabled and accelerator.distributed_type != DistributedType.NO
         self.num_steps = 0
         self._stack = ExitStack()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import operator
 from dataclasses import dataclass, field
 from enum import Enum, EnumMeta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,7 +37,7 @@ __all__ = [
     "RNGType",
     "SageMakerDistributedType",
     "TextEnum",
-    "check_steps",
+    "as_steps",
     "pick_handler",
 ]
 
@@ -351,7 +353,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         if self.num_steps is None:
             self.num_steps = 1
-        check_steps("GradientAccumulationPlugin(num_steps=...)", self.num_steps)
+        self.num_steps = as_steps("GradientAccumulationPlugin(num_steps=...)", self.num_steps)
 
 
 @dataclass
@@ -392,10 +394,16 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
 
-def check_steps(what: str, num_steps: object) -> None:
-    """Raise ConfigError unless ``num_steps`` can be the length of a window."""
-    if not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1:
-        raise ConfigError(f"{what} is {num_steps!r}: expected a whole number of at least 1")
+def as_steps(what: str, num_steps: Any) -> int:
+    """The length of a window that ``num_steps`` is; numbers of numpy's are some too.
+
+    Raises:
+        ConfigError: it is none; the message calls it ``what``.
+    """
+    with contextlib.suppress(TypeError):
+        if not isinstance(num_steps, bool) and operator.index(num_steps) >= 1:
+            return operator.index(num_steps)
+    raise ConfigError(f"{what} is {num_steps!r}: expected a whole number of at least 1")
 
 
 def _hook_type(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from notebook_accel.training.configured import ConfiguredView
-from notebook_accel.training.settings import check_steps
+from notebook_accel.training.settings import as_steps
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +58,7 @@ class WindowView(ConfiguredView):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        check_steps("gradient_accumulation_steps", value)
-        self._accumulation.num_steps = value
+        self._accumulation.num_steps = as_steps("gradient_accumulation_steps", value)
         self._prepared.watch.start(self)
 
     @property

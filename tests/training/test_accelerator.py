@@ -112,6 +112,12 @@ def test_asking_for_nothing_is_no_mistake_but_a_wrong_name_is() -> None:
         Accelerator(cpu=True, mixed_precison="bf16")
 
 
+def test_a_window_as_long_as_a_number_of_numpys() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=np.int64(2))
+    assert accelerator.gradient_accumulation_steps == 2
+    assert type(accelerator.gradient_accumulation_steps) is int
+
+
 def test_accumulation_of_the_code_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "5")
     assert Accelerator(cpu=True).gradient_accumulation_steps == 5
