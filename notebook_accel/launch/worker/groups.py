@@ -90,7 +90,7 @@ def disconnect() -> None:
     _disconnect_groups(stores)
     # What a group opened later, or code of the user's between the ranks of this agent.
     peers = {address for pid in _other_ranks() for address in _local_addresses(pid)}
-    for connection in psutil.Process().net_connections("tcp"):
+    for connection in _tcp_connections(psutil.Process()):
         if not connection.raddr or connection.laddr.port in stores:
             # Where this rank serves the store, others may have come for the next group already.
             continue
@@ -110,8 +110,15 @@ def _other_ranks() -> list[int]:
 def _local_addresses(pid: int) -> list[Any]:
     # A process that has just ended, or changed its user, shows none.
     with contextlib.suppress(psutil.Error):
-        return [each.laddr for each in psutil.Process(pid).net_connections("tcp") if each.laddr]
+        return [each.laddr for each in _tcp_connections(psutil.Process(pid)) if each.laddr]
     return []
+
+
+def _tcp_connections(process: psutil.Process) -> list[Any]:
+    # Before psutil 6.0 (Colab has 5.9) the method has the second name.
+    name = "net_connections" if hasattr(process, "net_connections") else "connections"
+    found: list[Any] = getattr(process, name)("tcp")
+    return found
 
 
 def act_when_readable(fd: int, act: Callable[[], None]) -> None:
