@@ -83,7 +83,13 @@ def test_the_wheel_holds_the_package_alone_and_all_of_it(wheel: Path) -> None:
 
 
 # What a Colab kernel runs; installing must not upgrade it, nor an older torch that still works.
-COLAB = {"ipykernel": "6.17.1", "ipython": "7.34.0", "ipywidgets": "7.7.1", "torch": "2.6.0"}
+COLAB = {
+    "ipykernel": "6.17.1",
+    "ipython": "7.34.0",
+    "ipywidgets": "7.7.1",
+    "psutil": "5.9.5",
+    "torch": "2.6.0",
+}
 
 
 def test_the_bounds_admit_what_colab_runs(wheel: Path) -> None:
