@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["Lab", "Notebook", "open_browser", "open_lab"]
 
 _TOKEN = "token"
+# A page is megabytes of code, and its kernel starts meanwhile: on a busy machine that takes long.
+_OPEN_MS = 120_000
 _BROWSER_ARGUMENTS = [
     "--headless",
     "--no-sandbox",
@@ -66,11 +68,11 @@ class Notebook:
         self._wait_for_cells()
 
     def _wait_for_cells(self) -> None:
-        self.panel.locator(".jp-Cell").first.wait_for(timeout=60_000)
+        self.panel.locator(".jp-Cell").first.wait_for(timeout=_OPEN_MS)
 
     def wait_until_idle(self) -> None:
         """Wait until the kernel is there and has nothing to do."""
-        self.page.wait_for_function(_IS_IDLE, timeout=60_000)
+        self.page.wait_for_function(_IS_IDLE, timeout=_OPEN_MS)
 
     def run_all(self) -> None:
         """Start all cells; returns at once."""
@@ -144,7 +146,7 @@ class Notebook:
     def reload(self) -> None:
         """Save the notebook, and reload its page."""
         self.save()
-        self.page.reload()
+        self.page.reload(timeout=_OPEN_MS)
         self._wait_for_cells()
 
     @contextmanager
@@ -154,7 +156,7 @@ class Notebook:
         address = self.page.url
         self.page.goto("about:blank")
         yield
-        self.page.goto(address, timeout=60_000)
+        self.page.goto(address, timeout=_OPEN_MS)
         self._wait_for_cells()
 
     def set_theme(self, name: str) -> None:
@@ -210,7 +212,7 @@ class Lab:
             "lab": f"lab/workspaces/{workspace}/tree/{name}?reset&",
             "notebook": f"notebooks/{name}?",
         }
-        page.goto(f"{self.url}/{paths[app]}token={_TOKEN}", timeout=60_000)
+        page.goto(f"{self.url}/{paths[app]}token={_TOKEN}", timeout=_OPEN_MS)
         return Notebook(page)
 
 
@@ -283,7 +285,7 @@ def _folders(folder: Path) -> dict[str, str]:
     return found
 
 
-def _wait_for(url: str, server: subprocess.Popen[Any], seconds: float = 60) -> None:
+def _wait_for(url: str, server: subprocess.Popen[Any], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while True:
         try:
