@@ -14,8 +14,8 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # Hundreds of processes import the package: compiled once, not in each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test check coverage test-chaos test-deepspeed test-eight test-fp8 test-gpu \
-  test-kernels test-kills test-soak bench demo lab env browser clean
+.PHONY: help test check coverage test-chaos test-datasets test-deepspeed test-eight test-fp8 \
+  test-gpu test-kernels test-kills test-soak test-trackers bench demo lab env browser clean
 
 help:
 	@echo 'make demo        train in a notebook, headless; writes build/demo/'
@@ -24,6 +24,7 @@ help:
 	@echo 'make check       ruff and mypy'
 	@echo 'make coverage    the tests, with the lines that they miss'
 	@echo 'make test-chaos  kill kernels, agents, templates and ranks at random'
+	@echo 'make test-datasets  ranks read by datasets, which it gets; make test skips that'
 	@echo 'make test-deepspeed  trains by DeepSpeed, which it gets; make test skips that'
 	@echo 'make test-eight  three kinds of parallelism at once, on eight ranks'
 	@echo 'make test-fp8    trains in 8 bits by torchao, which it gets; make test skips that'
@@ -31,6 +32,7 @@ help:
 	@echo 'make test-kernels  blocking, background, Stop, Interrupt in six versions of ipykernel'
 	@echo 'make test-kills  kill ranks of trainings that save checkpoints, and resume each'
 	@echo 'make test-soak   launch 1,000 times, and look at what that leaves behind'
+	@echo 'make test-trackers  logs to dvclive, swanlab and trackio, which it gets'
 	@echo 'make bench       the figures of the README, peers beside us'
 
 # Several files at a time (with JOBS=1 one), then the browsers two at a time, and then, alone, what
@@ -62,24 +64,27 @@ test-chaos: $(READY)
 
 # What a target needs beside .venv goes into an environment on top of it, so that it stays as it is:
 # torchao prints warnings in every process that looks for it, say.
-#   1: its name, 2: what it needs
+#   1: its name, 2: what pip installs
 define on_top
 	$(BIN)/python -m venv build/$(1)
 	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 	  >"$$(build/$(1)/bin/python -c 'import site; print(*site.getsitepackages())')/below.pth"
-	build/$(1)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
-	  --constraint constraints.txt $(2)
+	build/$(1)/bin/python -m pip install --quiet --quiet --disable-pip-version-check $(2)
 endef
 
+test-datasets: $(READY)
+	$(call on_top,datasets,--constraint constraints.txt datasets==5.2.0)
+	build/datasets/bin/python -m pytest tests/kernel/test_datasets.py $(ARGS)
+
 test-deepspeed: $(READY)
-	$(call on_top,deepspeed,deepspeed==0.19.8)
+	$(call on_top,deepspeed,--constraint constraints.txt deepspeed==0.19.8)
 	build/deepspeed/bin/python -m pytest tests/training/strategies/test_deepspeed.py $(ARGS)
 
 test-eight: $(READY)
 	$(PYTEST) tests/training/eight_ranks.py $(ARGS)
 
 test-fp8: $(READY)
-	$(call on_top,fp8,torchao==0.18.0)
+	$(call on_top,fp8,--constraint constraints.txt torchao==0.18.0)
 	build/fp8/bin/python -m pytest tests/training/test_float8.py $(ARGS)
 
 test-gpu: $(READY)
@@ -93,6 +98,11 @@ test-kills: $(READY)
 
 test-soak: $(READY)
 	$(BIN)/python -m tests.soak $(ARGS)
+
+# Without constraints.txt: what swanlab needs takes no dateutil of its versions.
+test-trackers: $(READY)
+	$(call on_top,trackers,dvclive==3.49.1 swanlab==0.10.3 trackio==0.43.0)
+	build/trackers/bin/python -m pytest tests/training/test_tracker_libraries.py $(ARGS)
 
 bench: $(READY)
 	@for script in launch session step strategies loader checkpoint closure flood panel faults; do \

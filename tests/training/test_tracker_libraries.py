@@ -6,6 +6,7 @@ wrong argument is a TypeError here too.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from tests.training.single import Told, be, fresh_rank  # noqa: F401
 CONFIG = {"lr": 0.1, "name": "tiny", "nested": {"layers": [1, 2]}, "flag": True}
 
 
-def train(name: str, folder: str, **init_kwargs: Any) -> Any:
+def train(name: str, folder: str, /, **init_kwargs: Any) -> Any:
     """What the tests let every tracker keep."""
     accelerator = Accelerator(cpu=True, log_with=name, project_dir=folder)
     accelerator.init_trackers("project", CONFIG, init_kwargs={name: init_kwargs})
@@ -153,6 +154,37 @@ def test_trackio_writes_to_a_folder(tmp_path: Path) -> None:
         in_environment, 1, "run_trackio", str(tmp_path), {"TRACKIO_DIR": str(tmp_path)}
     )
     assert found == [(0, 0.5), (1, 0.25)]
+
+
+def run_dvclive(folder: str) -> Any:
+    accelerator = train("dvclive", folder, dir=f"{folder}/live", save_dvc_exp=False)
+    accelerator.get_tracker("dvclive").log_images({"x": [np.zeros((4, 4, 3), dtype=np.uint8)]})
+    accelerator.end_training()
+    return json.loads(Path(folder, "live", "metrics.json").read_text())
+
+
+def test_dvclive_writes_to_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("dvclive")
+    (found,) = run_ranks(in_environment, 1, "run_dvclive", str(tmp_path), {"DVC_NO_ANALYTICS": "1"})
+    assert (found["loss"], found["eval"]) == (0.25, {"f1": 0.25})
+    written = {str(path.relative_to(tmp_path / "live")) for path in tmp_path.glob("live/**/*")}
+    assert {"params.yaml", "plots/metrics/eval/f1.tsv", "plots/images/x/0.png"} <= written
+
+
+def run_swanlab(folder: str) -> Any:
+    accelerator = train("swanlab", folder, mode="offline", logdir=f"{folder}/swan")
+    accelerator.get_tracker("swanlab").log_images({"x": [np.zeros((4, 4, 3), dtype=np.uint8)]})
+    config = dict(accelerator.get_tracker("swanlab", unwrap=True).config)
+    accelerator.end_training()
+    return config
+
+
+def test_swanlab_writes_to_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("swanlab")
+    home = {"SWANLAB_SAVE_DIR": str(tmp_path / "home")}
+    (config,) = run_ranks(in_environment, 1, "run_swanlab", str(tmp_path), home)
+    assert config["nested"] == {"layers": [1, 2]}
+    assert [path for path in tmp_path.glob("swan/**/*") if path.is_file()]
 
 
 def in_environment(name: str, folder: str, variables: dict[str, str]) -> Any:
