@@ -20,7 +20,7 @@ from nbconvert import HTMLExporter
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-__all__ = ["execute", "export", "last_text", "main"]
+__all__ = ["execute", "export", "last_text", "main", "printed"]
 
 
 def execute(path: Path, *, timeout: float = 600) -> NotebookNode:
@@ -69,8 +69,12 @@ def export(notebook: NotebookNode, out: Path, name: str) -> list[Path]:
 
 def last_text(notebook: NotebookNode) -> str:
     """What the last code cell printed."""
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    return "".join(o.text for o in cells[-1].outputs if o.output_type == "stream")
+    return printed([cell for cell in notebook.cells if cell.cell_type == "code"][-1])
+
+
+def printed(cell: NotebookNode) -> str:
+    """What a code cell printed."""
+    return "".join(o.text for o in cell.outputs if o.output_type == "stream")
 
 
 def main() -> None:
