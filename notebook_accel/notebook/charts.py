@@ -10,6 +10,7 @@ import base64
 import math
 import re
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.text import wording
@@ -34,6 +35,7 @@ _COLOURS = (
     "#808080",
 )
 _GREY = "#808080"
+_VALUE = itemgetter(1)
 # Of a curve, whose chart is 240 pixels wide; more make the saved notebook larger, not the picture.
 _MAX_POINTS = 160
 
@@ -49,8 +51,7 @@ def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
     kept: list[Point] = []
     for start in range(0, len(points), size):
         stretch = points[start : start + size]
-        low = min(stretch, key=lambda point: point[1])
-        high = max(stretch, key=lambda point: point[1])
+        low, high = min(stretch, key=_VALUE), max(stretch, key=_VALUE)
         kept.extend(sorted({low, high}))
     return kept
 

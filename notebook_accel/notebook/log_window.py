@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.launch.view.new_lines import LineReader
 from notebook_accel.notebook.log_colours import ansi_to_markup
-from notebook_accel.notebook.markup import Markup, element, join, shorten
+from notebook_accel.notebook.markup import Markup, element, join, join_lines, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -161,7 +161,7 @@ class LogWindow:
             lines += self._open_lines.items()
         groups = [element("div", "…", class_="na-gap")] if block.follows_gap else []
         for rank, group in groupby(lines, key=lambda line: line[0]):
-            text = Markup("\n").join(ansi_to_markup(_cut(line)) for _, line in group)
+            text = _as_markup([_cut(line) for _, line in group])
             # A parser drops a newline right after the tag, so an empty first line needs one more.
             text = Markup("\n") + text if text.startswith("\n") else text
             has_label = rank is not None and len(self._readers) > 1
@@ -209,6 +209,12 @@ class LogWindow:
         return block
 
 
+def _as_markup(lines: list[str]) -> Markup:
+    text = join_lines(lines)
+    # Not by Markup's own join, which would escape each once more.
+    return Markup("\n".join(map(ansi_to_markup, lines))) if text is None else text
+
+
 def _markup_bytes(line: str) -> int:
     """About how many bytes a line takes as HTML in a message."""
     num_special = sum(map(line.count, "<>&'\""))
@@ -217,6 +223,8 @@ def _markup_bytes(line: str) -> int:
 
 def _cut(line: str) -> str:
     """The line, cut where it is so long that a page would stand still."""
+    if len(line) * _COLOUR_BYTES <= _LINE_BYTES:
+        return line
     text = line[:_LINE_CHARACTERS]
     if _markup_bytes(text) > _LINE_BYTES:
         text = shorten(plain_text(text), _LINE_BYTES)

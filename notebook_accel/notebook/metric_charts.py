@@ -8,7 +8,9 @@ own: a tooltip of the page would vanish each time the chart is drawn anew.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.text import wording
@@ -62,7 +64,7 @@ class Chart:
     Attributes:
         name: of the metric.
         points: (step, value), in order of the steps.
-        means: the same, evened out where the curve is long.
+        means: the same, evened out where the curve is long; needed where the mean is drawn.
         last: the last values.
     """
 
@@ -198,20 +200,21 @@ def _stripes(
 ) -> list[Markup]:
     """Stripes of one width, each with the values nearest to its middle."""
     stripes = []
-    cursors = dict.fromkeys(lines, 0)
     for index in range(number):
         middle = x_low + (x_high - x_low) * (index + 0.5) / number
-        values = []
-        for rank, points in lines.items():
-            at = cursors[rank]
-            while at + 1 < len(points) and abs(points[at + 1][0] - middle) <= abs(
-                points[at][0] - middle
-            ):
-                at += 1
-            cursors[rank] = at
-            label = "mean" if rank == _MEAN else f"rank {rank}"
-            values.append(f"{label} {wording.number(points[at][1])}")
-        step = next(iter(lines.values()))[cursors[next(iter(lines))]][0]
+        nearest = {rank: _nearest(points, middle) for rank, points in lines.items()}
+        values = (
+            f"{'mean' if rank == _MEAN else f'rank {rank}'} {wording.number(value)}"
+            for rank, (_, value) in nearest.items()
+        )
+        step = next(iter(nearest.values()))[0]
         text = f"step {wording.number(round(step))}: {', '.join(values)}"
         stripes.append(element("i", element("span", shorten(text, 160))))
     return stripes
+
+
+def _nearest(points: Sequence[Point], x: float) -> Point:
+    """The point whose step is nearest to ``x``; points are in the order of their steps."""
+    after = bisect_right(points, x, key=itemgetter(0))
+    around = points[max(0, after - 1) : after + 1]
+    return min(reversed(around), key=lambda point: abs(point[0] - x))

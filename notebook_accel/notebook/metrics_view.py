@@ -8,6 +8,7 @@ import ipywidgets
 
 from notebook_accel.notebook.log_view import close_widget
 from notebook_accel.notebook.metric_charts import (
+    MAX_LINES,
     PAGE_SIZE,
     Chart,
     Look,
@@ -109,12 +110,13 @@ class MetricsView:
         self._before.disabled = self._page == 0
         self._after.disabled = self._page >= pages - 1
         self._pager.layout.display = None if pages > 1 else "none"
-        charts = [_chart(curves, name) for name in page]
+        look = self._look()
+        charts = [_chart(curves, name, look) for name in page]
         if any(len(chart.points) > 1 for chart in charts):
             self._lines.layout.display = None
         # The last page is as high as the others.
         num_places = PAGE_SIZE if pages > 1 else len(charts)
-        self._charts.value = str(render_charts(charts, self._look(), num_places=num_places))
+        self._charts.value = str(render_charts(charts, look, num_places=num_places))
         # All at once: the choices alone would come before the charts.
         if is_first:
             self.box.remove_class("na-empty")
@@ -147,11 +149,12 @@ class MetricsView:
         self._page = max(0, self._page + step)
 
 
-def _chart(curves: LiveCurves, name: str) -> Chart:
+def _chart(curves: LiveCurves, name: str, look: Look) -> Chart:
     by_rank = curves.of(name)
+    is_mean = look.is_mean or len(by_rank) > MAX_LINES
     return Chart(
         name=name,
         points={rank: curve.points() for rank, curve in by_rank.items()},
-        means={rank: curve.means() for rank, curve in by_rank.items()},
+        means={rank: curve.means() for rank, curve in by_rank.items()} if is_mean else {},
         last={rank: curve.last for rank, curve in by_rank.items()},
     )

@@ -4,7 +4,15 @@ from html.parser import HTMLParser
 
 import pytest
 
-from notebook_accel.notebook.markup import Markup, element, escape, join, message_bytes, shorten
+from notebook_accel.notebook.markup import (
+    Markup,
+    element,
+    escape,
+    join,
+    join_lines,
+    message_bytes,
+    shorten,
+)
 
 HOSTILE = "<script>alert('x')</script>\x1b[31m & \"quoted\" \x00\x07\ud800 </pre><b onclick=x>"
 
@@ -47,10 +55,16 @@ def test_attributes_have_their_html_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "short"), [("abc", "abc"), ("abcd", "abcd"), ("abcde", "abc…"), ("a<b", "…")]
+    ("text", "short"),
+    [("abc", "abc"), ("abcd", "abcd"), ("abcde", "abc…"), ("a<b", "…"), ("<", "<"), ("é<", "…")],
 )
 def test_shorten(text: str, short: str) -> None:
     assert shorten(text, 4) == short
+
+
+def test_lines_that_need_no_closer_look_are_joined_at_once() -> None:
+    assert join_lines(["a<b", "", "é & c"]) == "a&lt;b\n\né &amp; c"
+    assert join_lines(["fine", "\x1b[31mred\x1b[0m"]) is None
 
 
 def test_message_bytes_counts_bytes_and_what_json_escapes() -> None:

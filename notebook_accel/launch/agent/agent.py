@@ -46,8 +46,7 @@ __all__ = ["Agent", "main"]
 _TICK_SECONDS = 0.05
 # The kernel takes an agent that says nothing for much longer for a stopped one.
 _ALIVE_SECONDS = 2.0
-# While the kernel and all ranks wait for the answer to a stop.
-_STOP_TICK_SECONDS = 0.002
+_STOP_TICK_SECONDS = 0.002  # while the kernel and all ranks wait for the answer to a stop
 # Once a stop is asked, a rank has so long to show on the board (transport/scoreboard.py) whether it
 # passed its newest point or waits there; one that shows neither counts as having passed.
 _STOP_SECONDS = 1.0
@@ -116,7 +115,7 @@ class Agent:
         self._group_generation = 0
         self._is_shutting_down = False
         self._next_alive = 0.0
-        self._has_unread = False
+        self._may_pause = False
         # Of the call:
         self._call = 0
         self._ending = Ending()
@@ -164,10 +163,10 @@ class Agent:
             for key, _ in self._selector.select(tick):
                 key.data()
             self._tick()
-            if self._has_unread:
+            if self._may_pause:
                 # What a rank said wakes the selector at once. One pause for all ranks: a message
                 # of the kernel's, such as a stop, must not wait for a pause of each.
-                self._has_unread = False
+                self._may_pause = False
                 time.sleep(_TICK_SECONDS / 10)
         flush_to_kernel(self._channel, self._kernel)
 
@@ -325,7 +324,7 @@ class Agent:
     def _relay(self, rank: RankProcess) -> None:
         """Pass on what a rank says, unless the kernel is far behind."""
         if self._channel.num_pending > _BUSY_PENDING:
-            self._has_unread = True
+            self._may_pause = True
             return
         try:
             messages = rank.channel.drain(limit=_BUSY_PENDING)
@@ -337,6 +336,7 @@ class Agent:
             self._unwatch(rank.channel.fileno())
             rank.note_closed(time.monotonic())
             return
+        self._may_pause |= {type(message) for message, _ in messages} == {wire.Metric}
         self._pass_on(rank, messages)
 
     def _relay_rest(self, rank: RankProcess) -> None:

@@ -96,7 +96,10 @@ class Curve:
         # may have wrong points while it halves. An interrupt could leave a lock locked.
         low = zip(self._low_x, self._low_y, strict=False)
         high = zip(self._high_x, self._high_y, strict=False)
-        return sorted({*low, *high})
+        pairs = zip(low, high, strict=False)
+        return sorted(
+            point for pair in pairs for point in (pair[:1] if pair[0] == pair[1] else pair)
+        )
 
     def means(self) -> list[Point]:
         """The mean step and value of each stretch, in order."""

@@ -470,12 +470,14 @@ def apply_to_processes(
     if isinstance(message, wire.AgentReady):
         pids = message.pids
         return tuple(replace(one, pid=pids.get(one.rank, one.pid)) for one in processes)
+    if not isinstance(message, (wire.RankReady, wire.RankEnded)):
+        return processes  # thousands a second
     if message.rank is None or not 0 <= message.rank < len(processes):
         return processes
     process = processes[message.rank]
     if isinstance(message, wire.RankReady):
         process = replace(process, status="ready")
-    elif isinstance(message, wire.RankEnded):
+    else:
         process = replace(
             process,
             status="ended",

@@ -316,6 +316,22 @@ def test_the_death_of_a_rank_that_has_returned_ends_the_call_of_no_other(
     assert not any(isinstance(message, wire.RankFailed) for message in agent.heard)
 
 
+def test_only_metrics_are_left_to_gather() -> None:
+    agent: Any = object.__new__(Agent)
+    agent._call = 1
+    posted: list[wire.Message] = []
+    agent._channel = SimpleNamespace(num_pending=0, post=lambda message, _: posted.append(message))
+    metric = wire.Metric(call=1, values={"loss": 1.0})
+    notice = wire.Notice(call=1, text="a word")
+    for messages, pauses in (([notice], False), ([metric, notice], False), ([metric] * 2, True)):
+        drained = [(message, []) for message in messages]
+        channel = SimpleNamespace(drain=lambda limit, drained=drained: drained)
+        agent._may_pause = False
+        agent._relay(SimpleNamespace(rank=0, channel=channel))
+        assert agent._may_pause is pauses
+    assert len(posted) == 5
+
+
 def test_only_living_ranks_are_killed_when_the_kernel_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of one that was reaped long ago may be that of any process by now."""
     killed: list[int] = []
