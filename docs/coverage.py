@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import sys
 import textwrap
 from importlib.metadata import version
 from pathlib import Path
@@ -108,21 +109,27 @@ def _names_in(classes: Iterable[type]) -> set[str]:
     }
 
 
-@functools.cache
 def _assigned(kind: type) -> frozenset[str]:
     """The attributes that the methods of a class assign to ``self``."""
-    try:
-        source = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    except OSError:  # a class that was made by a call
-        return frozenset()
-    return frozenset(
-        node.attr
-        for node in ast.walk(source)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    )
+    return _assigned_in(str(sys.modules[kind.__module__].__file__)).get(kind.__name__, frozenset())
+
+
+@functools.cache
+def _assigned_in(file: str) -> dict[str, frozenset[str]]:
+    """The same by the names of all classes in a file, which is parsed once."""
+    tree = ast.parse(Path(file).read_text())
+    classes = [each for each in ast.walk(tree) if isinstance(each, ast.ClassDef)]
+    return {
+        each.name: frozenset(
+            node.attr
+            for node in ast.walk(each)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        )
+        for each in classes
+    }
 
 
 def differences(theirs: Any, ours: Any, name: str = "") -> list[str]:
