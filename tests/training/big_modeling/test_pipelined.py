@@ -16,6 +16,9 @@ from tests.training.big_modeling.models import Language
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 
+# What every rank would import as it traces.
+TRACING = ("torch.export._trace",)
+
 
 class Skips(nn.Module):
     """What makes a cut hard: an input and a state that later stages use, an expanded mask that
@@ -117,7 +120,7 @@ def on_two_ranks() -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    return run_ranks(on_two_ranks, 2)
+    return run_ranks(on_two_ranks, 2, imports=TRACING)
 
 
 def test_outputs_are_those_of_the_whole_model(two_ranks: list[Any]) -> None:
@@ -139,7 +142,7 @@ def test_outputs_are_those_of_the_whole_model(two_ranks: list[Any]) -> None:
 
 
 def test_stages_receive_from_several_and_give_to_all() -> None:
-    for seen in run_ranks(pipelined, 3, "auto", True):
+    for seen in run_ranks(pipelined, 3, "auto", True, imports=TRACING):
         assert seen["points"] == ["blocks.2", "blocks.3"]
         torch.testing.assert_close(seen["found"], seen["wanted"])
 
