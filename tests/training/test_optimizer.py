@@ -252,16 +252,18 @@ def test_another_loss_scaler_scales_and_unscales_and_none_scales_nothing() -> No
     assert optimizer.scaler is None
     accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
     assert step(2.0) == 2.0
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    doubling = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    accelerator.scaler = doubling
     assert [step(2.0), step(2.0)] == [8.0, 16.0]
     optimizer.scaler = accelerator.scaler = accelerator.scaler
     copied = pickle.loads(pickle.dumps(accelerator))
     assert copied.scaler.get_scale() == 16.0
-    doubling, accelerator.scaler = accelerator.scaler, own
+    assert step(2.0) == 32.0
+    accelerator.scaler = own
     assert step(2.0) == 2.0 * own.get_scale()
     accelerator.scaler = doubling  # as loops over several models do, each with a scale of its own
-    assert [step(2.0), step(2.0)] == [32.0, 64.0]
-    assert recorder.used == [2.0] * 7
+    assert [step(2.0), step(2.0)] == [64.0, 128.0]
+    assert recorder.used == [2.0] * 8
     accelerator.scaler = None
     assert pickle.loads(pickle.dumps(accelerator)).scaler is None
     with pytest.raises(ConfigError, match="set to a float: expected None or a GradScaler"):
