@@ -15,7 +15,8 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check coverage test-chaos test-datasets test-deepspeed test-eight test-fp8 \
-  test-gpu test-kernels test-kills test-soak test-trackers bench demo lab env browser clean
+  test-gpu test-inductor test-kernels test-kills test-soak test-trackers bench demo lab env \
+  browser clean
 
 help:
 	@echo 'make demo        train in a notebook, headless; writes build/demo/'
@@ -29,6 +30,7 @@ help:
 	@echo 'make test-eight  three kinds of parallelism at once, on eight ranks'
 	@echo 'make test-fp8    trains in 8 bits by torchao, which it gets; make test skips that'
 	@echo 'make test-gpu    what only a machine with a GPU shows; make test skips that elsewhere'
+	@echo 'make test-inductor  trains by what torch.compile builds, which takes a minute'
 	@echo 'make test-kernels  blocking, background, Stop, Interrupt in six versions of ipykernel'
 	@echo 'make test-kills  kill ranks of trainings that save checkpoints, and resume each'
 	@echo 'make test-soak   launch 1,000 times, and look at what that leaves behind'
@@ -89,6 +91,9 @@ test-fp8: $(READY)
 
 test-gpu: $(READY)
 	$(PYTEST) -m gpu $(call marked,gpu) $(ARGS)
+
+test-inductor: $(READY)
+	$(PYTEST) tests/training/inductor.py $(ARGS)
 
 test-kernels: $(READY)
 	$(PYTEST) tests/notebook/matrix.py $(ARGS)

@@ -1,6 +1,6 @@
 """What only a machine with a GPU can show; skipped elsewhere.
 
-Run them there with: make test ARGS='-m gpu'
+Run them there with: make test-gpu
 """
 
 from __future__ import annotations

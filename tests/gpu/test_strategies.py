@@ -1,0 +1,104 @@
+"""Every strategy on GPUs equals one process on the CPU; copies run beside the loop's work.
+
+Trainings and twins are those of ``test_matrix``, which runs them on the CPU. Single precision there
+and here rounds sums and tanh at other places: some ten times what the order of sums alone does.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from notebook_accel import Accelerator, DataLoaderConfiguration, dispatch_model, notebook_launcher
+from tests.training.big_modeling.models import Language
+from tests.training.inductor import train_blocks
+from tests.training.meshes import FLOAT_ERROR
+from tests.training.test_matrix import STRATEGIES, check, precisions_of, train
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+def _train_all(strategy: str) -> dict[str, dict[str, Any]]:
+    return {name: train(strategy, name, cpu=False) for name in precisions_of(strategy)}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_on_gpus_equals_one_process(strategy: str) -> None:
+    import torch
+
+    ranks, _, _ = STRATEGIES[strategy]
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    for of_rank in notebook_launcher(_train_all, (strategy,), num_processes=ranks, view="none"):
+        for precision, ours in of_rank.items():
+            check(strategy, precision, ours, 10 * FLOAT_ERROR)
+
+
+def test_what_inductor_builds_trains() -> None:
+    import torch
+
+    (result,) = notebook_launcher(train_blocks, (False,), num_processes=1, view="none")
+    assert result["graphs"] == 1
+    for name, value in result["NO"].items():
+        torch.testing.assert_close(result["INDUCTOR"][name], value, atol=1e-5, rtol=0)
+
+
+def _seconds_of_an_epoch(non_blocking: bool) -> float:
+    """Of a loop whose steps take as long on the GPU as the copy of a batch."""
+    import torch
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=non_blocking))
+    batches = torch.ones(20, 16 << 20).pin_memory()
+    loader: Any = accelerator.prepare(
+        torch.utils.data.DataLoader(list(batches), batch_size=None)  # type: ignore[arg-type]
+    )
+    work = torch.ones(16 << 20, device=accelerator.device)
+    on_device = batches[0].to(accelerator.device)
+
+    def seconds_of(call: Any) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def step(batch: torch.Tensor, times: int) -> None:
+        for _ in range(times):
+            work.add_(batch)
+
+    step(on_device, 10)
+    copy = seconds_of(lambda: on_device.copy_(batches[0], non_blocking=True))
+    times = max(1, round(copy / (seconds_of(lambda: step(on_device, 100)) / 100)))
+
+    def epoch() -> None:
+        for batch in loader:
+            step(batch, times)
+
+    epoch()
+    return min(seconds_of(epoch) for _ in range(3))
+
+
+def test_the_next_batch_is_copied_while_the_loop_computes() -> None:
+    (ahead,) = notebook_launcher(_seconds_of_an_epoch, (True,), num_processes=1, view="none")
+    (plain,) = notebook_launcher(_seconds_of_an_epoch, (False,), num_processes=1, view="none")
+    assert ahead < 0.8 * plain
+
+
+def test_a_model_over_gpu_host_and_disk_computes_as_on_the_host(tmp_path: Path) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    model, tokens = Language().eval(), torch.tensor([1, 2, 3])
+    with torch.no_grad():
+        expected = model(tokens)
+        spread = {"embed": 0, "layers.0": "cpu", "layers.1": "disk", "lmhead": 0}
+        dispatch_model(model, spread, offload_dir=tmp_path)
+        found = model(tokens)
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=0)
+    assert model.embed.weight.device.type == "cuda"
+    assert model.layers[1].first.weight.device.type == "meta"
