@@ -30,6 +30,7 @@ __all__ = [
     "Tiny",
     "accelerator_for",
     "blocks",
+    "check_weights",
     "data",
     "loss_of",
     "make",
@@ -253,3 +254,12 @@ def twin(shares: int, case: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
     state = model.state_dict()
     return {**seen, "weights": {name: value.tolist() for name, value in state.items()}}
+
+
+def check_weights(mine: dict[str, Any], theirs: dict[str, Any], error: float) -> None:
+    """Compare weights that were sent as lists; torch would take those apart number by number."""
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(
+            torch.tensor(mine[name]), torch.tensor(value), atol=error, rtol=0
+        )

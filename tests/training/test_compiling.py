@@ -27,7 +27,7 @@ from notebook_accel.training.compiling import (
 )
 from notebook_accel.training.models import uncompiled
 from tests.training.harness import run_ranks
-from tests.training.meshes import FLOAT_ERROR, MESHES, train, twin
+from tests.training.meshes import FLOAT_ERROR, MESHES, check_weights, train, twin
 from tests.training.single import fresh_rank  # noqa: F401
 from tests.training.test_pipeline import CASES as PIPELINE_CASES
 from tests.training.test_pipeline import train as train_pipeline
@@ -208,9 +208,7 @@ def test_a_compiled_model_that_is_spread_equals_one_process(ranks: int) -> None:
             ours = result[name]
             assert ours["graphs"] > 0, name
             assert ours["losses"] == pytest.approx(expected["losses"], abs=error), name
-            assert ours["weights"].keys() == expected["weights"].keys()
-            for key, value in expected["weights"].items():
-                torch.testing.assert_close(ours["weights"][key], value, atol=error, rtol=0)
+            check_weights(ours["weights"], expected["weights"], error)
 
 
 def train_compiled_stages(pipeline: str) -> tuple[dict[str, Any], int]:

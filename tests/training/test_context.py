@@ -24,7 +24,7 @@ from notebook_accel import (
 )
 from notebook_accel.training.parallelism import ParallelismConfig, TorchContextParallelConfig
 from tests.training.harness import run_ranks
-from tests.training.meshes import FLOAT_ERROR, WIDTH, WORDS
+from tests.training.meshes import FLOAT_ERROR, WIDTH, WORDS, check_weights
 from tests.training.single import fresh_rank  # noqa: F401
 
 LENGTH = 8
@@ -216,8 +216,7 @@ def check(context: str, ours: dict[str, Any]) -> None:
         assert mine["norms"] == pytest.approx(expected["norms"], rel=1e-5 + 16 * rounding), name
         tokens = data(case.get("samples", 8))[:, :-1].tolist()
         assert sorted(mine["samples"]) == sorted(tokens)
-        for key, value in expected["weights"].items():
-            torch.testing.assert_close(mine["weights"][key], value, atol=error, rtol=0)
+        check_weights(mine["weights"], expected["weights"], error)
 
 
 @pytest.mark.timeout(240)

@@ -14,7 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel import Accelerator, GradScalerKwargs
 from tests.training.harness import run_ranks
-from tests.training.meshes import FLOAT_ERROR, Block, Tiny, blocks, data, loss_of, make, twin
+from tests.training.meshes import (
+    FLOAT_ERROR,
+    Block,
+    Tiny,
+    blocks,
+    check_weights,
+    data,
+    loss_of,
+    make,
+    twin,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -186,8 +196,7 @@ def test_a_model_that_is_spread_trains_as_it_is(name: str, trained: list[dict[st
         norms = ours["norms"][: len(expected["norms"])]
         assert norms == pytest.approx(expected["norms"], rel=1e-5 + 16 * rounding)
         assert ours["again"] == pytest.approx(expected["losses"][4:], abs=error)
-        for key, value in expected["weights"].items():
-            torch.testing.assert_close(ours["weights"][key], value, atol=moved, rtol=0)
+        check_weights(ours["weights"], expected["weights"], moved)
 
 
 def test_each_of_several_models_goes_on_with_its_part_of_a_window(trained: list[Any]) -> None:
