@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["DisplaySlot", "widget_view"]
 
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-# A page shows no line for it, as it would for an empty text.
+# It takes no room in the pages of JupyterLab and Notebook 7.
 _NOTHING = {"text/plain": "", "text/html": ""}
 
 
@@ -51,7 +51,7 @@ class DisplaySlot:
                 self.place()
 
     def clear(self) -> None:
-        """Show nothing, not even an empty line; the first call makes the place, as of ``show``."""
+        """Show nothing; the first call makes the place, as of ``show``."""
         self.show(_NOTHING)
 
     def place(self) -> None:
