@@ -70,6 +70,12 @@ def hang():
     while True:
         time.sleep(0.1)
 """
+MIDDLE_IS_HIGH = """() => {
+    const line = document.querySelector(".na-chart polyline");
+    const points = line ? line.getAttribute("points").split(" ") : [];
+    const middle = points[Math.floor(points.length / 2)] || "0,64";
+    return Number(middle.split(",")[1]) < 57;
+}"""
 NOTE_TIMES = """() => {
     window.times = {};
     const look = () => {
@@ -206,6 +212,8 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     lines = "() => document.querySelectorAll('.na-chart')[0].querySelectorAll('polyline').length"
     page.wait_for_function(f"{lines} === 1", timeout=30_000)
     choose(output, "Scale", "log")
+    # Halfway down the steps one over the step is nearly zero, but not its logarithm.
+    page.wait_for_function(MIDDLE_IS_HIGH, timeout=30_000)
     choose(output, "Smoothing", "smooth 0.9")
 
     # Where the ranks stand, and where their output is.
@@ -225,6 +233,9 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     output.get_by_role("button", name="Sure?").click()
     wait_for(output, "■ stopped")
     assert output.locator("button").count() == 0
+    # What was asked for is worth keeping.
+    fold = output.locator("details", has_text="stacks after").text_content() or ""
+    assert len(re.findall(r"Cell In\[\d+\]", fold)) == 2
 
 
 def test_a_hang_is_shown_within_fifteen_seconds(notebooks: dict[str, Notebook]) -> None:
