@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
+import warnings
 from functools import cache
 from typing import Any
 
@@ -110,7 +111,9 @@ def gather_counts() -> tuple[list[int], bool]:
 def ignored_weights() -> set[str]:
     """What a rank has whole where a part inside of a checkpointed block is ignored."""
     accelerator = accelerator_for("fsdp, a function chooses, a part is ignored")
-    state = accelerator.prepare(Tiny()).state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = accelerator.prepare(Tiny()).state_dict()
     return {name for name, value in state.items() if not isinstance(value, DTensor)}
 
 

@@ -97,8 +97,10 @@ def spread(
                 device=device,
                 ignored=kept_whole,
             )
-        if not own_blocks:  # a pipeline averages what is whole itself, after all micro-batches
-            fsdp.average_gradients(kept_whole, mesh["dp_cp"].get_group())
+        if kept_whole and not own_blocks:  # a pipeline averages what is whole, after the batch
+            # Not mesh["dp_cp"], by which torch warns.
+            everyone = mesh[tuple(parallelism.dp_cp_dim_names)]._flatten("dp_cp")
+            fsdp.average_gradients(kept_whole, everyone.get_group())
         # The blocks of a pipeline's stage run forward for several micro-batches first.
         if not own_blocks and plugin.reshard_after_forward:
             fsdp.keep_root_for_backward(model)
