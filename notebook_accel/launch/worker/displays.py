@@ -22,7 +22,7 @@ from notebook_accel.launch.worker.after_import import change_module
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["format_by", "install", "mime_bundle"]
+__all__ = ["figure_png", "format_by", "install", "mime_bundle"]
 
 # A page with more of it stands still, and a notebook keeps it for good.
 _MAX_BYTES = 2_000_000
@@ -127,14 +127,35 @@ def _found_by_methods(value: Any) -> dict[str, Any]:
             bundle = value._repr_mimebundle_(include=None, exclude=None)
             found.update(bundle[0] if isinstance(bundle, tuple) else bundle)
     if type(value).__module__ == "matplotlib.figure" and "image/png" not in found:
-        found["image/png"] = _png(value)
+        found["image/png"] = figure_png(value)
     return found
 
 
-def _png(figure: Any) -> bytes:
+def figure_png(figure: Any) -> bytes:
+    """A figure of Matplotlib as PNG; on white where it has no background but dark labels.
+
+    So it can be read on a dark page. In an ordinary cell such a figure comes with a word to the
+    page, which puts white below it (matplotlib_inline's ``_fetch_figure_metadata``).
+    """
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", bbox_inches="tight")
+    figure.savefig(buffer, format="png", bbox_inches="tight", facecolor=_background(figure))
     return buffer.getvalue()
+
+
+def _background(figure: Any) -> Any:
+    from matplotlib.colors import to_rgba
+
+    own = figure.get_facecolor()
+    labels = [
+        to_rgba(label.get_color())
+        for axes in figure.axes
+        for label in (*axes.get_xticklabels(), *axes.get_yticklabels())
+    ]
+    # The brightness is that of ITU-R BT.601.
+    are_dark = all(
+        0.299 * red + 0.587 * green + 0.114 * blue <= 0.5 for red, green, blue, _ in labels
+    )
+    return "white" if to_rgba(own)[3] < 0.5 and labels and are_dark else own
 
 
 def _as_text(data: object) -> str:

@@ -10,7 +10,6 @@ rank's own ``display``; the value of a last expression is kept, and goes back wi
 from __future__ import annotations
 
 import base64
-import io
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -80,7 +79,7 @@ class RankShell(InteractiveShell):
         # It names ways out that end no rank.
         warnings.filterwarnings("ignore", message="To exit: use 'exit'")
         figures = self._formatter.formatters["image/png"]
-        figures.for_type_by_name("matplotlib.figure", "Figure", _png)
+        figures.for_type_by_name("matplotlib.figure", "Figure", displays.figure_png)
         displays.format_by(self.mime_bundle)
 
     def init_history(self) -> None:
@@ -151,12 +150,6 @@ def _show_figures() -> None:
     pyplot: Any = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None and pyplot.get_fignums():
         pyplot.show()
-
-
-def _png(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", bbox_inches="tight")
-    return buffer.getvalue()
 
 
 def _shown(data: dict[str, Any]) -> ShownValue:

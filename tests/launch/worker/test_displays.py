@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import base64
+import io
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from notebook_accel import notebook_launcher
-from notebook_accel.launch.worker.displays import mime_bundle
+from notebook_accel.launch.worker.displays import figure_png, mime_bundle
 
 
 class Rich:
@@ -30,6 +35,16 @@ def test_a_value_becomes_data_by_its_own_methods() -> None:
     }
     assert set(mime_bundle(Rich)) == {"text/plain"}
     assert mime_bundle(3) == {"text/plain": "3"}
+
+
+@pytest.mark.parametrize(("labels", "is_opaque"), [("black", True), ("#eeeeee", False)])
+def test_a_figure_without_background_is_legible_on_a_dark_page(
+    labels: str, is_opaque: bool
+) -> None:
+    figure = Figure(figsize=(1, 1), facecolor="none")
+    figure.subplots().tick_params(labelcolor=labels)
+    opacity_at_the_edge = imread(io.BytesIO(figure_png(figure)))[0, 0, 3]
+    assert opacity_at_the_edge == is_opaque
 
 
 def draw() -> None:
