@@ -1,11 +1,18 @@
-"""Take the pictures of the live panel that the README shows: ``python -m docs.screenshots``.
+"""Take pictures in a real JupyterLab, with real runs.
 
-A real run in a real JupyterLab: the quickstart notebook, with more epochs than it has.
+    python -m docs.screenshots              the two of the live panel that the README shows
+    python -m docs.screenshots --all OUT    those to look at after a change of what is drawn
+
+The second ones are of runs with 1, 2, 8 and 64 ranks, of one that hangs, of one in the background
+that displays things, and of the form for settings (``--only form hang`` of some): each in both
+themes, in windows of three widths, while it goes on and when it has ended.
 """
 
 from __future__ import annotations
 
+import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +23,17 @@ from tests.notebook.kernels import INSTALLED, ROOT
 from tests.notebook.lab import Lab, open_browser, open_lab
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from playwright.sync_api import Browser
 
+    from tests.notebook.lab import Notebook
+
 IMAGES = ROOT / "docs" / "images"
+THEMES = ("light", "dark")
+
+# ---- the README's ------------------------------------------------------------------------------
+
 QUICKSTART = ROOT / "notebooks" / "01_quickstart.ipynb"
 LAUNCH = "run = notebook_launcher(train, (DigitNet(),), num_processes=2)"
 # More to see: smaller batches, and a line an epoch.
@@ -30,18 +45,6 @@ CHANGES = {
         "        accelerator.log("
     ),
 }
-
-
-def main() -> None:
-    """Take one picture in each theme."""
-    IMAGES.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        open_lab(Path(folder), [INSTALLED]) as lab,
-        open_browser(find_chromium() or "chromium") as browser,
-    ):
-        for theme in ("light", "dark"):
-            take(lab, browser, theme)
 
 
 def take(lab: Lab, browser: Browser, theme: str) -> None:
@@ -71,6 +74,167 @@ def take(lab: Lab, browser: Browser, theme: str) -> None:
     cell = page.panel.locator(".jp-Cell").nth(position)
     cell.screenshot(path=IMAGES / f"panel-{theme}.png")
     page.close()
+
+
+# ---- all those to look at ----------------------------------------------------------------------
+
+WIDTHS = (400, 600, 1200)
+# High enough for the highest panel: what a page scrolls is not in a picture of it.
+HEIGHT = 2600
+SETUP = "from notebook_accel import config_picker, notebook_launcher"
+# Nested bars, metrics of each rank, a line now and then, until the file is there.
+TRAIN = """
+def train(end):
+    import math, pathlib, time
+    from tqdm.auto import tqdm
+    from notebook_accel import Accelerator
+    from notebook_accel.launch.rank import current
+    rank = Accelerator().process_index
+    step = 0
+    for epoch in tqdm(range(12), desc="epochs"):
+        for _ in tqdm(range(25 + rank), desc=f"epoch {epoch + 1}", leave=False):
+            step += 1
+            loss = 2.3 * math.exp(-step / 60) + 0.02 * rank + 0.1 * math.sin(step) ** 2
+            # Accelerator.log is rank 0's alone.
+            current().metric({"train/loss": loss, "train/accuracy": 1 - loss / 2.5}, step)
+            time.sleep(0.15)
+            if pathlib.Path(end).exists():
+                if rank == 5:
+                    raise ValueError(f"the loss is not finite after {step} steps")
+                return loss
+        print(f"epoch {epoch + 1}: loss {loss:.4f} on {25 + rank} batches")
+"""
+HANG = """
+def hang():
+    import time, torch, torch.distributed as dist
+    from notebook_accel import Accelerator
+    accelerator = Accelerator()
+    print("rank", accelerator.process_index, "has begun")
+    if accelerator.process_index:
+        dist.all_reduce(torch.ones(1))
+    while True:
+        time.sleep(0.1)
+"""
+DRAW = """
+def draw(end):
+    import pathlib, time
+    import matplotlib.pyplot as plt
+    import pandas
+    figure, axes = plt.subplots(figsize=(4, 2))
+    axes.plot([1, 3, 2, 4])
+    display(figure)
+    figure, axes = plt.subplots(figsize=(4, 2), facecolor="none")
+    axes.set_title("no background")
+    display(figure)
+    display(pandas.DataFrame({"rank": [0, 1], "loss": [0.31, 0.28]}))
+    while not pathlib.Path(end).exists():
+        time.sleep(0.1)
+"""
+FORM = 'picker = config_picker({"num_processes": 2, "fsdp": {"cpu_offload": True}})\npicker'
+
+
+def take_training(lab: Lab, browser: Browser, out: Path, number: int) -> None:
+    """A training on so many ranks: 2 are stopped by the button, of more than 5 one fails."""
+    name = f"{number}-ranks"
+    end = lab.folder / name
+    launch = f"run = notebook_launcher(train, ({str(end)!r},), num_processes={number}"
+    page = _open(lab, browser, name, TRAIN, f"{launch}, devices='cpu')")
+    page.output(2).get_by_text("epoch 3: loss").first.wait_for(timeout=180_000)
+    _picture(page, out, f"{name}-live")
+    if number == 2:
+        page.output(2).get_by_role("button", name="Stop").click()
+    else:
+        end.touch()
+    _wait_for_end(page)
+    _picture(page, out, f"{name}-ended")
+    page.close()
+
+
+def take_hang(lab: Lab, browser: Browser, out: Path) -> None:
+    """Four ranks that hang, with their stacks, until Stop."""
+    page = _open(lab, browser, "hang", HANG, "notebook_launcher(hang, num_processes=4, grace=1)")
+    page.output(2).get_by_text("the run hangs").first.wait_for(timeout=60_000)
+    page.output(2).get_by_text("stacks of the ranks").click()
+    _picture(page, out, "hang-live")
+    page.output(2).get_by_role("button", name="Stop").click()
+    _wait_for_end(page)
+    _picture(page, out, "hang-ended")
+    page.close()
+
+
+def take_displays(lab: Lab, browser: Browser, out: Path) -> None:
+    """A run in the background, with figures and a table in its panel."""
+    end = lab.folder / "displays"
+    launch = f"run = notebook_launcher(draw, ({str(end)!r},), num_processes=2, block=False)"
+    page = _open(lab, browser, "displays", DRAW, launch)
+    page.output(2).get_by_text("0.31").first.wait_for(timeout=60_000)
+    _picture(page, out, "displays-live")
+    end.touch()
+    _wait_for_end(page)
+    _picture(page, out, "displays-ended")
+    page.close()
+
+
+def take_form(lab: Lab, browser: Browser, out: Path) -> None:
+    """The form for settings, with a strategy whose options are unfolded."""
+    page = _open(lab, browser, "form", TRAIN, FORM)
+    page.output(2).get_by_text("No accelerator").first.wait_for(timeout=60_000)
+    _picture(page, out, "form")
+    page.close()
+
+
+SCENES: dict[str, Callable[[Lab, Browser, Path], None]] = {
+    **{f"{number}-ranks": partial(take_training, number=number) for number in (1, 2, 8, 64)},
+    "hang": take_hang,
+    "displays": take_displays,
+    "form": take_form,
+}
+
+
+def _open(lab: Lab, browser: Browser, name: str, *cells: str) -> Notebook:
+    lab.write(f"{name}.ipynb", [SETUP, *cells], INSTALLED)
+    page = lab.open(browser, f"{name}.ipynb", height=HEIGHT)
+    page.hide_sidebar()
+    page.wait_until_idle()
+    page.run_all()
+    return page
+
+
+def _wait_for_end(page: Notebook) -> None:
+    # What is drawn when a run has ended has no buttons.
+    page.output(2).locator("button").first.wait_for(state="detached", timeout=60_000)
+
+
+def _picture(page: Notebook, out: Path, name: str) -> None:
+    """The outputs of the last cell, in each width and theme."""
+    for theme in THEMES:
+        page.set_theme(theme)
+        for width in WIDTHS:
+            page.page.set_viewport_size({"width": width, "height": HEIGHT})
+            # Until the page has laid itself out.
+            page.page.wait_for_timeout(500)
+            page.output(2).screenshot(path=out / f"{name}-{width}-{theme}.png")
+
+
+def main() -> None:
+    """Take the README's pictures, or all others."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--all", type=Path, metavar="OUT", help="where all pictures go")
+    parser.add_argument("--only", nargs="+", choices=SCENES, default=SCENES, help="which of those")
+    options = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_lab(Path(folder), [INSTALLED]) as lab,
+        open_browser(find_chromium() or "chromium") as browser,
+    ):
+        if options.all is not None:
+            options.all.mkdir(parents=True, exist_ok=True)
+            for name in options.only:
+                SCENES[name](lab, browser, options.all)
+            return
+        IMAGES.mkdir(parents=True, exist_ok=True)
+        for theme in THEMES:
+            take(lab, browser, theme)
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ class ClicksByServer(ClicksAfterTheCell):
         button = element(
             "button",
             "Interrupt",
-            class_="jupyter-button",
+            class_="jupyter-button na-small-button",
             title=_INTERRUPT_TOOLTIP,
             onclick=_INTERRUPT_BY_SERVER % _kernel_id(self.kernel),
         )

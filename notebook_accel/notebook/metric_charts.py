@@ -110,6 +110,7 @@ def _card(chart: Chart, look: Look, limit: int, num_stripes: int) -> Markup:
             class_="na-name",
             title=shorten(one_line(chart.name, 90), 120),
         ),
+        element("span", "mean", class_="na-muted") if is_mean else "",
         element("b", wording.number(shown)),
         element("span", spread(chart.last), class_="na-muted na-spread"),
         class_="na-chart-head",

@@ -112,7 +112,8 @@ class MetricsView:
         self._pager.layout.display = None if pages > 1 else "none"
         look = self._look()
         charts = [_chart(curves, name, look) for name in page]
-        if any(len(chart.points) > 1 for chart in charts):
+        # Of more ranks the mean is drawn in any case.
+        if any(1 < len(chart.points) <= MAX_LINES for chart in charts):
             self._lines.layout.display = None
         # The last page is as high as the others.
         num_places = PAGE_SIZE if pages > 1 else len(charts)

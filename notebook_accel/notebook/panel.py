@@ -99,11 +99,13 @@ def render_panel(state: RunState, details: Details) -> Markup:
 def render_title(state: RunState, details: Details) -> Markup:
     """What runs, how it stands, since when, on what, and how fast; two lines where it is narrow."""
     devices = {rank.device for rank in state.ranks if rank.device}
-    where = f"{num_ranks(state)} on {shorten(' and '.join(sorted(devices)), 60)}"
-    facts = [where if devices else num_ranks(state)]
+    where = num_ranks(state)
+    if devices:
+        where += f" on {shorten(' and '.join(sorted(devices)), 60)}"
+    facts = [element("span", where, title=where)]
     if details.of_run is not None and state.status == "running":
-        per_second, item = details.of_run
-        facts.append(wording.rate(per_second, item))
+        of_what = "of a rank, in the mean of all and of the last seconds"
+        facts.append(element("span", wording.rate(*details.of_run), title=of_what))
     name = element(
         "div",
         element("span", class_=f"na-dot na-{state.status}"),
@@ -114,7 +116,7 @@ def render_title(state: RunState, details: Details) -> Markup:
     return element(
         "div",
         name,
-        element("div", *(element("span", fact) for fact in facts), class_="na-muted na-facts"),
+        element("div", *facts, class_="na-muted na-facts"),
         class_="na na-title",
     )
 

@@ -56,6 +56,8 @@ _SHORT_OUTPUT = 24
 _LAST_LINES = 10
 # All the lines that stay open together, of however many ranks.
 _MAX_OPEN_LINES = 60
+# More folds than these are in one that holds them all.
+_MAX_FOLDS = 8
 
 _LINE = "1px solid rgba(128,128,128,.3)"
 _FONT = "font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;font-size:13px"
@@ -227,7 +229,7 @@ def _table(state: RunState, seconds: float) -> Markup:
         cells: list[Markup] = []
         for index in columns:
             name = summary.COLUMNS[index]
-            style = _CELL if name == "progress" else _NARROW
+            style = f"{_CELL};min-width:10em" if name == "progress" else _NARROW
             colour = _COLOURS.get(summary.condition(rank)) if name == "state" else None
             cells.append(
                 element("td", row[index], style=f"{style};color:{colour}" if colour else style)
@@ -343,6 +345,8 @@ def _plot(name: str, by_rank: Mapping[int, Sequence[Point]]) -> Markup:
             )
             for rank in shown
         ]
+        if len(by_rank) > len(shown):
+            marks.append(element("span", f"of {len(by_rank)} ranks", style=_MUTED))
         parts.append(element("div", *marks, style="font-size:11px"))
     if any(len(points) > 1 for points in shown.values()):
         first_curve = next(iter(shown.values()))
@@ -377,7 +381,9 @@ def _output(state: RunState, style: str, max_lines: int) -> Markup:
         printed = _printed(rank, max_lines)
         if printed.total:
             alike.setdefault(printed, []).append(rank.rank)
-    blocks: list[Markup] = []
+    open_blocks: list[Markup] = []
+    folds: list[Markup] = []
+    folded: list[int] = []
     room = _MAX_OPEN_LINES
     culprits = {rank.rank for rank in state.ranks if summary.condition(rank) == "failed"}
     for printed, ranks in sorted(alike.items(), key=lambda item: culprits.isdisjoint(item[1])):
@@ -385,10 +391,16 @@ def _output(state: RunState, style: str, max_lines: int) -> Markup:
         num_lines = min(printed.total, _LAST_LINES if printed.is_long else _SHORT_OUTPUT)
         # The output of the rank at fault, else of the first one, is what most people look for,
         # however long.
-        is_open = not blocks or (not printed.is_long and num_lines <= room)
-        room -= num_lines if is_open else 0
-        blocks.append(_block(printed, label, style, is_open=is_open))
-    return join(blocks)
+        if not open_blocks or (not printed.is_long and num_lines <= room):
+            room -= num_lines
+            open_blocks.append(_block(printed, label, style, is_open=True))
+        else:
+            folds.append(_block(printed, label, style, is_open=False))
+            folded += ranks
+    if len(folds) > _MAX_FOLDS:
+        title = element("summary", f"output of {wording.rank_list(folded)}", style=_FONT)
+        folds = [element("details", title, *folds)]
+    return join([*open_blocks, *folds])
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ class Notebook:
     def hide_sidebar(self) -> None:
         """Give the notebook the whole width."""
         self.page.evaluate(
-            "async () => { const shell = window.jupyterapp.shell; shell.collapseLeft(); }"
+            "async () => { const shell = window.jupyterapp.shell; shell.collapseLeft?.(); }"
         )
 
     def close(self) -> None:

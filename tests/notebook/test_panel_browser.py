@@ -10,6 +10,7 @@ import pytest
 
 from tests.notebook.kernels import INSTALLED
 from tests.notebook.lab import open_browser, open_lab
+from tests.notebook.layout import check_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -152,6 +153,7 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     assert len(set(heights)) <= 6, heights
     assert len({height for height in page.evaluate("() => window.logs") if height}) == 1
     page.evaluate("() => clearInterval(window.noting)")
+    check_layout(notebook)
 
     # What ranks print does no harm and is right.
     choose(output, "Output of", "rank 0")
@@ -279,6 +281,7 @@ def test_of_many_ranks_one_is_picked_by_a_click(notebook: Notebook) -> None:
     notebook.add(MANY)
     output = notebook.add("run = notebook_launcher(many, num_processes=17, devices='cpu')")
     wait_for(output, "I am 16")
+    check_layout(notebook)
     output.locator(".na-heat i", has_text=re.compile("^16$")).click()
     output.get_by_text("I am 3", exact=True).wait_for(state="detached", timeout=30_000)
     assert output.get_by_label("Output of").evaluate("list => list.selectedIndex") == 17

@@ -129,6 +129,8 @@ def hidden_ranks(ranks: Sequence[RankState], shown: Iterable[RankState]) -> str:
     hidden = Counter(condition(rank) for rank in ranks if rank.rank not in with_row)
     if not hidden:
         return ""
+    if len(hidden) == 1:
+        return f"… and {hidden.total()} more, all {next(iter(hidden))}"
     parts = [f"{number} {status}" for status, number in hidden.most_common()]
     return f"… and {hidden.total()} more: {', '.join(parts)}"
 

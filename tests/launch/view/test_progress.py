@@ -151,7 +151,7 @@ def test_many_ranks_fold_and_failed_ones_stay() -> None:
     state = with_failed(running(128), [127])
     shown = ranks_with_row(state.ranks)
     assert [rank.rank for rank in shown] == [0, 1, 2, 3, 4, 5, 6, 127]
-    assert hidden_ranks(state.ranks, shown) == "… and 120 more: 120 running"
+    assert hidden_ranks(state.ranks, shown) == "… and 120 more, all running"
     assert hidden_ranks(state.ranks, state.ranks) == ""
 
 

@@ -1,0 +1,68 @@
+"""Whether a live panel is legible in windows of several widths."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.notebook.lab import Notebook
+
+__all__ = ["check_layout"]
+
+# What is cut, out of the panel or over something else, in a window of that width. Names may be cut.
+_FAULTS = """(width) => {
+  const notebook = document.querySelector('.jp-NotebookPanel');
+  if (notebook.getBoundingClientRect().right > width + 1) return ['not laid out yet'];
+  const panel = document.querySelector('.na-panel');
+  const faults = panel.scrollWidth > panel.clientWidth ? ['the panel is too wide'] : [];
+  const shown = [];
+  const names = '.na-c-label, .na-name, .na-spread';
+  for (const part of panel.querySelectorAll(`.na-title span, .na-title b, th, td, button, select,
+      .na-log-bar input, .na-log-title, .na-chart-head > *, progress`)) {
+    let box = part.getBoundingClientRect();
+    if (!box.width || part.matches('td:has(progress), :is(span, b, th, td):empty')) continue;
+    const text = part.textContent.trim() || part.placeholder || '';
+    const name = `${part.className || part.tagName} ${text.slice(0, 20)}`;
+    if (part.matches('progress') && box.width < 40) faults.push(`${name}: ${box.width} px`);
+    const isCut = part.scrollWidth > part.clientWidth + 1 && !part.matches(names);
+    if (isCut) faults.push(`${name}: cut`);
+    for (let above = part.parentElement; panel.contains(above); above = above.parentElement) {
+      const room = above.getBoundingClientRect();
+      if (getComputedStyle(above).overflowX === 'visible') continue;
+      if (box.left < room.left - 1 || box.right > room.right + 1
+          || box.top < room.top - 1 || box.bottom > room.bottom + 1) {
+        faults.push(`${name}: out of ${above.className}`);
+      }
+    }
+    if (part.matches('span, b, th, td')) {
+      const range = document.createRange();
+      range.selectNodeContents(part);
+      const words = range.getBoundingClientRect();
+      const left = Math.max(words.left, box.left), right = Math.min(words.right, box.right);
+      box = new DOMRect(left, words.top, right - left, words.height);
+    }
+    for (const [other, before] of shown) {
+      if (Math.min(box.right, before.right) - Math.max(box.left, before.left) > 1
+          && Math.min(box.bottom, before.bottom) - Math.max(box.top, before.top) > 1) {
+        faults.push(`${name} over ${other}`);
+      }
+    }
+    shown.push([name, box]);
+  }
+  return faults;
+}"""
+
+
+def check_layout(notebook: Notebook) -> None:
+    """In a window of each width all is legible."""
+    before = notebook.page.viewport_size
+    notebook.hide_sidebar()
+    for width in (1200, 600, 400):
+        notebook.page.set_viewport_size({"width": width, "height": 1000})
+        deadline = time.monotonic() + 10
+        while (faults := notebook.page.evaluate(_FAULTS, width)) and time.monotonic() < deadline:
+            notebook.page.wait_for_timeout(100)
+        assert not faults, f"{width} px: {faults}"
+    assert before is not None
+    notebook.page.set_viewport_size(before)
