@@ -14,8 +14,8 @@ export JUPYTER_PREFER_ENV_PATH := 1
 # Hundreds of processes import the package: compiled once, not in each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test check coverage test-chaos test-datasets test-deepspeed test-eight test-fp8 \
-  test-gpu test-inductor test-kernels test-kills test-soak test-trackers bench demo lab env \
+.PHONY: help test check coverage test-binder test-chaos test-datasets test-deepspeed test-eight \
+  test-fp8 test-gpu test-inductor test-kernels test-kills test-soak test-trackers bench demo lab env \
   browser clean
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo 'make test        ruff, mypy and all tests'
 	@echo 'make check       ruff and mypy'
 	@echo 'make coverage    the tests, with the lines that they miss'
+	@echo 'make test-binder  build the environment of binder/, and run all notebooks in it'
 	@echo 'make test-chaos  kill kernels, agents, templates and ranks at random'
 	@echo 'make test-datasets  ranks read by datasets, which it gets; make test skips that'
 	@echo 'make test-deepspeed  trains by DeepSpeed, which it gets; make test skips that'
@@ -60,6 +61,17 @@ coverage: $(READY)
 	$(BIN)/coverage run -m pytest $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+# As Binder builds it: from the root, and by nothing but what binder/ says.
+test-binder:
+	$(PYTHON) -m venv build/binder
+	build/binder/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	  --requirement binder/requirements.txt
+	PATH="$$PWD/build/binder/bin:$$PATH" bash binder/postBuild
+	@for notebook in notebooks/*.ipynb; do \
+	  echo "== $$notebook"; \
+	  build/binder/bin/python notebooks/execute.py $$notebook --out build/binder-pages || exit 1; \
+	done
 
 test-chaos: $(READY)
 	$(BIN)/python -m tests.chaos $(ARGS)

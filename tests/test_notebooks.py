@@ -113,6 +113,7 @@ def test_the_classifier_learns_without_the_hub_and_runs_with_it(tmp_path: Path) 
 RESULTS = {
     "03_strategies": (r"never more than (\S+) apart", lambda found: float(found) < 1e-3),
     "04_checkpoints": (r"losses equal: (\w+)", lambda found: found == "True"),
+    "06_dashboard": (r"stuck: (\w+)", lambda found: found == "stopped"),
 }
 
 
