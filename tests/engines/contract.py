@@ -817,6 +817,21 @@ class EngineContract:
         with pytest.raises(RunStopped):
             run.wait(BUSY)
 
+    def test_stacks_of_ranks_that_have_only_just_been_forked(self) -> None:
+        def train() -> None:
+            time.sleep(60)
+
+        run = self.launch(train, n=8, block=False)
+        try:
+            eventually(
+                lambda: run.status == "failed" or run.stacks().count("in train") == 8,
+                within=BUSY,
+                what="all are inside",
+            )
+            assert run.status == "running"
+        finally:
+            run.kill()
+
     def test_a_launch_from_a_thread_that_ends(self) -> None:
         def train() -> int:
             time.sleep(0.3)

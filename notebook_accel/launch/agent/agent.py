@@ -36,6 +36,7 @@ from notebook_accel.launch.agent.rank_process import CLOSED, GARBAGE, RankProces
 from notebook_accel.launch.system import open_files, processes, scratch
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.scoreboard import FLAG_SECONDS, LeavePoint, Scoreboard
+from notebook_accel.launch.worker.main import STACKS_SIGNAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,8 +83,9 @@ def main(
     Raises:
         ProtocolError: the first message is another.
     """
-    # A rank that was just forked, and has no handler yet, inherits this.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A rank that was just forked, and has no handlers yet, inherits this.
+    for number in (signal.SIGINT, STACKS_SIGNAL):
+        signal.signal(number, signal.SIG_IGN)
     processes.adopt_orphans()
     open_files.raise_to_hard_limit()
     message, _ = first
