@@ -9,7 +9,6 @@ of its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from notebook_accel.launch.rank import current
 from notebook_accel.training import environment
+from notebook_accel.training.nested import leaves_with_paths
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +61,10 @@ def require_agreement(
     Raises:
         DistributedOperationException: structures, shapes or types differ; raised on every rank.
     """
-    mine = [f"{path}{_describe(leaf, free_dimension)}" for path, leaf in _walk(data)]
+    mine = [
+        f"{path} {_describe(leaf, free_dimension)}".lstrip()
+        for path, leaf in leaves_with_paths(data, "")
+    ]
     everywhere: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everywhere, mine, group=group)
     if any(of_rank != everywhere[0] for of_rank in everywhere):
@@ -70,18 +73,6 @@ def require_agreement(
             "Expected the same structure, shapes and types on every rank: pad tensors whose sizes "
             "differ (pad_across_processes), or gather_object what is no tensor"
         )
-
-
-def _walk(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What is in lists, tuples and mappings, with the expression that leads there."""
-    if isinstance(data, (list, tuple)):
-        for index, item in enumerate(data):
-            yield from _walk(item, f"{path}[{index}]")
-    elif isinstance(data, Mapping):
-        for key, item in data.items():
-            yield from _walk(item, f"{path}[{key!r}]")
-    else:
-        yield path and f"{path} ", data
 
 
 def _describe(leaf: Any, free_dimension: int | None) -> str:

@@ -20,6 +20,7 @@ __all__ = [
     "is_namedtuple",
     "is_torch_tensor",
     "leaves",
+    "leaves_with_paths",
     "listify",
     "merge_dicts",
     "move_to_device",
@@ -117,6 +118,18 @@ def leaves(data: Any) -> Iterator[Any]:
             yield from leaves(item)
     else:
         yield data
+
+
+def leaves_with_paths(data: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What :func:`leaves` gives, each with the expression that leads there from ``path``."""
+    if isinstance(data, (list, tuple)):
+        for index, item in enumerate(data):
+            yield from leaves_with_paths(item, f"{path}[{index}]")
+    elif isinstance(data, Mapping):
+        for key, item in data.items():
+            yield from leaves_with_paths(item, f"{path}[{key!r}]")
+    else:
+        yield path, data
 
 
 def send_to_device(

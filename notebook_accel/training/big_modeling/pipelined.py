@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,12 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives, topology
 from notebook_accel.training.big_modeling.sizes import compute_module_sizes, direct_parts, is_whole
 from notebook_accel.training.models import RemovableForward, forward_of, strip_forward
-from notebook_accel.training.nested import recursively_apply, send_to_device
+from notebook_accel.training.nested import (
+    leaves,
+    leaves_with_paths,
+    recursively_apply,
+    send_to_device,
+)
 from notebook_accel.training.strategies import blocks
 
 if TYPE_CHECKING:
@@ -172,24 +177,17 @@ def _form_of(value: Any) -> Any:
     return value
 
 
-def _paths(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Each value in a nested structure with the way to it, in the order of recursively_apply."""
-    if isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _paths(item, f"{path}[{index}]")
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _paths(item, f"{path}[{key!r}]")
-    else:
-        yield path, value
-
-
 class _Inputs:
     """The arguments of a forward, and each value in them by its path."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.nested = (tuple(args), dict(kwargs))
-        self.values = dict([*_paths(self.nested[0], "args"), *_paths(self.nested[1], "kwargs")])
+        self.values = dict(
+            [
+                *leaves_with_paths(self.nested[0], "args"),
+                *leaves_with_paths(self.nested[1], "kwargs"),
+            ]
+        )
         self.forms = {path: _form_of(value) for path, value in self.values.items()}
         self.tensors = {
             path: value for path, value in self.values.items() if isinstance(value, torch.Tensor)
@@ -265,7 +263,7 @@ def _trace(model: nn.Module, split_points: Sequence[str], example: _Inputs) -> t
         nonlocal outputs
         args, kwargs = example.with_tensors(tensors)
         outputs = model(*args, **kwargs)
-        return [value for _, value in _paths(outputs, "") if isinstance(value, torch.Tensor)]
+        return [value for value in leaves(outputs) if isinstance(value, torch.Tensor)]
 
     def begin_stage(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001
         pipe_split()  # type: ignore[no-untyped-call]
@@ -301,7 +299,7 @@ def _form_of_outputs(outputs: Any, num_samples: int) -> Any:
     Raises:
         ConfigError: a tensor has not the samples as its first dimension.
     """
-    for path, value in _paths(outputs, "outputs"):
+    for path, value in leaves_with_paths(outputs, "outputs"):
         if isinstance(value, torch.Tensor) and tuple(value.shape[:1]) != (num_samples,):
             raise ConfigError(
                 f"{path} of the model has shape {tuple(value.shape)} for {num_samples} samples: "
@@ -435,7 +433,7 @@ class _InferenceStages:
         return self._schedules[num_micro_batches]
 
     def _room_for_outputs(self, num_samples: int) -> list[torch.Tensor]:
-        forms = [form for _, form in _paths(self._outputs, "") if isinstance(form, TensorForm)]
+        forms = [form for form in leaves(self._outputs) if isinstance(form, TensorForm)]
         return [
             torch.empty((num_samples, *form.shape), dtype=form.dtype, device=self._here.device)
             for form in forms
