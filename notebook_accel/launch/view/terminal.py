@@ -56,22 +56,25 @@ class TerminalView(PlainView):
 
     def _draw(self, rank: int, lines: Sequence[ProgressLine]) -> None:
         """Draw the outermost bar of a rank, with the labels and counts of those inside it."""
+        labels = [line.label for line in lines if line.label]
+        description = f"rank {rank}  {' > '.join(labels)}"
+        left = f"{lines[0].remaining} left" if lines[0].remaining else ""
+        facts = [*(line.count for line in lines), lines[-1].rate, left]
+        # Not as a postfix, before which tqdm puts a comma.
+        text = "  ".join(fact for fact in facts if fact)
+        bar_format = "{desc} |{bar}| " + text.replace("{", "{{").replace("}", "}}")
         if rank not in self._bars:
+            # tqdm draws a bar as it is made: it says at once what it is of.
             self._bars[rank] = tqdm(
+                desc=description,
                 total=1.0,
                 position=len(self._bars),
                 leave=False,
                 dynamic_ncols=True,
                 file=self._terminal or sys.stdout,
-                bar_format="{desc} |{bar}|",
+                bar_format=bar_format,
             )
         bar = self._bars[rank]
         bar.n = lines[0].fraction or 0.0
-        labels = [line.label for line in lines if line.label]
-        bar.set_description_str(f"rank {rank}  {' > '.join(labels)}", refresh=False)
-        left = f"{lines[0].remaining} left" if lines[0].remaining else ""
-        facts = [*(line.count for line in lines), lines[-1].rate, left]
-        # Not as a postfix, before which tqdm puts a comma.
-        text = "  ".join(fact for fact in facts if fact)
-        bar.bar_format = "{desc} |{bar}| " + text.replace("{", "{{").replace("}", "}}")
-        bar.refresh()
+        bar.bar_format = bar_format
+        bar.set_description_str(description)
