@@ -54,7 +54,12 @@ def avoid_hang_when_model_outlives_group() -> None:
 
 
 def watch_new_groups(making: Callable[[], AbstractContextManager[None]]) -> None:
-    """Make each process group inside of ``making()``: torch forgets one that was destroyed."""
+    """Make each process group inside of ``making()``, and give it once all its ranks have it.
+
+    Torch forgets a group that was destroyed, so who wants to know has to look on. And a rank that
+    destroys its group at once closes connections that another one may just be waiting for, whose
+    ``init_process_group`` then fails ("Connection closed by peer").
+    """
     module: Any = sys.modules.get("torch.distributed.distributed_c10d")
     plain = getattr(module, "_new_process_group_helper", None)
     if plain is None:
@@ -62,9 +67,34 @@ def watch_new_groups(making: Callable[[], AbstractContextManager[None]]) -> None
 
     def helper(*args: Any, **kwargs: Any) -> Any:
         with making():
-            return plain(*args, **kwargs)
+            group, store = plain(*args, **kwargs)
+            if _has_gloo(group):
+                _wait_until_all_have(group, store)
+        return group, store
 
     module._new_process_group_helper = helper
+
+
+def _has_gloo(group: Any) -> bool:
+    """Whether this rank is in ``group``, and ``group`` connects its ranks by gloo."""
+    import torch
+
+    try:
+        name: str = group._get_backend(torch.device("cpu")).name()
+    except (AttributeError, RuntimeError):  # of another group, or without a backend for the CPU
+        return False
+    return name == "gloo"
+
+
+def _wait_until_all_have(group: Any, store: Any) -> None:
+    """Wait until every rank of ``group`` has come here; ``store`` is the group's own."""
+    # A store may have served a group of the same name before.
+    generation, place = divmod(store.add("made", 1) - 1, group.size())
+    all_have = f"made by all, {generation}"
+    if place + 1 == group.size():
+        store.set(all_have, "")
+    else:
+        store.wait([all_have])
 
 
 # The first parameters of TCPStore, in order, as far as callers pass them by position; what comes

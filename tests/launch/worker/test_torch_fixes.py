@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from notebook_accel.launch.worker import torch_fixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 
 def test_a_backward_leaves_nothing_that_needs_the_gil() -> None:
@@ -66,6 +68,66 @@ def test_every_new_group_is_noted() -> None:
         return (first, len(noted)) == (1, 2)
 
     assert in_a_process(act)
+
+
+class SlowStore(distributed.Store):
+    """The store of one group, at which one rank looks addresses up late, or when ``made`` exists.
+
+    Args:
+        file: where it keeps its keys.
+        made: what the other rank makes as soon as it has the group.
+        is_late: whether this rank is the late one.
+    """
+
+    def __init__(self, file: Path, made: Path, *, is_late: bool) -> None:
+        super().__init__()
+        self.files = distributed.FileStore(str(file), 2)
+        self.made = made
+        self.is_late = is_late
+        self.came_last = False
+
+    def get(self, key: str) -> bytes:
+        deadline = time.monotonic() + 0.2
+        while self.is_late and not self.came_last and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self.came_last = self.made.exists()
+        return self.files.get(key)
+
+    def set(self, key: str, value: Any) -> None:
+        self.files.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        return self.files.add(key, value)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self.files.wait(keys, *timeout)
+
+    def clone(self) -> SlowStore:
+        return self
+
+
+def make_groups(folder: Path) -> list[int]:
+    """The numbers of those that this rank was still making when the other had them."""
+    rank = int(os.environ["RANK"])
+    came_last = []
+    # Which of the two connects to the other, and so may be the first, is drawn by lot.
+    for number in range(6):
+        made = folder / f"made {number}"
+        store = SlowStore(folder / f"store {number}", made, is_late=rank == number % 2)
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        if not store.is_late:
+            made.touch()
+        distributed.destroy_process_group()
+        if store.came_last:
+            came_last.append(number)
+    return came_last
+
+
+def test_a_rank_has_its_group_once_all_have_it(tmp_path: Path) -> None:
+    """Or it would destroy it under the other: "Connection closed by peer" there."""
+    config = LaunchConfig(num_processes=2, devices="cpu")
+    made = launch(make_groups, args=(tmp_path,), config=config, view=View())
+    assert made.results == [[], []]
 
 
 def test_a_group_that_could_not_be_made_is_not_counted() -> None:
