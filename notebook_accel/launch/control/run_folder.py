@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime as dt
 import errno
 import fcntl
 import os
 import re
 import shutil
-import time
 import uuid
 import weakref
 from dataclasses import replace
@@ -113,7 +113,7 @@ class RunFolder:
             LaunchError: it cannot be made.
         """
         root = runs_folder() if root is None else root
-        folder = cls(root / (time.strftime("%Y%m%d-%H%M%S-") + uuid.uuid4().hex[:6]))
+        folder = cls(root / _new_id())
         try:
             folder.path.mkdir(parents=True, mode=0o700)
             try:
@@ -249,6 +249,13 @@ class RunFolder:
             times = (entry.stat(follow_symlinks=False).st_mtime for entry in entries)
             return max(times, default=0.0)
         return 0.0
+
+
+def _new_id() -> str:
+    """An id that stands after those of earlier runs, also of the same second."""
+    now = dt.datetime.now().astimezone()
+    # Five digits are a microsecond's; the last one is for kernels that launch in the same one.
+    return f"{now:%Y%m%d-%H%M%S}-{now.microsecond:05x}{uuid.uuid4().hex[:1]}"
 
 
 def run_folders(root: Path | None = None) -> list[RunFolder]:

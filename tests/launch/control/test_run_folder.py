@@ -12,12 +12,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO
+from uuid import uuid4
 
 import pytest
 
 from notebook_accel import LaunchError, runs
+from notebook_accel.launch.control import run_folder
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders, runs_folder
 from notebook_accel.launch.control.state import starting
@@ -30,6 +31,11 @@ KEPT = 50
 def ended(root: Path) -> Path:
     """A run that nobody holds any more."""
     return RunFolder.make(root).path
+
+
+def date_new_runs(monkeypatch: pytest.MonkeyPatch, date: str) -> None:
+    """Give all runs that are made from here on this date."""
+    monkeypatch.setattr(f"{run_folder.__name__}._new_id", lambda: f"{date}-{uuid4().hex[:6]}")
 
 
 def names(root: Path) -> list[str]:
@@ -89,11 +95,15 @@ def test_a_run_that_has_the_name_of_another_leaves_that_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = RunFolder.make(tmp_path)
-    monkeypatch.setattr("time.strftime", lambda *_: first.id[:-6])
-    monkeypatch.setattr("uuid.uuid4", lambda: SimpleNamespace(hex=first.id[-6:]))
+    monkeypatch.setattr(f"{run_folder.__name__}._new_id", lambda: first.id)
     with pytest.raises(LaunchError, match="File exists"):
         RunFolder.make(tmp_path)
     assert first.is_held
+
+
+def test_runs_of_the_same_second_stand_in_the_order_of_their_launches(tmp_path: Path) -> None:
+    made = [RunFolder.make(tmp_path, remove_old=False).id for _ in range(20)]
+    assert [folder.id for folder in run_folders(tmp_path)] == made
 
 
 # ---- which are kept ------------------------------------------------------------------------
@@ -102,7 +112,7 @@ def test_a_run_that_has_the_name_of_another_leaves_that_alone(
 def test_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     for number in range(KEPT + 5):
-        monkeypatch.setattr("time.strftime", lambda *_, n=number: f"20260101-0000{n:02d}-")
+        date_new_runs(monkeypatch, f"20260101-0000{number:02d}")
         made.append(ended(tmp_path).name)
     assert names(tmp_path) == made[-KEPT:]
 
@@ -113,10 +123,10 @@ def test_one_that_is_too_large_takes_no_place_of_older_ones(
     monkeypatch.setattr("notebook_accel.launch.control.run_folder._KEPT_BYTES", 100_000)
     made = []
     for number in range(3):
-        monkeypatch.setattr("time.strftime", lambda *_, n=number: f"20260101-0000{n:02d}-")
+        date_new_runs(monkeypatch, f"20260101-0000{number:02d}")
         made.append(ended(tmp_path))
     (made[-1] / "large").write_bytes(bytes(200_000))
-    monkeypatch.setattr("time.strftime", lambda *_: "20260101-000003-")
+    date_new_runs(monkeypatch, "20260101-000003")
     made.append(ended(tmp_path))
     assert names(tmp_path) == [made[0].name, made[1].name, made[3].name]
 
@@ -124,7 +134,7 @@ def test_one_that_is_too_large_takes_no_place_of_older_ones(
 def test_a_run_that_lives_is_kept_however_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("time.strftime", lambda *_: "20200101-000000-")
+    date_new_runs(monkeypatch, "20200101-000000")
     old = RunFolder.make(tmp_path)
     monkeypatch.undo()
     for _ in range(KEPT + 2):
@@ -156,7 +166,7 @@ def test_a_run_of_another_process_is_kept_while_it_lives(
     with other:
         assert other.stdout is not None
         name = other.stdout.readline().strip()
-        monkeypatch.setattr("time.strftime", lambda *_: "29990101-000000-")
+        date_new_runs(monkeypatch, "29990101-000000")
         for _ in range(KEPT + 2):
             ended(tmp_path)
         assert name in names(tmp_path)
@@ -208,7 +218,7 @@ def test_held_runs_cost_one_descriptor_together(tmp_path: Path) -> None:
 def test_more_than_two_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     for number in range(6):
-        monkeypatch.setattr("time.strftime", lambda *_, n=number: f"20260101-0000{n:02d}-")
+        date_new_runs(monkeypatch, f"20260101-0000{number:02d}")
         made.append(ended(tmp_path))
         with log_path(made[-1], 0).open("wb") as file:
             file.truncate(700_000_000)
