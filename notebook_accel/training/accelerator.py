@@ -197,7 +197,11 @@ class Accelerator(WindowView, CheckpointView, TrackerView, PreparingView):
     def skip_first_batches(
         self, dataloader: DataLoader[Any], num_batches: int = 0
     ) -> DataLoader[Any]:
-        """The loader from batch ``num_batches`` of the epoch on."""
+        """The loader from batch ``num_batches`` of the epoch on.
+
+        Raises:
+            ConfigError: ``num_batches`` is no whole number from 0 on.
+        """
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:

@@ -394,16 +394,16 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
 
-def as_steps(what: str, num_steps: Any) -> int:
-    """The length of a window that ``num_steps`` is; numbers of numpy's are some too.
+def as_steps(what: str, num_steps: Any, least: int = 1) -> int:
+    """The number of steps or batches that ``num_steps`` is; one of numpy's is a number, too.
 
     Raises:
-        ConfigError: it is none; the message calls it ``what``.
+        ConfigError: it is none, or below ``least``; the message calls it ``what``.
     """
     with contextlib.suppress(TypeError):
-        if not isinstance(num_steps, bool) and operator.index(num_steps) >= 1:
+        if not isinstance(num_steps, bool) and operator.index(num_steps) >= least:
             return operator.index(num_steps)
-    raise ConfigError(f"{what} is {num_steps!r}: expected a whole number of at least 1")
+    raise ConfigError(f"{what} is {num_steps!r}: expected a whole number of at least {least}")
 
 
 def _hook_type(

@@ -50,6 +50,7 @@ from notebook_accel.training.data.stateful import (
     is_stateful,
 )
 from notebook_accel.training.notices import notice_once
+from notebook_accel.training.settings import as_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -320,7 +321,11 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     Args:
         dataloader: prepared or not.
         num_batches: batches of this rank to leave out, 0 or more.
+
+    Raises:
+        ConfigError: ``num_batches`` is no such number.
     """
+    num_batches = as_steps("skip_first_batches(num_batches=...)", num_batches, least=0)
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)
     if isinstance(dataloader.dataset, IterableDataset):
