@@ -65,7 +65,11 @@ def _flag(name: str) -> Any:
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """How models are compiled; what is not given is read from ``ACCELERATE_DYNAMO_*``."""
+    """How models are compiled; what is not given is read from ``ACCELERATE_DYNAMO_*``.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
 
     backend: DynamoBackend = field(
         default_factory=lambda: cast("Any", environment.read("DYNAMO_BACKEND") or "no")

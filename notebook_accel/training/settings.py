@@ -199,7 +199,11 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """How models are wrapped by ``torch.nn.parallel.DistributedDataParallel``."""
+    """How models are wrapped by ``torch.nn.parallel.DistributedDataParallel``.
+
+    Raises:
+        ConfigError: ``comm_hook`` or ``comm_wrapper`` is no such hook.
+    """
 
     dim: int = 0
     """Dimension of the batch."""

@@ -293,7 +293,7 @@ def test_a_rank_that_cannot_write_is_named_to_the_others(both: list[dict[str, An
     assert "OSError: disk full" in both[1]["rank 0 fails"]
     assert both[1]["rank 1 fails"] == "OSError: disk full"
     assert "rank 1 could not write its part of the checkpoint" in both[0]["rank 1 fails"]
-    assert "stays as it is): OSError: disk full" in both[0]["rank 1 fails"]
+    assert "stays as it is): OSError: disk full. Mend that" in both[0]["rank 1 fails"]
 
 
 def test_where_all_are_needed_the_missing_are_named(both: list[dict[str, Any]]) -> None:

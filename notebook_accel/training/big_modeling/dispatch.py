@@ -64,6 +64,9 @@ def cpu_offload(
         offload_buffers: offload the buffers too.
         state_dict: the weights on the host; None copies those of the model.
         preload_module_classes: names of classes whose weights come in as a whole.
+
+    Raises:
+        ConfigError: the model has no parameters, and ``execution_device`` was not given.
     """
     if state_dict is None:
         state_dict = {name: value.to("cpu") for name, value in model.state_dict().items()}
@@ -85,6 +88,10 @@ def disk_offload(
         execution_device: where it computes; None takes that of its first parameter.
         offload_buffers: offload the buffers too.
         preload_module_classes: names of classes whose weights come in as a whole.
+
+    Raises:
+        ConfigError: the model has no parameters, and ``execution_device`` was not given.
+        OSError: the folder cannot be written.
     """
     if not Path(offload_dir, "index.json").is_file():
         offload_state_dict(offload_dir, model.state_dict())

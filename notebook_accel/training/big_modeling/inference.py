@@ -74,7 +74,7 @@ def infer_auto_device_map(
         device by name of module or tensor; "disk" for what fits nowhere else.
 
     Raises:
-        ConfigError: a text in ``max_memory`` is no size.
+        ConfigError: a key of ``max_memory`` is no device, or a text in it no size.
     """
     limits = get_max_memory(max_memory)
     classes = no_split_module_classes

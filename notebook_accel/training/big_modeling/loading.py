@@ -310,7 +310,8 @@ def load_checkpoint_and_dispatch(
         device_map: device by name of module; "auto" or "balanced" fills accelerators evenly,
             "balanced_low_0" leaves room on the first, "sequential" fills one after the other;
             None only loads.
-        max_memory: what each device may hold, for a map that is inferred.
+        max_memory: what each device may hold, for a map that is inferred; as of
+            :func:`infer_auto_device_map`.
         no_split_module_classes: names of classes that must stay on one device, for such a map.
         offload_folder: gets the files of what goes to "disk".
         offload_buffers: offload buffers too.

@@ -41,7 +41,12 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass
 class BnbQuantizationConfig:
-    """How a model's linear layers are quantised."""
+    """How a model's linear layers are quantised.
+
+    Raises:
+        ConfigError: not one of ``load_in_8bit`` and ``load_in_4bit`` is True, or a field has a
+            value that is not known.
+    """
 
     load_in_8bit: bool = False
     """Eight bits a weight (LLM.int8)."""

@@ -232,7 +232,7 @@ class Meetings:
             if error:
                 raise NotebookAccelError(
                     f"rank {rank} could not write its part of the checkpoint (the last one stays "
-                    f"as it is): {error}"
+                    f"as it is): {error}. Mend that on its machine, and save again"
                 )
             # A rank of this training wrote it, as it writes what collectives of objects unpickle.
             results.append(pickle.loads(self._store.get(f"results/{plan.number}/{rank}")))
@@ -261,7 +261,8 @@ class Meetings:
         error = self._read(f"done/{plan.number}")
         if error:
             raise NotebookAccelError(
-                f"rank 0 could not write {plan.final} (the last one stays as it is): {error}"
+                f"rank 0 could not write {plan.final} (the last one stays as it is): {error}. Mend "
+                "that on its machine, and save again"
             )
 
     def _wait_for_some(self, call: str, asked: str, lines: str) -> list[int]:

@@ -41,6 +41,10 @@ class CheckpointView(ConfiguredView):
             model: as ``prepare`` gave it.
             unwrap: False keeps the names that the wrapper gives; a model that is spread over the
                 ranks has its own names.
+
+        Returns:
+            tensors by name; nothing on the other ranks where a plugin asks for rank 0 alone
+            (``FullStateDictConfig(rank0_only=True)``).
         """
         if not unwrap and not self._strategy.saves_together:
             return model.state_dict()
