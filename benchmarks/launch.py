@@ -5,6 +5,9 @@ contender, in turn: the first launch there, then more of them. Ours has two: a k
 at once after the import, and one whose first launch comes five seconds later. Peers run the same
 step: accelerate in a fresh kernel (each rank imports again what the kernel has not), accelerate in
 a kernel that has made an optimizer before, torch.multiprocessing.spawn and torchrunx.
+
+Then 2 to 128 ranks that start and end, without and with a gloo group of all: beside forks of bare
+torch, and beside accelerate up to 32 ranks.
 """
 
 from __future__ import annotations
