@@ -288,9 +288,9 @@ class Accelerator(WindowView, CheckpointView, TrackerView, PreparingView):
             model, inputs, targets, loss_function, self._accumulation.num_steps
         )
 
-    def accumulate(self, *models: Module) -> Window:
-        """A block for one batch of a window of ``models``, as ``prepare`` gave them; gradients are
-        exchanged and used at its last."""
+    def accumulate(self, *models: Module | Sequence[Module]) -> Window:
+        """A block for one batch of a window of ``models``, as ``prepare`` gave them (or of lists of
+        them); gradients are exchanged and used at its last."""
         return Window(self._accumulation, models, self._strategy.gradient_sync)
 
     def no_sync(self, model: Module) -> AbstractContextManager[Any]:

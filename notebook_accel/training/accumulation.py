@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from notebook_accel.launch.rank import current
 from notebook_accel.training import environment
 from notebook_accel.training.data.active import active_loaders
@@ -18,9 +20,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import TracebackType
 
-    import torch
-
     GradientSync = Callable[[torch.nn.Module, bool], AbstractContextManager[Any]]
+    Models = torch.nn.Module | Sequence[torch.nn.Module]
 
 __all__ = [
     "Accumulation",
@@ -113,7 +114,7 @@ class Window:
     __slots__ = ("_accumulation", "_is_last", "_models", "_outer", "_stack", "_sync")
 
     def __init__(
-        self, accumulation: Accumulation, models: Sequence[torch.nn.Module], sync: GradientSync
+        self, accumulation: Accumulation, models: Sequence[Models], sync: GradientSync
     ) -> None:
         self._accumulation = accumulation
         self._models = models
@@ -134,8 +135,9 @@ class Window:
         if accumulation.sync_gradients or accumulation.plugin.sync_each_batch:
             return
         self._stack = ExitStack()
-        for model in self._models:
-            self._stack.enter_context(self._sync(model, False))
+        for each in self._models:
+            for model in (each,) if isinstance(each, torch.nn.Module) else each:
+                self._stack.enter_context(self._sync(model, False))
 
     def __exit__(
         self,

@@ -6,6 +6,7 @@ import gc
 import pickle
 import sys
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from notebook_accel import (
     ConfigError,
     GradientAccumulationPlugin,
 )
+from notebook_accel.training.accumulation import Accumulation, Window
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
 
 GRADIENTS = [1.0, 10.0, 100.0, 1000.0]
@@ -189,6 +191,22 @@ def test_a_bad_window_is_dropped_and_training_goes_on(found: str, order: str, pl
             if order == "last" or (order == "guarded" and accelerator.sync_gradients):
                 optimizer.zero_grad()
     assert recorder.used == [550.0]
+
+
+def test_models_of_a_window_may_come_in_a_list() -> None:
+    """As Diffusers' scripts give those that are trained."""
+    first, second, third = Scalar(), Scalar(), Scalar()
+    held_back: list[nn.Module] = []
+
+    def hold_back(model: nn.Module, exchanges: bool) -> nullcontext[None]:
+        held_back.append(model)
+        return nullcontext()
+
+    window = Window(
+        Accumulation(GradientAccumulationPlugin(2)), ([first, second], third), hold_back
+    )
+    with window:
+        assert held_back == [first, second, third]
 
 
 def test_a_window_is_dropped_for_the_optimizer_alone_that_says_so() -> None:
