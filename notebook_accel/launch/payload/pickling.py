@@ -103,6 +103,22 @@ def rebuild_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseE
     return error
 
 
+def restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+    """Give a scheduler its state, and the step of its optimizer the mark that torch looks for.
+
+    Torch marks it as a scheduler is made. A pickled optimizer has lost the mark, and torch would
+    warn of it at the schedule's first step.
+    """
+    from torch.optim.lr_scheduler import LRScheduler
+
+    class Marking(LRScheduler):
+        def _initial_step(self) -> None:
+            """Leave the rate as it is."""
+
+    vars(scheduler).update(state)
+    Marking(scheduler.optimizer)
+
+
 class _MainNamespace:
     """Stands for the globals of ``__main__``: functions get those of the process they come to."""
 
@@ -183,6 +199,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _reduce_typed_storage
         if issubclass(kind, getattr(torch, "Tensor", ())):
             return self._reduce_tensor
+        schedulers = getattr(sys.modules.get("torch.optim.lr_scheduler"), "LRScheduler", ())
+        if issubclass(kind, schedulers):
+            return _reduce_scheduler
         return _reduce_parametrized if _is_parametrized(kind) else _as_usual
 
     def _reduce_tensor(self, tensor: Any) -> Any:
@@ -277,6 +296,15 @@ def _reduce_parametrized(module: Any) -> Any:
     # torch refuses it (weight_norm and the like), since plain pickle cannot send the class that
     # it made for the module; cloudpickle can.
     return copyreg.__newobj__, (type(module),), vars(module)  # type: ignore[attr-defined]
+
+
+def _reduce_scheduler(scheduler: Any) -> Any:
+    reduced = scheduler.__reduce_ex__(5)
+    step = getattr(getattr(scheduler, "optimizer", None), "step", None)
+    is_marked = hasattr(step, "_wrapped_by_lr_sched")
+    is_plain = len(reduced) == 5 and isinstance(reduced[2], dict)
+    sets_state = hasattr(scheduler, "__setstate__")
+    return (*reduced, restore_scheduler) if is_marked and is_plain and not sets_state else reduced
 
 
 def _reduce_typed_storage(storage: Any) -> Any:

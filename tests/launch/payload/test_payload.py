@@ -234,6 +234,29 @@ def test_compiled_and_parametrized_models_travel(notebook: Notebook) -> None:
     assert torch.equal(compiled.weight, notebook["compiled"].weight)
 
 
+def test_a_scheduler_travels_with_its_optimizer(notebook: Notebook) -> None:
+    """As in Diffusers' tutorial, whose function gets both as arguments; torch has no warning."""
+    notebook.cell("""
+        import warnings
+        import torch
+
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+        def train(optimizer, schedule, num_steps):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(num_steps):
+                    optimizer.step()
+                schedule.step()
+            told = [str(one.message).partition(" of ")[0] for one in caught]
+            return schedule.optimizer is optimizer, schedule.get_last_lr(), told
+    """)
+    both = notebook["optimizer"], notebook["schedule"]
+    assert notebook.launch("train", *both, 1) == (True, [0.5], [])
+    assert notebook.launch("train", *both, 0) == (True, [0.5], ["Detected call"])
+
+
 def test_only_what_is_used_travels_and_main_is_one_namespace(notebook: Notebook) -> None:
     notebook.cell("""
         import sys
