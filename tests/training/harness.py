@@ -12,7 +12,6 @@ import contextlib
 import faulthandler
 import gc
 import importlib.util
-import inspect
 import os
 import pickle
 import select
@@ -75,12 +74,23 @@ def run_ranks(
     # A test module that runs ranks when it is imported is imported by its ranks too, and so on
     # until the machine has no memory left.
     assert _IS_RANK not in os.environ, "ranks cannot be started in a rank"
-    place = (inspect.getfile(function), function.__module__, function.__qualname__)
-    replies = _helper().ask((imports, num_ranks, timeout, *place, args), timeout)
+    replies = _helper().ask((imports, num_ranks, timeout, *_place_of(function), args), timeout)
     failed = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(replies) if not ok]
     if failed:
         raise RankError("\n".join(failed))
     return [value for _, value in replies]
+
+
+def _place_of(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """The file, module and name by which a rank finds the function."""
+    name, module = getattr(function, "__qualname__", "?"), sys.modules[function.__module__]
+    if not callable(getattr(module, name, None)) or module.__file__ is None:
+        raise TypeError(
+            f"run_ranks got {function!r}, and there is no {name} in {module.__name__}, where ranks "
+            "look for it: expected a function defined at the top of a test module; a decorator "
+            "needs functools.wraps"
+        )
+    return module.__file__, module.__name__, name
 
 
 class _Helper:
@@ -100,10 +110,15 @@ class _Helper:
     def ask(self, request: tuple[Any, ...], timeout: float) -> Any:
         assert self.process.stdin
         assert self.process.stdout
-        _write(self.process.stdin, request)
-        # It keeps the deadline itself; this one is for a helper that is gone or stuck.
-        ready, _, _ = select.select([self.process.stdout], [], [], timeout + 20)
-        answer = _read(self.process.stdout) if ready else None
+        try:
+            _write(self.process.stdin, request)
+            # It keeps the deadline itself; this one is for a helper that is gone or stuck.
+            ready, _, _ = select.select([self.process.stdout], [], [], timeout + 20)
+            answer = _read(self.process.stdout) if ready else None
+        except BaseException:
+            # The test has reached its limit, say. The next one would read the answer to this call.
+            self.close()
+            raise
         if answer is None:
             self.close()
             raise RankError(f"the helper gave no answer in {timeout + 20:.0f} s")
