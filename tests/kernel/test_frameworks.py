@@ -121,8 +121,11 @@ def test_lightning_fabric(book: Notebook) -> None:
     """)
 
 
+# Both ranks import transformers: 15 s of two cores, of which a busy machine has few left.
+@pytest.mark.timeout(300)
 def test_transformers_trainer(book: Notebook) -> None:
-    book.run("""
+    book.run(
+        """
         def train():
             import tempfile
             from transformers import BertConfig, BertForSequenceClassification
@@ -150,4 +153,6 @@ def test_transformers_trainer(book: Notebook) -> None:
             return arguments.world_size, steps, weights(model.classifier)
 
         check(notebook_launcher(train, num_processes=2, devices="cpu"), 3)
-    """)
+    """,
+        timeout=250,
+    )

@@ -12,8 +12,15 @@ from torch import nn
 from notebook_accel import Accelerator
 from notebook_accel.training.compiling import DynamoBackend, TorchDynamoPlugin
 from tests.training.harness import run_ranks
+from tests.training.single import fresh_rank  # noqa: F401
 
 __all__ = ["train_blocks"]
+
+pytestmark = [
+    # The compiler may have to begin anew, on a machine that does other things too.
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+]
 
 
 class Curve(nn.Module):
@@ -58,11 +65,16 @@ def train_blocks(cpu: bool = True) -> dict[str, Any]:
     return {**seen, "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_what_inductor_builds_trains() -> None:
     for result in run_ranks(train_blocks, 2, imports=("torch._inductor.compile_fx",), timeout=300):
         assert result["graphs"] == 1
         for name, value in result["NO"].items():
             # Fused products and sums are rounded at other places.
             torch.testing.assert_close(result["INDUCTOR"][name], value, atol=1e-5, rtol=0)
+
+
+def test_a_whole_model_is_built_too() -> None:
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2)
+    prepared = Accelerator(cpu=True, dynamo_backend="inductor").prepare(model)
+    with torch.no_grad():
+        torch.testing.assert_close(prepared(x), model(x))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -236,11 +235,3 @@ def test_a_model_compiled_in_place_is_copied_and_pickled() -> None:
     assert not torch.equal(other(x), expected)
     loaded = pickle.loads(pickle.dumps(model))
     assert torch.equal(loaded(x), expected)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_builds_what_prepare_compiles() -> None:
-    model, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2)
-    prepared = Accelerator(cpu=True, dynamo_backend="inductor").prepare(model)
-    with torch.no_grad():
-        torch.testing.assert_close(prepared(x), model(x))
