@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -43,6 +44,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and count_gpus() == 0:
         _skip(gpu, "no GPU found")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave all that the test files import out of later collections of garbage: to look through it
+    takes half a second each time, and tests of memory ask for many."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter end as always: it would warn of what is still open."""
+    gc.unfreeze()
 
 
 def _skip(items: list[pytest.Item], reason: str) -> None:

@@ -76,9 +76,49 @@ def layer_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What the tests ask of a file, which is parsed once: to parse all takes seconds.
+
+    Attributes:
+        imports: all its imports.
+        taken: what it imports by name, as pairs of module and name.
+        classes: the names of its classes.
+        exported: what is in ``__all__``.
+        has_docstring: or is empty.
+        names_exports: whether there is an ``__all__``, or nothing to export.
+        num_lines: how long it is.
+    """
+
+    imports: tuple[Import, ...]
+    taken: tuple[tuple[str, str], ...]
+    classes: tuple[str, ...]
+    exported: frozenset[str]
+    has_docstring: bool
+    names_exports: bool
+    num_lines: int
+
+
 @cache
-def imports_of(path: Path) -> tuple[Import, ...]:
-    return tuple(_walk(ast.parse(path.read_text()), path, at_import=True, for_types=False))
+def read(path: Path) -> Source:
+    text = path.read_text()
+    tree = ast.parse(text)
+    nodes = [*ast.walk(tree)]
+    defines = any(isinstance(node, ast.ClassDef | ast.FunctionDef) for node in tree.body)
+    return Source(
+        imports=tuple(_walk(tree, path, at_import=True, for_types=False)),
+        taken=tuple(
+            (_base(node, path), alias.name)
+            for node in nodes
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        ),
+        classes=tuple(node.name for node in nodes if isinstance(node, ast.ClassDef)),
+        exported=_exported(tree),
+        has_docstring=not tree.body or bool(ast.get_docstring(tree)),
+        names_exports=not defines or "__all__" in text,
+        num_lines=text.count("\n"),
+    )
 
 
 def _walk(node: ast.AST, path: Path, *, at_import: bool, for_types: bool) -> Iterator[Import]:
@@ -123,7 +163,7 @@ def _whole(base: str, name: str) -> str:
 
 
 def ours(path: Path) -> list[Import]:
-    return [i for i in imports_of(path) if i.module == ROOT or i.module.startswith(f"{ROOT}.")]
+    return [i for i in read(path).imports if i.module == ROOT or i.module.startswith(f"{ROOT}.")]
 
 
 def _within(module: str, parents: Iterable[str]) -> bool:
@@ -154,13 +194,13 @@ def test_every_layer_is_known() -> None:
 def test_only_notebook_knows_of_notebooks(path: Path) -> None:
     if layer_of(module_name(path)) == "notebook":
         return
-    found = {i.module.split(".")[0] for i in imports_of(path)} & ONLY_IN_NOTEBOOK
+    found = {i.module.split(".")[0] for i in read(path).imports} & ONLY_IN_NOTEBOOK
     assert found == set()
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_what_carries_an_engine_is_imported_inside_its_functions(path: Path) -> None:
-    early = [i.module for i in imports_of(path) if i.at_import]
+    early = [i.module for i in read(path).imports if i.at_import]
     assert [module for module in early if _within(module, CARRIERS)] == []
 
 
@@ -210,50 +250,45 @@ def _folder_of_launch(module: str) -> str:
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_a_module_says_what_it_exports_and_stays_readable(path: Path) -> None:
-    text = path.read_text()
-    tree = ast.parse(text)
-    assert not tree.body or ast.get_docstring(tree), "the first line says what it is for"
-    defines = any(isinstance(n, ast.ClassDef | ast.FunctionDef) for n in tree.body)
-    assert not defines or "__all__" in text
-    assert text.count("\n") <= 550, "a file is under about 500 lines"
+    source = read(path)
+    assert source.has_docstring, "the first line says what it is for"
+    assert source.names_exports
+    assert source.num_lines <= 550, "a file is under about 500 lines"
 
 
 def test_no_two_classes_have_one_name() -> None:
     """Nobody who meets the name in a traceback or by search has to ask which of them it is."""
     where: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                where.setdefault(node.name, []).append(module_name(path))
+        for name in read(path).classes:
+            where.setdefault(name, []).append(module_name(path))
     assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
 
 
 def test_what_another_module_imports_is_exported() -> None:
-    exported = {module_name(path): _exported(ast.parse(path.read_text())) for path in FILES}
-    missing = set()
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom) or _base(node, path) not in MODULES:
-                continue
-            base = _base(node, path)
-            names = {alias.name for alias in node.names if f"{base}.{alias.name}" not in MODULES}
-            known = exported[base]
-            missing |= {f"{base}.{name}" for name in names - {"*"} if known and name not in known}
+    exported = {module_name(path): read(path).exported for path in FILES}
+    missing = {
+        f"{base}.{name}"
+        for path in FILES
+        for base, name in read(path).taken
+        if exported.get(base) and name not in exported[base]
+        if name != "*" and f"{base}.{name}" not in MODULES
+    }
     assert missing == set(), "add them to __all__ where they are defined"
 
 
-def _exported(tree: ast.Module) -> set[str]:
+def _exported(tree: ast.Module) -> frozenset[str]:
     """The names in ``__all__``; none where a module has no such list."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return {ast.unparse(each)[1:-1] for each in getattr(node.value, "elts", [])}
-    return set()
+            return frozenset(ast.unparse(each)[1:-1] for each in getattr(node.value, "elts", []))
+    return frozenset()
 
 
 def test_the_dependencies_are_what_is_imported() -> None:
     """Third-party modules in the source, against ``dependencies`` in pyproject.toml."""
     declared = _declared()
-    imported = {i.module.split(".")[0] for p in FILES for i in imports_of(p)} - {ROOT, ""}
+    imported = {i.module.split(".")[0] for p in FILES for i in read(p).imports} - {ROOT, ""}
     imported -= set(sys.stdlib_module_names) | {"__main__", "__future__"}
     core = {_MODULE_OF.get(name, name.replace("-", "_")) for name in declared["core"]}
     extra = {_MODULE_OF.get(name, name.replace("-", "_")) for name in declared["extra"]}
