@@ -210,7 +210,8 @@ def train_all(folder: str, is_async: bool, stop: int) -> dict[str | None, dict[s
 
 
 def on_ranks(folder: str, mesh: str | None, is_async: bool, stop: int) -> dict[str, Any]:
-    """Train, save after each step, end after ``stop`` of them; all losses of this attempt."""
+    """Train, save after each step (the first three alone where nobody goes on from there), and end
+    after ``stop`` of them; all losses of this attempt."""
     accelerator = accelerator_for(mesh, gradient_accumulation_steps=2)
     model, optimizer = make({})
     size = 2 // LAYOUTS[mesh][1]  # as many batches under each layout
@@ -226,7 +227,8 @@ def on_ranks(folder: str, mesh: str | None, is_async: bool, stop: int) -> dict[s
                 optimizer.step()
                 optimizer.zero_grad()
             losses[f"{epoch} {batch}"] = loss.item().hex()
-            accelerator.save_state(async_save=is_async)
+            if is_async or len(losses) <= 3:
+                accelerator.save_state(async_save=is_async)
             if len(losses) == stop:
                 accelerator.wait_for_checkpoint()
                 return losses
