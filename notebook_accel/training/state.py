@@ -408,7 +408,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Samples of all ranks in the last round that are no repeats; 0 for all, -1 unknown."""
+        """Samples of all ranks in the last round, if it lacks some; 0 if not, -1 unknown."""
         return active_loaders().remainder
 
     def __repr__(self) -> str:

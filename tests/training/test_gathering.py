@@ -75,6 +75,16 @@ def seen(loader: Any) -> list[int]:
     return [value for batch in loader for value in gather_for_metrics(batch).tolist()]
 
 
+def weighed(loader: Any, count: int) -> tuple[int, int]:
+    """How many rows all ranks gather of losses that are repeated to the loader's batch size, as
+    Transformers' Trainer does, and how many those should be: as many for each sample."""
+    if num_ranks() == 1 and isinstance(loader.dataset, IterableDataset):
+        return 0, 0  # nobody says how many samples its last batch has
+    size = loader.given_batch_size
+    rows = sum(len(gather_for_metrics(torch.tensor(0.5).repeat(size))) for _ in loader)
+    return rows, count * size * num_ranks() // loader.total_batch_size
+
+
 class OfWorker(Stream):
     """Each worker of a loader reads a part."""
 
@@ -105,6 +115,21 @@ CASES: dict[str, Any] = {
         prepare(numbers(9, 6), dispatch_batches=True, split_batches=True), 9,
     ),
     "tiny, dispatched": lambda: (prepare(DataLoader(Stream(1), batch_size=3)), 1),
+    "even_batches=False": lambda: (
+        prepare(numbers(num_ranks() * 6 - 2), even_batches=False), num_ranks() * 6 - 2,
+    ),
+    "stream, even_batches=False": lambda: (
+        prepare(
+            DataLoader(Stream(num_ranks() * 6 - 2), batch_size=3),
+            dispatch_batches=False,
+            even_batches=False,
+        ),
+        num_ranks() * 6 - 2,
+    ),
+    "dispatched, even_batches=False": lambda: (
+        prepare(DataLoader(Stream(num_ranks() * 4 + 1), batch_size=3), even_batches=False),
+        num_ranks() * 4 + 1,
+    ),
 }  # fmt: skip
 
 
@@ -125,15 +150,6 @@ def uneven_first(size: int) -> list[list[int]]:
 # In these, ranks have batches of different sizes at the same step. All have as many batches: a
 # rank without one would gather nothing, and the others wait for it.
 UNEVEN: dict[str, Any] = {
-    "even_batches=False": lambda: prepare(numbers(num_ranks() * 6 - 2), even_batches=False),
-    "stream": lambda: prepare(
-        DataLoader(Stream(num_ranks() * 6 - 2), batch_size=3),
-        dispatch_batches=False,
-        even_batches=False,
-    ),
-    "dispatched": lambda: prepare(
-        DataLoader(Stream(num_ranks() * 4 + 1), batch_size=3), even_batches=False
-    ),
     "batches of one's own": lambda: prepare(
         DataLoader(range(6), batch_sampler=[[0], [1, 2], [3, 4, 5]])  # type: ignore[arg-type]
     ),
@@ -159,9 +175,6 @@ UNEVEN: dict[str, Any] = {
 
 def counts_of_uneven(size: int) -> dict[str, int]:
     return {
-        "even_batches=False": size * 6 - 2,
-        "stream": size * 6 - 2,
-        "dispatched": size * 4 + 1,
         "batches of one's own": 6,
         "divided, one smaller than the ranks": 1 + size,
         "batches of one's own, dispatched": size * (size + 1) // 2 + 2 * size,
@@ -172,7 +185,9 @@ def counts_of_uneven(size: int) -> dict[str, int]:
 
 
 def gathers_even() -> dict[str, Any]:
-    return {name: (seen(loader), count) for name, (loader, count) in made(CASES)}
+    return {
+        name: (seen(loader), count, weighed(loader, count)) for name, (loader, count) in made(CASES)
+    }
 
 
 def gathers_uneven() -> dict[str, Any]:
@@ -187,8 +202,9 @@ def made(cases: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def test_each_sample_counts_once(size: int) -> None:
     for results in run_ranks(gathers_even, size, timeout=30):
         assert results.keys() == CASES.keys()
-        for name, (values, count) in results.items():
+        for name, (values, count, (rows, expected)) in results.items():
             assert values == list(range(count)), name
+            assert rows == expected, name
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -479,7 +495,7 @@ def test_rank_0_reads_for_all() -> None:
     assert (first["ragged"][1], second["ragged"][1]) == ([[5] * 7, [6] * 7], [[7] * 7, [5] * 7])
     assert first["sliced"] == [([0, 1], [0, 1, 2, 3], 0), ([4, 5], [4, 5, 6, 0], 0)]
     assert second["sliced"] == [([2, 3], [0, 1, 2, 3], 1), ([6, 0], [4, 5, 6, 0], 1)]
-    assert first["ends"] == second["ends"] == [(False, -1), (True, 0)]
+    assert first["ends"] == second["ends"] == [(False, -1), (True, 4)]
     assert first["failure"] == "OSError('unreadable')"
     assert "rank 0 could not read the next batch: OSError: unreadable" in second["failure"]
     for got in (first, second):

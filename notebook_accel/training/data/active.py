@@ -34,8 +34,8 @@ class Position:
         num_given: batches of the epoch that the loop has got, those that it skipped included.
         end_of_dataloader: whether the batch that the loop has now is the last.
         remainder: samples of all ranks in the last round, repeated ones aside, where it lacks
-            some; 0 where it is whole or divides evenly, -1 where that is not known. Exact once the
-            loop has that round.
+            some; 0 where it is whole, -1 where that is not known. Exact once the loop has that
+            round.
         last_round: what the round that the loop has now lacks; None where that is nothing.
         is_uneven: whether ranks may have batches of different sizes at the same step.
         is_over: whether the pass has ended, or was left.

@@ -88,7 +88,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _misses_last_round(self, num_read: int) -> bool:
         """Whether the last round has nothing for this rank."""
-        options, batch_size = self._options, self._batch_size
+        options, batch_size = self._options, self.given_batch_size
         if not options.is_uneven:
             return False
         if self._keeps_batches:
@@ -120,7 +120,7 @@ class DataLoaderDispatcher(PreparedLoader):
         divider = RoundDivider(
             num_parts=self._options.num_processes,
             batches_a_round=self._batches_a_round,
-            batch_size=None if self._keeps_batches else self._batch_size,
+            batch_size=None if self._keeps_batches else self.given_batch_size,
             drop_last=self._drops_last,
             is_uneven=self._options.is_uneven,
             keeps_batches=self._keeps_batches,

@@ -1,9 +1,8 @@
 """Results of a batch from all ranks, without those of repeated samples.
 
-The samples that were repeated to fill the last round up come last in the order of the ranks (see
-``samplers``). So of results that are joined in that order, the first ``LastRound.num_samples`` rows
-are kept. Where ranks have batches of different sizes, each first cuts the repeated ones off its
-own, and what is left is joined by its length.
+In the last round of a pass, and wherever ranks have batches of different sizes, each rank first
+cuts the rows of repeated samples off its own results (``LastRound`` tells how many those are), and
+what is left is joined by its length. In all other rounds the results are joined as they are.
 """
 
 from __future__ import annotations
@@ -43,9 +42,10 @@ def gather_for_metrics(
     prepared loader nothing is.
 
     Args:
-        input_data: tensors, in any nesting, whose first dimension is that of the batch (those
-            of another size, and single numbers such as a loss, are all kept); lists of objects,
-            one a sample; or a dict or tuple of both.
+        input_data: tensors, in any nesting, whose first dimension is that of the batch, or the
+            batch size that the loader was made with (those of another size, and single numbers
+            such as a loss, are all kept); lists of objects, one a sample; or a dict or tuple of
+            both.
         use_gather_object: gather everything as objects: a list a rank, of which one list is made.
         group: one rank of each share of the data; all ranks unless given.
 
@@ -59,7 +59,7 @@ def gather_for_metrics(
         what = input_data if are_tensors and not use_gather_object else "objects"
         require_agreement("gather_for_metrics", what, group, free_dimension=0)
     if use_gather_object:
-        return gather_object(_cut_objects(input_data, position), group=group)
+        return gather_object(_cut_objects(input_data, position, group), group=group)
     return _gather(input_data, position, group)
 
 
@@ -78,7 +78,7 @@ def _gather(data: Any, position: Position | None, group: dist.ProcessGroup | Non
     is_record = isinstance(data, tuple) and (any(found) or is_namedtuple(data))
     if is_record or are_tensors:
         return honor_type(data, (_gather(item, position, group) for item in data))
-    gathered = gather_object(_cut_objects(data, position), group=group)
+    gathered = gather_object(_cut_objects(data, position, group), group=group)
     return data if not gathered and isinstance(data, tuple) else gathered
 
 
@@ -91,50 +91,44 @@ def _holds_empty(data: Any) -> bool:
     return False
 
 
-def _cut_objects(data: Any, position: Position | None) -> Any:
+def _cut_objects(data: Any, position: Position | None, group: dist.ProcessGroup | None) -> Any:
     """This rank's objects without those of repeated samples."""
-    last = None if position is None else position.last_round
     is_column = isinstance(data, (list, tuple)) and not is_namedtuple(data)
-    if last is None or not is_column or last.batch_size not in (None, len(data)):
+    if position is None or position.last_round is None or not is_column:
         return data
-    return _cut(data, last.batch_size, last.num_own_samples)
-
-
-def _cut(rows: Any, expected: int | None, kept: int) -> Any:
-    """The rows that are not repeated.
-
-    Where the size of the batch is not known: all rows, or none if the whole batch is repeated.
-    """
-    return rows[:kept] if expected is not None or not kept else rows
+    return data[: _num_own_rows(len(data), position, num_ranks(group))]
 
 
 def _gather_tensors(data: Any, position: Position | None, group: dist.ProcessGroup | None) -> Any:
-    if position is None or num_ranks(group) == 1:
+    if position is None or (position.last_round is None and not position.is_uneven):
         return gather(data, group=group)
-    if position.is_uneven:
-        return _gather_uneven(data, position, group)
-    last = position.last_round
-    if last is None:
-        return gather(data, group=group)
-
-    def join(tensor: torch.Tensor) -> torch.Tensor:
-        joined: torch.Tensor = gather(tensor, group=group)
-        is_of_batch = tensor.ndim > 0 and tensor.shape[0] == last.batch_size
-        return joined[: last.num_samples] if is_of_batch else joined
-
-    return apply_to_tensors(join, data)
+    return _gather_own_rows(data, position, group)
 
 
-def _gather_uneven(data: Any, position: Position, group: dist.ProcessGroup | None) -> Any:
-    last = position.last_round
-
+def _gather_own_rows(data: Any, position: Position, group: dist.ProcessGroup | None) -> Any:
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.ndim:
             return tensor.reshape(1)
-        if last is None or last.batch_size not in (None, tensor.shape[0]):
-            return tensor
-        return _cut(tensor, last.batch_size, last.num_own_samples)  # type: ignore[no-any-return]
+        return tensor[: _num_own_rows(tensor.shape[0], position, num_ranks(group))]
 
     cuts = [cut(leaf) for leaf in leaves(data)]
     joined = iter(gather_ragged(cuts, group=group))
     return apply_to_tensors(lambda _: next(joined), data)
+
+
+def _num_own_rows(num_rows: int, position: Position, num_shares: int) -> int:
+    """How many rows to keep of a value that this rank computed: those of samples that are not
+    repeated, or all where the rows are not the batch's."""
+    last, loader = position.last_round, position.loader
+    if last is None:
+        return num_rows
+    if last.batch_size is None:  # unknown: all rows, or none if the whole batch is repeated
+        return num_rows if last.num_own_samples else 0
+    if num_rows == last.batch_size:
+        return last.num_own_samples
+    if num_rows == loader.given_batch_size:
+        # Repeated to the size that the loader was made with, so that the samples weigh alike:
+        # Transformers' Trainer does so with the loss of a batch. Each sample keeps as many rows as
+        # those of a whole round have.
+        return last.num_own_samples * num_rows * num_shares // int(loader.total_batch_size)
+    return num_rows

@@ -34,6 +34,7 @@ from notebook_accel.training.data.replay import IndexSource, Replay, seed_of_pas
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
+    LastRound,
     LastRoundCollate,
     RoundBatch,
     SkipBatchSampler,
@@ -44,6 +45,7 @@ from notebook_accel.training.data.samplers import (
 from notebook_accel.training.data.seedable import SeedableRandomSampler
 from notebook_accel.training.data.transfer import Transfer, make_transfer
 from notebook_accel.training.data_group import DataGroup
+from notebook_accel.training.nested import find_batch_size
 from notebook_accel.training.seeding import synchronize_rng_state
 
 if TYPE_CHECKING:
@@ -163,13 +165,14 @@ class PreparedLoader(DataLoader[Any], PassView):
     @property
     def total_batch_size(self) -> int | None:
         """Samples of all ranks a step; None where it is not known."""
-        size = self._batch_size
+        size = self.given_batch_size
         if size is None or self._options.split_batches:
             return size
         return size * self._options.num_processes
 
     @property
-    def _batch_size(self) -> int | None:
+    def given_batch_size(self) -> int | None:
+        """The batch size that the loader was made with; None where it has none."""
         parts = (self._shard, self._index.sampler, self)
         return next(filter(None, (getattr(part, "batch_size", None) for part in parts)), None)
 
@@ -431,7 +434,7 @@ class PreparedLoader(DataLoader[Any], PassView):
             if batch is not _NO_BATCH:
                 # Before the end is noted: a loop that is stopped here has not had the last batch.
                 count(total, position.num_given + 1)
-            self._reach_end(position, position.num_given + (batch is not _NO_BATCH))
+            self._reach_end(position, batch)
             if batch is not _NO_BATCH:
                 active.put_on_top(position)
                 position.num_given += 1
@@ -447,22 +450,28 @@ class PreparedLoader(DataLoader[Any], PassView):
             position.is_over = True
             position.loader = None
 
-    def _reach_end(self, position: Position, num_batches: int) -> None:
+    def _reach_end(self, position: Position, batch: Any) -> None:
         position.end_of_dataloader = True
+        num_batches = position.num_given + (batch is not _NO_BATCH)
+        size, num_lacking = self.total_batch_size or 0, self._num_lacking
         if hasattr(self._shard, "last_round"):
             position.last_round = self._shard.last_round
+        elif self._options.num_processes == 1 and num_lacking:
+            num_own = size - num_lacking
+            if find_batch_size(batch) == num_own:  # a sampler may give more than its length says
+                position.last_round = LastRound(num_own, num_own, num_own)
         if position.last_round is not None:
             position.remainder = position.last_round.num_samples
         elif self._knows_repeats:
             position.remainder = 0
-        last, size = position.last_round, self.total_batch_size or 0
+        last = position.last_round
         # A last round of which this rank gets nothing counts as well.
         num_rounds = num_batches + (last is not None and last.batch_size == 0)
         self._progress.samples += size * num_rounds
         if position.remainder > 0:
             self._progress.samples += position.remainder - size
         elif last is None and num_batches:
-            self._progress.samples -= self._num_lacking
+            self._progress.samples -= num_lacking
         # Now rather than as the next pass begins: code that calls set_epoch of a sampler or a
         # dataset itself, before each pass, has the last word.
         self.set_epoch(position.epoch + 1)

@@ -129,6 +129,7 @@ class RoundDivider:
         """Parts of one size, the last ones filled up with repeated samples."""
         share = math.ceil(rows / self.num_parts)
         missing = share * self.num_parts - rows
+        is_short = missing > 0 or self._lacks_samples(rows)
         # Samples of two batches are not mixed where they belong together.
         source = joined if self.keeps_batches else self.first
         filled = joined
@@ -139,7 +140,7 @@ class RoundDivider:
                 filled = join_rows([joined, *_repeat_rows(joined, missing)])
         parts: list[RankShare | None] = []
         for start in range(0, share * self.num_parts, share):
-            last = LastRound(rows, share, min(max(rows - start, 0), share)) if missing else None
+            last = LastRound(rows, share, min(max(rows - start, 0), share)) if is_short else None
             parts.append(RankShare(self._slice(filled, start, start + share, len(parts)), last))
         return parts
 
@@ -148,17 +149,20 @@ class RoundDivider:
         quotient, extra = divmod(rows, self.num_parts)
         sizes = [quotient + (index < extra) for index in range(self.num_parts)]
         ends = itertools.accumulate(sizes)
-        is_short = self.batch_size is not None and rows < self.batch_size * self.batches_a_round
         parts = [
             RankShare(
                 self._slice(joined, end - size, end, index),
-                LastRound(rows, size, size) if is_short else None,
+                LastRound(rows, size, size) if self._lacks_samples(rows) else None,
             )
             if size
             else None
             for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
         ]
         return Round(parts, True, None if quotient else LastRound(rows, 0, 0))
+
+    def _lacks_samples(self, rows: int) -> bool:
+        """Whether a round of that many samples is shorter than a whole one."""
+        return self.batch_size is not None and rows < self.batch_size * self.batches_a_round
 
     def _slice(self, batch: Any, start: int, stop: int, index: int) -> Any:
         if self.slice_fn is None:

@@ -9,9 +9,9 @@ samples on which all ranks work at the same step. With 2 ranks, 8 samples and ba
 
 A last round that lacks samples is filled up with those from the start of the data (``6 7 0`` for
 rank 0 and ``1 2 3`` for rank 1), is given out as it is (``even_batches=False``), or is left out
-(``drop_last``). Where it is filled up, the repeated samples come last in the order of the ranks, so
-``gather_for_metrics``, which joins results in that order, cuts the end off; :class:`LastRound`
-tells it how much.
+(``drop_last``). Where it is filled up, the repeated samples come last in the order of the ranks,
+and ``gather_for_metrics`` cuts them off the end of what a rank computed; :class:`LastRound` tells
+it how much.
 
 No rank tells another what it reads. So all this holds only while every rank runs through the same
 order: prepared loaders give all ranks the same random state as a pass begins. Ranks that hold one
