@@ -252,6 +252,29 @@ def test_a_stop_keeps_the_random_numbers_of_what_was_read_ahead(draws_from: int)
     assert lists(given) + lists(resumed) == whole
 
 
+def test_a_pass_that_was_resumed_elsewhere_can_be_resumed_again() -> None:
+    def noise() -> Any:
+        dataset = Noise()
+        dataset.draws = True
+        return prepare(DataLoader(dataset, batch_size=2))  # type: ignore[arg-type]
+
+    def save_after_one(loader: Any) -> tuple[Any, Any, Any]:
+        running = iter(loader)
+        next(running)
+        return loader.state_dict(), torch.get_rng_state(), lists(running)
+
+    state, *_ = save_after_one(noise())
+    second = noise()
+    second.load_state_dict(state)
+    # Another place than that of the state, whose random numbers are of the batch after the first.
+    state, left, rest = save_after_one(skip_first_batches(second, 2))
+    third = noise()
+    third.load_state_dict(state)
+    torch.set_rng_state(left)
+    assert lists(third) == rest
+    assert len(rest) == 2
+
+
 @pytest.mark.parametrize(("trains", "inner_given"), [(False, 1), (True, 0)])
 def test_a_stop_in_an_inner_loop_keeps_the_place_of_the_outer_one(
     trains: bool, inner_given: int

@@ -6,7 +6,7 @@ This holds for datasets that are read by index. Not replayed:
 - what workers draw where the user has a ``worker_init_fn``, which may seed them;
 - what torchdata's loader reads of a dataset with ``state_dict``;
 - what samples that are read in the rank's own process draw, in a pass whose first 4 reads drew
-  nothing.
+  nothing (or whose first read did not, after a pass that drew nothing).
 
 A prepared loader reads one batch ahead of its loop. Where samples are read in the rank's own
 process, what they draw from the global random numbers (an augmentation, say) lies between what two
@@ -173,9 +173,11 @@ class Replay:
         self._opened = None if restored is None else restored["opened"]
         self._begin = None if restored is None else restored["begin"]
         self.ahead: list[Any] = [] if restored is None else list(restored["ahead"])
-        self._num_watched = _READS_TO_WATCH if watches else 0
+        self._num_watched = 0
+        if watches:
+            # One read tells whether what was found in the pass before still holds.
+            self._num_watched = 1 if before and before.draws_nothing else _READS_TO_WATCH
         self.draws_nothing: bool = False
-        self._last_pass_drew_nothing = watches and before is not None and before.draws_nothing
         self._draws = bool(self.ahead)
 
     def open(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -196,42 +198,47 @@ class Replay:
         return itertools.chain(self._read_with_care(source), source)
 
     def _read_with_care(self, source: Iterator[Any]) -> Iterator[Any]:
-        """The first batches of a pass.
+        """The first batches of a pass; all of them, where reads draw.
 
-        A pass that is resumed sets the random states before their reads; a new one compares them
-        after, to learn whether reads draw at all.
+        A pass that is resumed sets the random states before the reads that were made already when
+        it was saved. From then on, and from the start of a new pass, the states before each read
+        are kept, and compared with those after it, to learn whether reads draw at all.
         """
-        now = get_random_states(_HOST)
-        if self._begin is not None:
-            # From `_begin` the order of the pass is drawn. Then, before it reads the first batch,
-            # the source calls `reach_start`, which sets the states of that read.
-            for before in [self._begin, *self.ahead[1:]]:
-                set_random_states(before, _HOST)
-                batch = next(source, _NO_BATCH)
-                set_random_states(now, _HOST)
-                if batch is _NO_BATCH:
-                    return
-                yield batch
+        before = get_random_states(_HOST)
+        if self._begin is None:
+            self._begin = before
         else:
-            self._begin = now
-            if self._last_pass_drew_nothing:
-                # Does that still hold?
-                batch = next(source, _NO_BATCH)
-                if batch is _NO_BATCH:
-                    return
-                if are_random_states(now):
-                    self._num_watched, self.draws_nothing = 0, True
-                else:
-                    self.ahead.append(now)
-                yield batch
-        while self._draws or self._num_watched:
+            yield from self._read_again(source, self._begin, before)
             before = get_random_states(_HOST)
+        while self._draws or self._num_watched:
             self.ahead.append(before)
             batch = next(source, _NO_BATCH)
             if batch is _NO_BATCH:
                 return
             if not self._draws:
                 self._watch(before)
+            yield batch
+            before = get_random_states(_HOST)
+
+    def _read_again(
+        self, source: Iterator[Any], begin: dict[str, Any], now: dict[str, Any]
+    ) -> Iterator[Any]:
+        """The first batch of a resumed pass, and what else was read ahead as it was saved.
+
+        From ``begin`` the order of the pass is drawn. Then, before it reads the first batch, the
+        source calls ``reach_start``, which sets the states of that read.
+        """
+        later = self.ahead[1:]
+        if self._num_watched and not self.ahead:
+            # Nobody kept the states of this read; they are from now on (`reach_start`), so that
+            # `ahead` has an entry for each batch that is read and not yet given.
+            self.ahead.append(begin)
+        for before in [begin, *later]:
+            set_random_states(before, _HOST)
+            batch = next(source, _NO_BATCH)
+            set_random_states(now, _HOST)
+            if batch is _NO_BATCH:
+                return
             yield batch
 
     def _watch(self, before: Mapping[str, Any]) -> None:
@@ -242,9 +249,13 @@ class Replay:
             self.draws_nothing = True
 
     def reach_start(self) -> None:
-        """Go to where the first batch of a resumed pass was read."""
-        if self._restored is not None and self._restored["ahead"]:
-            set_random_states(self._restored["ahead"][0], _HOST)
+        """Put back the states before the first batch of a resumed pass was read, where they are
+        known; else note those that this pass reads it with. The source calls it then."""
+        known = [] if self._restored is None else self._restored["ahead"]
+        if known:
+            set_random_states(known[0], _HOST)
+        elif self.ahead:
+            self.ahead[-1] = get_random_states(_HOST)
 
     def state_dict(self) -> dict[str, Any]:
         """The states from which this pass goes on, after the batch that the loop has."""
