@@ -18,7 +18,7 @@ import torch
 
 from notebook_accel.training.blueprint import fill
 from notebook_accel.training.models import uncompiled
-from notebook_accel.training.nested import recursively_apply
+from notebook_accel.training.nested import honor_type, recursively_apply
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -92,12 +92,15 @@ class RankPart:
                 f"ranks were interrupted after different numbers of steps ({steps}), so that "
                 "pieces of weights do not belong together: Stop leaves all ranks at one step"
             )
+        # A rank that was interrupted while it prepared has fewer of them.
         made = [
-            _whole_model(model, [part.weights[index] for part in parts], f"model {index}", missing)
+            _whole_model(
+                model, _each([part.weights for part in parts], index), f"model {index}", missing
+            )
             for index, model in enumerate(self.models)
         ]
         optimizers = [
-            _whole([part.optimizers[index] for part in parts], f"optimizer {index}", missing)
+            _whole(_each([part.optimizers for part in parts], index), f"optimizer {index}", missing)
             for index in range(len(self.optimizers))
         ]
         return Rescued(
@@ -144,6 +147,11 @@ def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
             if not is_part:
                 without.weights[index] = _in_pieces(dict(models[index].state_dict()))
     yield without
+
+
+def _each(lists: Sequence[list[Any]], index: int) -> list[Any]:
+    """What the lists have at ``index``, those left out that are shorter."""
+    return [one[index] for one in lists if index < len(one)]
 
 
 def _in_pieces(values: Any) -> Any:
@@ -201,7 +209,7 @@ def _joined(parts: list[Any]) -> Any:
         keys = dict.fromkeys(key for part in parts for key in part)
         return {key: _joined([part[key] for part in parts if key in part]) for key in keys}
     if isinstance(first, (list, tuple)):
-        return type(first)(_joined(list(alike)) for alike in zip(*parts, strict=False))
+        return honor_type(first, (_joined(list(alike)) for alike in zip(*parts, strict=False)))
     return first
 
 
@@ -210,7 +218,7 @@ def _put_together(pieces: list[TensorPiece]) -> torch.Tensor:
     # Replicas have the same piece.
     pieces = list({piece.offset: piece for piece in pieces if piece.values.numel()}.values())
     if sum(piece.values.numel() for piece in pieces) != math.prod(shape):
-        raise ValueError("lacks pieces, whose ranks ended without a word")
+        raise ValueError("lacks pieces that other ranks had")
     whole = torch.empty(shape, dtype=dtype)
     for piece in pieces:
         places = zip(piece.offset, piece.values.shape, strict=True)

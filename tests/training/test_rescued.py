@@ -235,6 +235,10 @@ def test_pieces_that_are_missing_or_of_other_steps_are_told() -> None:
     torn = part(3, first).join([])
     assert torn.weights == [None]
     assert "lacks pieces" in torn.missing[0]
+    # Interrupted before this rank had prepared a model.
+    early = part(3, first).join([replace(part(3), models=[], weights=[])])
+    assert early.weights == [None]
+    assert early.missing == torn.missing
     other_model = replace(part(3, first), models=[blueprint_of(torch.nn.Linear(1, 1))])
     kept = other_model.join([part(3, second)])
     assert kept.models == [None]
