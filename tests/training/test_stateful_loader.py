@@ -42,6 +42,21 @@ class Resumable(IterableDataset):
         self.next = state["next"]
 
 
+class Divided(Resumable):
+    """Divides itself over ranks; its state counts the samples of its own part."""
+
+    num_shards = 4
+    first, step = 0, 1
+
+    def shard(self, num_shards: int, index: int) -> Divided:
+        part = Divided(len(range(index, self.count, num_shards)))
+        part.first, part.step = index, num_shards
+        return part
+
+    def __iter__(self) -> Iterator[int]:
+        return (self.first + number * self.step for number in super().__iter__())
+
+
 class Rows:
     """A dataset that is read by index, and has a state."""
 
@@ -110,6 +125,24 @@ def test_a_state_of_another_place_is_not_used() -> None:
     wider = prepare(DataLoader(Resumable(20), batch_size=8), **STATEFUL)
     wider.load_state_dict(state)
     assert lists(wider) == [[*range(8, 16)], [*range(16, 20)]]
+
+
+def test_a_state_of_another_part_is_not_used() -> None:
+    def make(batch_size: int, num_ranks: int) -> Any:
+        loader = DataLoader(Divided(32), batch_size=batch_size)
+        return prepare(loader, 0, num_ranks, dispatch_batches=False, **STATEFUL)
+
+    two, four = make(4, 2), make(2, 4)  # as many samples a step
+    running = iter(two)
+    assert next(running).tolist() == [0, 2, 4, 6]
+    state = two.state_dict()
+    four.load_state_dict(state)
+    assert four.state_dict()["random"] is None
+    assert lists(four)[0] == [8, 12]
+    again = make(4, 2)
+    again.load_state_dict(state)
+    assert again.state_dict()["random"] is not None
+    assert lists(again) == lists(running)
 
 
 def test_without_a_state_of_their_own_loaders_count() -> None:

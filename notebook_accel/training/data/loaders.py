@@ -236,6 +236,7 @@ class PreparedLoader(DataLoader[Any], PassView):
             "seeds": [sampler.initial_seed for sampler in self._seedable_samplers()],
             "total_batch_size": self.total_batch_size,
             "batches_a_round": self._batches_a_round,
+            "num_readers": self._num_readers,
         }
 
     def _step_sizes(self, state_dict: Mapping[str, Any]) -> tuple[int, int]:
@@ -245,6 +246,15 @@ class PreparedLoader(DataLoader[Any], PassView):
             return int(before), now
         now = self._batches_a_round
         return int(state_dict.get("batches_a_round", now)), now
+
+    def _reads_as_then(self, state_dict: Mapping[str, Any]) -> bool:
+        """Whether each step takes the very samples of this rank that it took then.
+
+        If not, random states of its reads are of no use, nor is how far its dataset was.
+        """
+        before, now = self._step_sizes(state_dict)
+        num_readers = self._num_readers
+        return before == now and state_dict.get("num_readers", num_readers) == num_readers
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken: the next pass is the rest of that epoch.
@@ -259,9 +269,7 @@ class PreparedLoader(DataLoader[Any], PassView):
             sampler.restore_seed(int(seed))
         self.set_epoch(int(state_dict["iteration"]))
         self._progress.samples = int(state_dict.get("samples", 0))
-        # With another number of samples a step this rank reads other samples than it did: saved
-        # random states of its reads are of no use.
-        drawn = state_dict.get("random") if before == now else None
+        drawn = state_dict.get("random") if self._reads_as_then(state_dict) else None
         self._progress.restored = {**state_dict, "given": given, "random": drawn}
 
     def progress(self) -> tuple[int, int, int | None]:
@@ -494,7 +502,7 @@ class PreparedLoader(DataLoader[Any], PassView):
 
     @property
     def _num_readers(self) -> int:
-        """Ranks whose samplers each give their own samples, as a DistributedSampler does."""
+        """How many ranks read samples of their own."""
         return self._options.num_processes
 
     @property

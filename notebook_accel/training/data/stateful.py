@@ -115,10 +115,8 @@ class _KeepsReaderState(PreparedLoader):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        before, now = self._step_sizes(state_dict)
-        # With another number of samples a step each rank reads other samples than it did then, and
-        # cannot go on from the state of its dataset.
-        self._progress.reader = state_dict.get("reader") if before == now else None
+        reader = state_dict.get("reader") if self._reads_as_then(state_dict) else None
+        self._progress.reader = reader
 
 
 class StatefulShard(_KeepsReaderState, DataLoaderShard):
