@@ -23,6 +23,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 import notebook_accel
 from notebook_accel import ConfigError, utils
 from notebook_accel.training import rich_tracebacks
+from notebook_accel.training.data import DataLoaderShard, active_loaders
+from notebook_accel.training.data.samplers import BatchSamplerShard
 from notebook_accel.training.optimizer import AcceleratedOptimizer
 from notebook_accel.training.scheduler import AcceleratedScheduler
 from tests.training.single import fresh_rank  # noqa: F401
@@ -431,6 +433,38 @@ def test_passes_are_marked_and_samplers_set_by_hand() -> None:
     whole: Any = accelerator.prepare(DataLoader(range(2), batch_size=None))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"set_sampler\(\) needs .* has NoneType"):
         whole.set_sampler([1, 0])
+
+
+class ByHand(DataLoaderShard):
+    """A loader whose passes are marked by itself, as of one derived from Accelerate's."""
+
+    def __iter__(self) -> Any:
+        self.begin()
+        batches = [*DataLoader.__iter__(self)]
+        yield from batches[:-1]
+        self.end_of_dataloader = True
+        yield batches[-1]
+        self.iteration += 1
+        self.end()
+
+
+def test_passes_that_are_marked_by_hand_know_what_their_last_round_lacks() -> None:
+    def make(*, even_batches: bool) -> Any:
+        batches = BatchSampler(SequentialSampler(range(5)), 2, False)
+        own = BatchSamplerShard(batches, 2, 1, even_batches=even_batches)
+        return ByHand(range(5), batch_sampler=own)
+
+    loader = make(even_batches=True)
+    active = active_loaders()
+    seen = [(batch.tolist(), active.position.last_round) for batch in loader]  # type: ignore[union-attr]
+    assert seen == [([2, 3], None), ([1, 2], (1, 2, 0))]
+    assert loader.iteration == 1
+    uneven = make(even_batches=False)
+    uneven.begin()
+    assert active.position is not None
+    assert active.position.is_uneven
+    uneven.end()
+    assert not active.in_dataloader
 
 
 def test_tensors_of_the_nested_layout_are_left_unpadded() -> None:

@@ -162,6 +162,10 @@ class PreparedLoader(DataLoader[Any], PassView):
         """Number of the epoch that comes next, or is under way and not yet at its last batch."""
         return self._progress.iteration
 
+    @iteration.setter
+    def iteration(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
     @property
     def total_batch_size(self) -> int | None:
         """Samples of all ranks a step; None where it is not known."""
@@ -308,15 +312,10 @@ class PreparedLoader(DataLoader[Any], PassView):
         self._synchronize()
         self._progress.generators = self._generator_states()
         before = getattr(self._progress.position, "replay", None)
-        position = Position(
-            epoch=self.iteration,
-            num_given=start,
-            remainder=getattr(self._shard, "remainder", -1),
-            is_uneven=getattr(self._shard, "is_uneven", self._options.is_uneven),
-            replay=Replay(drawn, watches=not self.num_workers, before=before),
-        )
+        replay = Replay(drawn, watches=not self.num_workers, before=before)
+        position = self._new_position(num_given=start, replay=replay)
         self._progress.position = position
-        return self._give(position.replay.open(partial(self._read, position)), position)
+        return self._give(replay.open(partial(self._read, position)), position)
 
     def _skips_what_was_complete(self) -> bool:
         """Whether the script skips a whole epoch that was complete when the state was saved.
@@ -462,15 +461,13 @@ class PreparedLoader(DataLoader[Any], PassView):
         position.end_of_dataloader = True
         num_batches = position.num_given + (batch is not _NO_BATCH)
         size, num_lacking = self.total_batch_size or 0, self._num_lacking
-        if hasattr(self._shard, "last_round"):
-            position.last_round = self._shard.last_round
-        elif self._options.num_processes == 1 and num_lacking:
+        self._note_last_round(position)
+        if position.last_round is None and self._options.num_processes == 1 and num_lacking:
             num_own = size - num_lacking
             if find_batch_size(batch) == num_own:  # a sampler may give more than its length says
                 position.last_round = LastRound(num_own, num_own, num_own)
-        if position.last_round is not None:
-            position.remainder = position.last_round.num_samples
-        elif self._knows_repeats:
+                position.remainder = num_own
+        if position.last_round is None and self._knows_repeats:
             position.remainder = 0
         last = position.last_round
         # A last round of which this rank gets nothing counts as well.

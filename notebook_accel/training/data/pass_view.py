@@ -17,6 +17,7 @@ from notebook_accel.training.data.active import LoaderProgress, Position, active
 from notebook_accel.training.data.samplers import get_sampler
 
 if TYPE_CHECKING:
+    from notebook_accel.training.data.options import LoaderOptions
     from notebook_accel.training.state import GradientState
 
 __all__ = ["PassView"]
@@ -25,6 +26,7 @@ __all__ = ["PassView"]
 class PassView:
     """Base of the prepared loaders: their newest pass and their sampler."""
 
+    _options: LoaderOptions
     _progress: LoaderProgress
 
     if TYPE_CHECKING:
@@ -50,7 +52,10 @@ class PassView:
 
     @end_of_dataloader.setter
     def end_of_dataloader(self, value: bool) -> None:
-        self._marked_position().end_of_dataloader = value
+        position = self._marked_position()
+        position.end_of_dataloader = value
+        if value:
+            self._note_last_round(position)
 
     @property
     def remainder(self) -> int:
@@ -68,6 +73,22 @@ class PassView:
         assert self._progress.position is not None
         return self._progress.position
 
+    def _note_last_round(self, position: Position) -> None:
+        """Note what the last round lacks, as the sampler has found once it has no more."""
+        if hasattr(self._shard, "last_round"):
+            position.last_round = self._shard.last_round
+        if position.last_round is not None:
+            position.remainder = position.last_round.num_samples
+
+    def _new_position(self, **known: Any) -> Position:
+        """Where a pass that begins now stands; ``known`` is for :class:`Position`."""
+        return Position(
+            epoch=self._progress.iteration,
+            remainder=getattr(self._shard, "remainder", -1),
+            is_uneven=getattr(self._shard, "is_uneven", self._options.is_uneven),
+            **known,
+        )
+
     def reset(self) -> None:
         """Forget how far the newest pass was."""
         position = self._progress.position = Position(epoch=self._progress.iteration)
@@ -76,8 +97,7 @@ class PassView:
 
     def begin(self) -> None:
         """Make this loader the active one, at the start of a pass."""
-        remainder = getattr(self._shard, "remainder", -1)
-        position = Position(epoch=self._progress.iteration, remainder=remainder)
+        position = self._new_position()
         position.loader = self
         self._progress.generators = self._generator_states()
         self._progress.position = position
