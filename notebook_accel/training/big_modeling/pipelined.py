@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 __all__ = ["prepare_pippy"]
 
-# "auto" cuts a part that is heavier than this share of a stage into its own parts.
-_FINE = 1 / 8
+# "auto" takes a module apart that is heavier than this share of a stage.
+_LARGEST_PART = 1 / 8
 
 # What a trace can hold beside tensors, as a constant.
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
@@ -131,7 +131,7 @@ def _balanced(
     """The modules with which stages begin that weigh about the same."""
     whole = no_split_module_classes or getattr(model, "_no_split_modules", None) or ()
     sizes = compute_module_sizes(model)
-    limit = sizes.get("", 0) / num_stages * _FINE
+    limit = sizes.get("", 0) / num_stages * _LARGEST_PART
     names = _parts_within(limit, model, "", sizes, list(whole))
     if len(names) < num_stages:
         raise ConfigError(
@@ -160,7 +160,7 @@ def _parts_within(
 
 
 @dataclass(frozen=True)
-class TensorForm:
+class _TensorForm:
     """What is fixed of a tensor whose first dimension is the samples: all but their number."""
 
     shape: tuple[int, ...]
@@ -173,7 +173,7 @@ class TensorForm:
 def _form_of(value: Any) -> Any:
     """What stands for a value in the form of inputs or outputs."""
     if isinstance(value, torch.Tensor):
-        return TensorForm(tuple(value.shape[1:]), value.dtype)
+        return _TensorForm(tuple(value.shape[1:]), value.dtype)
     return value
 
 
@@ -406,9 +406,12 @@ class _InferenceStages:
                 "expected what prepare_pippy was given as examples, by position and by name alike"
             )
         for path, form in self._forms.items():
-            if inputs.forms[path] != form:
+            given = inputs.forms[path]
+            # Arrays, say, have no yes or no to "are they equal": an error of rank 0 alone would
+            # leave the others waiting.
+            if not isinstance(given, (_TensorForm, *_PLAIN)) or given != form:
                 return (
-                    f"{path} is {inputs.forms[path]}, and the model was traced with {form}: call "
+                    f"{path} is {given}, and the model was traced with {form}: call "
                     "it with that, or call prepare_pippy on a new model with other examples"
                 )
         if not inputs.num_samples:
@@ -433,7 +436,7 @@ class _InferenceStages:
         return self._schedules[num_micro_batches]
 
     def _room_for_outputs(self, num_samples: int) -> list[torch.Tensor]:
-        forms = [form for form in leaves(self._outputs) if isinstance(form, TensorForm)]
+        forms = [form for form in leaves(self._outputs) if isinstance(form, _TensorForm)]
         return [
             torch.empty((num_samples, *form.shape), dtype=form.dtype, device=self._here.device)
             for form in forms
@@ -447,7 +450,7 @@ class _InferenceStages:
         return recursively_apply(
             lambda _: next(new),
             self._outputs,
-            test_type=lambda value: isinstance(value, TensorForm),
+            test_type=lambda value: isinstance(value, _TensorForm),
         )
 
 

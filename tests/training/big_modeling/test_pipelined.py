@@ -6,6 +6,7 @@ import copy
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from notebook_accel.utils import extract_model_from_parallel, set_seed
@@ -94,6 +95,7 @@ def pipelined(split_points: Any, gather_output: bool) -> dict[str, Any]:
         (args[:, :3], {}),
         (args.double(), {}),
         (args, {"scale": 3.0}),
+        (args, {"scale": np.zeros(2)}),
         (args, {"more": {}}),
         (args[:1], {}),
     ):
@@ -133,6 +135,7 @@ def test_outputs_are_those_of_the_whole_model(two_ranks: list[Any]) -> None:
         r"args\[0\] is torch.float32 of shape \(samples, 3\), and .* \(samples, 4\)",
         r"args\[0\] is torch.float64",
         r"kwargs\['scale'\] is 3.0, and .* traced with 2.0",
+        r"kwargs\['scale'\] is \[0\. 0\.\], and",
         r"called with .*and traced with .*kwargs\['more'\]\['mask'\]",
         r"the tensors have shapes",
     )
