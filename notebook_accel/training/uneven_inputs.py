@@ -26,12 +26,13 @@ __all__ = ["join_uneven_inputs"]
 def join_uneven_inputs(
     joinables: Sequence[Any], loaders: Sequence[Any], even_batches: bool | None
 ) -> Iterator[None]:
-    """A block in which ranks may have different numbers of batches; several ranks enter it.
+    """A block in which ranks may have different numbers of batches, where there are several ranks.
 
     Args:
         joinables: the prepared models.
         loaders: those that were prepared.
-        even_batches: what holds for them within the block; None leaves them as they are.
+        even_batches: whether they fill their last round up within the block; None leaves them as
+            they are.
     """
     able = [one for one in map(_innermost, joinables) if hasattr(one, "join_hook")]
     if not able:
@@ -44,20 +45,23 @@ def join_uneven_inputs(
         )
         yield
         return
-    with _as_even(loaders, even_batches), Join(able):
+    with _filling_up(loaders, even_batches), Join(able):
         yield
 
 
 def _innermost(joinable: Any) -> Any:
-    """What a prepared optimizer or a compiled model wraps: torch notes on it that it is joined."""
+    """The object inside a prepared optimizer or a compiled model, on which ``Join`` sets marks."""
     own: Any = inner_optimizer(joinable)
     return uncompiled(own)
 
 
 @contextmanager
-def _as_even(loaders: Sequence[Any], value: bool | None) -> Iterator[None]:
-    """A block in which loaders fill up their end, or do not; None changes nothing."""
-    asked = [] if value is None else [loader._shard for loader in loaders]
+def _filling_up(loaders: Sequence[Any], value: bool | None) -> Iterator[None]:
+    """A block in which loaders fill their last round up, or do not; None changes nothing."""
+    # Loaders of others may be among them: scripts put some into accelerator._dataloaders.
+    asked: list[Any] = (
+        [] if value is None else [getattr(loader, "_shard", None) for loader in loaders]
+    )
     found = [shard for shard in asked if hasattr(shard, "even_batches")]
     if len(found) < len(asked):
         notice_once(

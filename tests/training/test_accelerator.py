@@ -514,6 +514,7 @@ def joins(accelerator: Accelerator, model: Any, frozen: Any) -> dict[str, Any]:
         DataLoader(SizedStream(3)),
         accelerator.prepare_data_loader(DataLoader(SizedStream(3)), device_placement=False),
     )
+    accelerator._dataloaders.append(DataLoader(SizedStream(3)))
     found = {}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -530,7 +531,7 @@ def test_models_of_several_ranks() -> None:
     assert (first.pop("joined"), second.pop("joined")) == ([2, 2, 2], [1, 2, 1])
     (stays, none), none_there = first.pop("told"), second.pop("told")
     assert "even_batches=False) is only supported for map-style datasets" in stays
-    assert "1 of the 4 prepared loaders stay as they are" in stays
+    assert "2 of the 5 prepared loaders stay as they are" in stays
     assert "no effect, and loaders stay as they are" in none
     assert "it was given Linear" in none
     assert none_there == [], "said once for all"
