@@ -188,6 +188,8 @@ def test_batches_that_cannot_be_divided_are_refused() -> None:
         BatchSamplerShard(batches, 2, 0, split_batches=True)
     with pytest.raises(ConfigError, match="list has no batch_size"):
         BatchSamplerShard(LISTS, 2, 0, split_batches=True)
+    with pytest.raises(ConfigError, match="batch_size=None, so that its dataset makes the batches"):
+        IterableDatasetShard(Stream(4), None, num_processes=2, split_batches=True)
 
 
 def test_a_shard_may_be_told_another_place_and_other_batches() -> None:

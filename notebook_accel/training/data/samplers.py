@@ -433,7 +433,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             :class:`LastRoundCollate` takes off again.
 
     Raises:
-        ConfigError: ``split_batches`` with a batch size that cannot be divided.
+        ConfigError: ``split_batches`` without a batch size, or with one that cannot be divided.
     """
 
     def __init__(
@@ -456,6 +456,13 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.split_batches = split_batches
         self.even_batches = even_batches
         self.marks_last_round = marks_last_round
+        if split_batches and batch_size is None:
+            raise ConfigError(
+                f"split_batches=True divides batches over {num_processes} processes, but this "
+                "loader has batch_size=None, so that its dataset makes the batches: give it a "
+                "batch size, let rank 0 read and divide them (dispatch_batches=True), or leave "
+                "split_batches out"
+            )
         # Without a batch size each sample is a batch that the dataset has made.
         share = 1 if batch_size is None else share_of(batch_size, num_processes, split_batches)
         self._samples_a_round = share * num_processes
