@@ -22,7 +22,8 @@ from notebook_accel.training.data import (
     transfer,
 )
 from notebook_accel.training.data.config import DataLoaderConfiguration
-from notebook_accel.training.data.samplers import BatchSamplerShard, IterableDatasetShard
+from notebook_accel.training.data.samplers import BatchSamplerShard
+from notebook_accel.training.data.streams import IterableDatasetShard
 from tests.training.loading import SizedStream, Stream, lists, numbers, prepare
 
 if TYPE_CHECKING:

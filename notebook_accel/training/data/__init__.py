@@ -1,8 +1,8 @@
 """Preparing loaders, and beginning one in the middle of its epoch.
 
-Who gets which samples is in ``samplers`` (each rank reads its own) and ``rounds`` (rank 0 reads
-for all), what a prepared loader does in ``loaders`` and ``dispatch``, and which loader is being
-iterated in ``active``.
+Who gets which samples is in ``samplers`` and ``streams`` (each rank reads its own) and ``rounds``
+(rank 0 reads for all), what a prepared loader does in ``loaders`` and ``dispatch``, and which
+loader is being iterated in ``active``.
 
 Three words are used throughout. A *round* is the samples on which all ranks work at the same step,
 a *pass* is one run over a loader (``for batch in loader``), and a *share* is the part of the data
@@ -34,10 +34,7 @@ from notebook_accel.training.data.loaders import DataLoaderShard, PreparedLoader
 from notebook_accel.training.data.options import LoaderOptions
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
-    IterableDatasetShard,
-    LastRoundCollate,
     SkipBatchSampler,
-    StatefulDatasetShard,
     samplers_of,
     share_of,
 )
@@ -48,6 +45,11 @@ from notebook_accel.training.data.stateful import (
     StatefulShard,
     as_stateful,
     is_stateful,
+)
+from notebook_accel.training.data.streams import (
+    IterableDatasetShard,
+    LastRoundCollate,
+    StatefulDatasetShard,
 )
 from notebook_accel.training.notices import notice_once
 from notebook_accel.training.settings import as_steps

@@ -33,9 +33,7 @@ from notebook_accel.training.data.pass_view import PassView
 from notebook_accel.training.data.replay import IndexSource, Replay, seed_of_pass
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
-    IterableDatasetShard,
     LastRound,
-    LastRoundCollate,
     RoundBatch,
     SkipBatchSampler,
     length_of,
@@ -43,6 +41,7 @@ from notebook_accel.training.data.samplers import (
     samplers_of,
 )
 from notebook_accel.training.data.seedable import SeedableRandomSampler
+from notebook_accel.training.data.streams import IterableDatasetShard, LastRoundCollate
 from notebook_accel.training.data.transfer import Transfer, make_transfer
 from notebook_accel.training.data_group import DataGroup
 from notebook_accel.training.nested import find_batch_size

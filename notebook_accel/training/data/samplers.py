@@ -1,4 +1,4 @@
-"""Which samples each rank gets.
+"""Which samples each rank gets, by their indices; those of streams are in ``streams``.
 
 Every rank runs through the whole order of samples and takes its own part of each *round*: the
 samples on which all ranks work at the same step. With 2 ranks, 8 samples and batches of 3::
@@ -26,23 +26,20 @@ filled up with whole batches.
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from notebook_accel.errors import ConfigError
 
 __all__ = [
     "BatchSamplerShard",
-    "IterableDatasetShard",
     "LastRound",
-    "SkipBatchSampler",
-    "StatefulDatasetShard",
-    "LastRoundCollate",
     "RoundBatch",
+    "SkipBatchSampler",
+    "fill_up",
     "get_sampler",
     "has_own_batches",
     "length_of",
@@ -79,30 +76,9 @@ class RoundBatch(NamedTuple):
     """Whether ranks may have batches of different sizes in this round; None: as in all others."""
 
 
-# A sample of an iterable dataset's last round. The dataset may run in a worker process of the
-# loader, which sends nothing but samples: so what it knows of the round travels with them.
-class _LastRoundSample(NamedTuple):
-    sample: Any
-    last_round: LastRound
-
-
-class LastRoundCollate:
-    """The loader's ``collate_fn``, around which samples of a last round become a
-    :class:`RoundBatch`."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: Any) -> Any:
-        first = samples[0] if isinstance(samples, list) and samples else samples
-        if type(first) is not _LastRoundSample:
-            return self.collate(samples)
-        plain = samples.sample if samples is first else [each.sample for each in samples]
-        return RoundBatch(self.collate(plain), first.last_round)
-
-
-def _fill(round_: list[Any], first_round: list[Any], size: int) -> list[Any]:
-    """The round, filled up to ``size`` with those of the first one, again and again if need be."""
+def fill_up(round_: list[Any], first_round: list[Any], size: int) -> list[Any]:
+    """The round, filled up to ``size`` with samples (or batches) of the first one, which are taken
+    again and again where they are few."""
     return round_ + list(itertools.islice(itertools.cycle(first_round), size - len(round_)))
 
 
@@ -275,7 +251,7 @@ class BatchSamplerShard(BatchSampler):
             round_ = [*itertools.islice(samples, size)]
         if not round_ or self.drop_last:
             return
-        batch = (_fill(round_, first_round, size) if self.even_batches else round_)[own]
+        batch = (fill_up(round_, first_round, size) if self.even_batches else round_)[own]
         # Before the yield: the loader asks for it while the loop has the batch.
         self.last_round = LastRound(len(round_), len(batch), len(round_[own]))
         if batch:
@@ -323,7 +299,7 @@ class BatchSamplerShard(BatchSampler):
         num_batches = len(round_)
         if not num_batches or (num_batches < size and self.drop_last):
             return
-        filled = _fill(round_, first_round, size) if self.even_batches else round_
+        filled = fill_up(round_, first_round, size) if self.even_batches else round_
         if self.process_index < len(filled):
             batch = filled[self.process_index]
             batch_size = len(batch) if isinstance(batch, Sized) else None
@@ -415,136 +391,3 @@ class SkipBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         return max(0, length_of(self.batch_sampler) - self.skip_batches)
-
-
-class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of one rank, out of an iterable dataset that all ranks read alike.
-
-    Args:
-        dataset: gives the same samples in the same order on every rank.
-        batch_size: of the loader.
-        drop_last: leave out a last round that lacks samples.
-        num_processes: number of ranks.
-        process_index: this rank.
-        split_batches: divide each batch over the ranks, rather than give whole ones to them in
-            turn.
-        even_batches: fill the last round up with samples from the start.
-        marks_last_round: give samples of a last round with what the loader must know of it, which
-            :class:`LastRoundCollate` takes off again.
-
-    Raises:
-        ConfigError: ``split_batches`` without a batch size, or with one that cannot be divided.
-    """
-
-    def __init__(
-        self,
-        dataset: Iterable[Any],
-        batch_size: int | None = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-        *,
-        marks_last_round: bool = False,
-    ) -> None:
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.marks_last_round = marks_last_round
-        if split_batches and batch_size is None:
-            raise ConfigError(
-                f"split_batches=True divides batches over {num_processes} processes, but this "
-                "loader has batch_size=None, so that its dataset makes the batches: give it a "
-                "batch size, let rank 0 read and divide them (dispatch_batches=True), or leave "
-                "split_batches out"
-            )
-        # Without a batch size each sample is a batch that the dataset has made.
-        share = 1 if batch_size is None else share_of(batch_size, num_processes, split_batches)
-        self._samples_a_round = share * num_processes
-        self._own_part = slice(share * process_index, share * (process_index + 1))
-
-    @property
-    def is_uneven(self) -> bool:
-        """Whether ranks may get batches of different sizes at the same step."""
-        is_filled = self.even_batches or self.drop_last
-        return self.num_processes > 1 and not (is_filled and self.batch_size)
-
-    @property
-    def remainder(self) -> int:
-        """Samples that the last round will have; 0 for a whole one, -1 where it is not known."""
-        length = None if self.drop_last else length_or_none(self.dataset)
-        return -1 if length is None else length % self._samples_a_round
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset which epoch comes."""
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        whole, rest = divmod(length_of(self.dataset), self._samples_a_round)
-        share = self._samples_a_round // self.num_processes
-        if self.drop_last or not rest:
-            return whole * share
-        if self.even_batches:
-            return (whole + 1) * share
-        return whole * share + len(range(rest)[self._own_part])
-
-    def __iter__(self) -> Iterator[Any]:
-        samples, size, own = iter(self.dataset), self._samples_a_round, self._own_part
-        round_ = [*itertools.islice(samples, size)]
-        # The first round is kept only where it may be needed: a sample can be large.
-        fills = self.even_batches and not self.drop_last
-        first_round = round_ if fills else []
-        while len(round_) == size:
-            yield from round_[own]
-            round_ = [*itertools.islice(samples, size)]
-        if not round_ or self.drop_last:
-            return
-        filled = _fill(round_, self._first_round(first_round), size) if fills else round_
-        batch = filled[own]
-        if not self.marks_last_round:
-            yield from batch
-            return
-        batch_size = None if self.batch_size is None else len(batch)
-        last_round = LastRound(len(round_), batch_size, len(round_[own]))
-        for sample in batch:
-            yield _LastRoundSample(sample, last_round)
-
-    def _first_round(self, first_read: list[Any]) -> list[Any]:
-        """The first round of the data; ``first_read`` is the first that this pass read."""
-        return first_read
-
-
-class StatefulDatasetShard(IterableDatasetShard):
-    """An ``IterableDatasetShard`` of a dataset that says itself how far it is, and goes on there.
-
-    While a rank has a batch, the dataset has given all samples of its round and none of the next:
-    so its own state is all that there is to keep.
-    """
-
-    _at_start: Any = None  # the dataset as it was before it was told to go on
-
-    def state_dict(self) -> dict[str, Any]:
-        """The dataset's own state."""
-        dataset: Any = self.dataset
-        return dict(dataset.state_dict())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there: the next pass gives what comes after."""
-        dataset: Any = self.dataset
-        self._at_start = copy.deepcopy(dataset)
-        dataset.load_state_dict(state_dict)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from super().__iter__()
-        self._at_start = None  # the dataset of the next pass begins at its start
-
-    def _first_round(self, first_read: list[Any]) -> list[Any]:
-        if self._at_start is None:
-            return first_read
-        return [*itertools.islice(self._at_start, self._samples_a_round)]
