@@ -26,6 +26,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.joined import copy_as
 from notebook_accel.training.data.loaders import DataLoaderShard, PreparedLoader
+from notebook_accel.training.data.resuming import ResumableLoader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -76,7 +77,8 @@ class _KeepsReaderState(PreparedLoader):
             restored = None  # skip_first_batches begins elsewhere
         progress.reader_states = states = {}
         begin = int(restored["begin"]) if restored else start
-        torchdata: Any = super(PreparedLoader, self)
+        # The methods of torchdata's class, which in the order of the bases comes after ours.
+        torchdata: Any = super(ResumableLoader, self)
         index, position = self._index, progress.position
         index.start, index.keeps_first = 0, False
         index.before_start = None
