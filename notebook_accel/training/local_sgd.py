@@ -73,8 +73,9 @@ class LocalSGD:
         local_sgd_steps: int,
         enabled: bool = True,
     ) -> None:
-        # Divided layers and pipelines lie on a mesh, and have no type of their own.
-        is_spread = accelerator.torch_device_mesh is not None
+        # Divided layers and pipelines have no type of their own. A mesh alone is no sign of them:
+        # whole replicas lie on one, too.
+        is_spread = accelerator.is_composable_parallelism_enabled
         if is_spread or accelerator.distributed_type not in _WHOLE_MODELS:
             raise ConfigError(
                 f"LocalSGD under {_kind_of(accelerator)}: it averages whole models, and here each "

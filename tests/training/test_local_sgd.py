@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from notebook_accel import Accelerator, AcceleratorState
+from notebook_accel import Accelerator, AcceleratorState, ParallelismConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.local_sgd import LocalSGD
 from tests.training.harness import run_ranks
@@ -43,7 +43,9 @@ def train_by(accelerator: Accelerator, *, num_batches: int = 5, **settings: Any)
 def train_all() -> list[list[float]]:
     precision = {"mixed_precision": "bf16", "gradient_accumulation_steps": 2}
     windows = train_by(Accelerator(cpu=True, **precision), num_batches=6, local_sgd_steps=4)
-    return [train(True), train(False), windows]
+    replicas = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2))
+    on_mesh = train_by(replicas, local_sgd_steps=2)
+    return [train(True), train(False), windows, on_mesh]
 
 
 def test_weights_are_averaged_now_and_then_and_at_the_end() -> None:
@@ -54,6 +56,7 @@ def test_weights_are_averaged_now_and_then_and_at_the_end() -> None:
     # Windows of two batches in bf16, in which these numbers are exact.
     assert here[2] == [0.0, -1.0, -1.0, -4.0, -4.0, -5.0, -6.0]
     assert there[2] == [0.0, -3.0, -3.0, -4.0, -4.0, -7.0, -6.0]
+    assert (here[3], there[3]) == (here[0], there[0]), "replicas on a mesh are whole models"
 
 
 def test_one_rank_trains_as_without_it() -> None:
