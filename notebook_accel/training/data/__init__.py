@@ -88,7 +88,7 @@ def prepare_data_loader(
     is kept. A loader that is prepared already is given back as it is.
 
     Args:
-        loader: alike on every rank.
+        loader: the same on every rank.
         config: how to share the batches out.
         device: where to put them; None leaves them where they are.
         data_group: which ranks read different samples, and which share this rank reads.

@@ -33,9 +33,9 @@ class Position:
         epoch: number of the epoch.
         num_given: batches of the epoch that the loop has got, those that it skipped included.
         end_of_dataloader: whether the batch that the loop has now is the last.
-        remainder: samples of all ranks in the last round, repeated ones aside, where it lacks
-            some; 0 where it is whole, -1 where that is not known. Exact once the loop has that
-            round.
+        remainder: samples of all ranks in the last round, without those that are repeated, where
+            the round lacks some; 0 where it lacks none, -1 where that is not known. Until the loop
+            has that round it is what the sampler expects.
         last_round: what the round that the loop has now lacks; None where that is nothing.
         is_uneven: whether ranks may have batches of different sizes at the same step.
         is_over: whether the pass has ended, or was left.
@@ -151,8 +151,8 @@ class ActiveLoaders:
     def stop(self, position: Position) -> None:
         """Note that the run was stopped in this pass, and so in all those around it.
 
-        Once steps were made, only for loaders in whose passes they were: the rest of an evaluation
-        would give a metric of that part alone.
+        Once optimizers have made steps, only passes over the loaders that they trained on keep
+        their place: an evaluation that went on in its middle would give a metric of the rest alone.
         """
         for one in (*self.stack, position):
             is_trained = any(one.loader.is_part_of(loader) for loader in self._trained)

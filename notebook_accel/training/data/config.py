@@ -27,8 +27,9 @@ class DataLoaderConfiguration:
 
     even_batches: bool = True
     """True: the end of the data is filled up with samples from its start, so that every rank
-    gets as many batches of the same size. A stream that divides itself (with a method ``shard``, as
-    Hugging Face's) does so where each rank gets as many of its shards, and is as even as those."""
+    gets as many batches of the same size. A stream that divides itself (by a method ``shard``, as
+    Hugging Face's do) is left to do so where each rank gets as many of its shards; the ranks then
+    have as many samples as their shards have."""
 
     use_seedable_sampler: bool = False
     """True: the order of an epoch depends on the seed and the number of the epoch alone."""

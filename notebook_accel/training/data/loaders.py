@@ -100,7 +100,7 @@ class PreparedLoader(ResumableLoader):
             split_batches=split_batches,
             data_group=DataGroup.of_all_ranks(num_ranks(), this_rank()),
         )
-        self._settle(options, LoaderProgress())
+        self._complete(options, LoaderProgress())
 
     @classmethod
     def around(cls, loader: DataLoader[Any], options: LoaderOptions) -> PreparedLoader:
@@ -109,16 +109,17 @@ class PreparedLoader(ResumableLoader):
         A subclass of DataLoader stays one: what it overrides holds here too.
         """
         new = copy_as(cls, loader)
-        new._settle(options, LoaderProgress())
+        new._complete(options, LoaderProgress())
         return new
 
     def skipping(self, num_batches: int) -> PreparedLoader:
         """This loader from batch ``num_batches`` of each epoch on."""
         new = copy_as(PreparedLoader, self)
-        new._settle(replace(self._options, skip_batches=num_batches), self._progress)
+        new._complete(replace(self._options, skip_batches=num_batches), self._progress)
         return new
 
-    def _settle(self, options: LoaderOptions, progress: LoaderProgress) -> None:
+    def _complete(self, options: LoaderOptions, progress: LoaderProgress) -> None:
+        """Add what a prepared loader has beside what torch's has."""
         self._options = options
         self._progress = progress
         self._index = IndexSource(super()._index_sampler)
@@ -150,7 +151,7 @@ class PreparedLoader(ResumableLoader):
         return max(0, self._num_batches() - self.skip_batches)
 
     def __iter__(self) -> Any:
-        if self._skips_what_was_complete():
+        if self._skips_complete_epoch():
             return iter(())
         # In this order: restore, so that what rank 0 sends is what the checkpoint had; send; then
         # note the states, which a checkpoint of this pass keeps.
@@ -201,8 +202,11 @@ class PreparedLoader(ResumableLoader):
         return self._read_from(position.num_given)
 
     def _read_from(self, start: int, *, keeps_first: bool = False) -> Iterator[Any]:
-        """The batches from ``start`` on; with ``keeps_first`` the first one of the epoch comes
-        before them."""
+        """The batches from ``start`` on, as torch's iterator gives them.
+
+        With ``keeps_first`` the first one of the epoch comes before them, for a reader that fills
+        the last round up with its samples.
+        """
         index, position = self._index, self._progress.position
         index.keeps_first = keeps_first and start > 0
         index.before_start = position.replay.reach_start if position and start else None
@@ -211,9 +215,9 @@ class PreparedLoader(ResumableLoader):
             return index.skip(reader, start) if start else reader
         index.start, index.seed = start, self._seed_of_workers()
         if self.persistent_workers and self._iterator is not None:
-            # Torch draws a seed as it makes an iterator: where workers stay, for the first pass
-            # alone. A pass that is resumed is always a first one. So each draws, since the order
-            # may come from the same generator.
+            # Torch draws a seed as it makes an iterator; where workers stay, in the first pass
+            # alone. The order of the pass may come from the same generator, and a resumed pass,
+            # which is always a first one, must draw the order that it had. So every pass draws one.
             self._draw_seed()
         return iter(super().__iter__())
 
@@ -227,6 +231,7 @@ class PreparedLoader(ResumableLoader):
         return seed_of_pass(self.generator, self.iteration, self._options.process_index)
 
     def _give(self, source: Iterator[Any], position: Position) -> Iterator[Any]:
+        """The batches of ``source`` as the loop gets them, while ``position`` says where it is."""
         context = current()
         count, active, ahead = context.count_batch, active_loaders(context), position.replay.ahead
         stack, total = active.stack, self._count_total()
@@ -270,6 +275,12 @@ class PreparedLoader(ResumableLoader):
             position.loader = None
 
     def _reach_end(self, position: Position, batch: Any) -> None:
+        """Note that nothing follows, what the last round lacks, and that the next epoch comes.
+
+        Args:
+            position: of the pass.
+            batch: the last one, which the loop gets next.
+        """
         position.end_of_dataloader = True
         num_batches = position.num_given + (batch is not _NO_BATCH)
         size, num_lacking = self.total_batch_size or 0, self._num_lacking
@@ -311,7 +322,7 @@ class PreparedLoader(ResumableLoader):
 
     @property
     def _knows_repeats(self) -> bool:
-        """Whether this loader would know of repeated samples: no word of any means none."""
+        """Whether this loader is told of repeated samples: if it hears of none, there are none."""
         is_shared_out = hasattr(self._shard, "last_round") or self._marks_last_round
         return is_shared_out or self._options.num_processes == 1
 

@@ -154,7 +154,7 @@ class Replay:
     Args:
         restored: what :meth:`state_dict` gave in the pass that this one goes on with.
         watches: whether samples are read in this process.
-        before: that of the loader's pass before this one.
+        before: the replay of the loader's pass before this one.
 
     Attributes:
         ahead: for each batch that is read and not yet given, the states before its read; empty
@@ -181,7 +181,8 @@ class Replay:
         self._draws = bool(self.ahead)
 
     def open(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """The batches of what ``make`` gives, each read with its own random numbers."""
+        """The batches of the iterator that ``make`` gives, each read with the random numbers that
+        belong to it."""
         now = get_random_states(_HOST)
         if self._opened is None:
             self._opened = now

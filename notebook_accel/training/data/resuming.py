@@ -147,9 +147,9 @@ class ResumableLoader(DataLoader[Any], PassView):
         return int(state_dict.get("batches_a_round", now)), now
 
     def _reads_as_then(self, state_dict: Mapping[str, Any]) -> bool:
-        """Whether each step takes the very samples of this rank that it took then.
+        """Whether this rank reads the same samples at each step as when the state was saved.
 
-        If not, random states of its reads are of no use, nor is how far its dataset was.
+        If not, the random states of its reads are of no use, nor is the place of its dataset.
         """
         before, now = self._step_sizes(state_dict)
         num_readers = self._num_readers
@@ -202,7 +202,8 @@ class ResumableLoader(DataLoader[Any], PassView):
 
     def _count_total(self) -> int | None:
         """Batches of a whole pass, those included that this one skips; None where unknown."""
-        # After len() torch warns of a stream that gives more than it said: not where we ask.
+        # Torch warns of a stream that gives more batches than len() said, if somebody has asked for
+        # its len(): that we asked must not count.
         asked = self._IterableDataset_len_called
         try:
             return self._num_batches()
@@ -211,11 +212,11 @@ class ResumableLoader(DataLoader[Any], PassView):
         finally:
             self._IterableDataset_len_called = asked
 
-    def _skips_what_was_complete(self) -> bool:
-        """Whether the script skips a whole epoch that was complete when the state was saved.
+    def _skips_complete_epoch(self) -> bool:
+        """Whether the script skips the whole epoch that was complete when the state was saved.
 
-        The restored state then belongs to the next epoch: this pass gives nothing, and leaves it
-        for the next one.
+        Scripts that count batches themselves do so: all of the epoch are done. The state is that of
+        the start of the next epoch, so this pass gives nothing, and leaves it to the pass after it.
         """
         restored = self._progress.restored
         if restored is None or restored["given"] or not self.skip_batches:
@@ -242,5 +243,5 @@ class ResumableLoader(DataLoader[Any], PassView):
         given, asked, drawn = int(restored["given"]), self._options.skip_batches, restored["random"]
         if asked in (None, given):
             return given, drawn
-        # `ahead` has the states before the read of batch `given`; this pass begins with another.
+        # `ahead` has the states before batch `given` was read; this pass begins with another one.
         return asked, drawn and {**drawn, "ahead": []}

@@ -121,7 +121,7 @@ class RoundDivider:
         several of each, which dividing could separate."""
         if self.batch_size is None:
             return False
-        # The first batch of a pass that is resumed was in none of its rounds.
+        # In a pass that is resumed, the first batch of the epoch is in none of the rounds.
         self._most_rows = max(self._most_rows, count_rows(self.first) or 0)
         return self._most_rows > self.batch_size
 

@@ -125,8 +125,8 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
-        # Batches before the last one that have no sample for this rank, which repeats one: by the
-        # number of the batch, what gathering leaves out.
+        # What gathering leaves out of batches before the last one, by their numbers: this rank
+        # repeats a sample in those that have none for it.
         self.repeats: dict[int, LastRound] = {}
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
@@ -154,7 +154,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def sampler(self) -> Any:
-        """Whose samples are shared out: that of the batch sampler as it is now."""
+        """The sampler whose indices are shared out: that of the batch sampler as it is now."""
         return getattr(self.batch_sampler, "sampler", self.batch_sampler)
 
     @sampler.setter

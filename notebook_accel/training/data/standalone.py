@@ -40,7 +40,7 @@ def prepare_data_loader(
     """Give a loader with one rank's part of the batches.
 
     Args:
-        dataloader: alike on every rank.
+        dataloader: the same on every rank.
         device: where batches are put if ``put_on_device``; None is this rank's.
         num_processes: number of ranks; None asks where this one stands.
         process_index: the rank whose part it is; None is this one.

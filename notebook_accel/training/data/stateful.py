@@ -68,6 +68,11 @@ class _KeepsReaderState(PreparedLoader):
     """Batches that are read for one that the loop gets."""
 
     def _read_from(self, start: int, *, keeps_first: bool = False) -> Iterator[Any]:
+        """The batches from ``start`` on, while the state of the dataset after each one is kept.
+
+        A dataset that was restored to that place goes on there; else what comes before is read, and
+        left out. With ``keeps_first`` the first batch of the epoch is read once more, ahead.
+        """
         if not hasattr(self.dataset, "state_dict"):
             yield from super()._read_from(start, keeps_first=keeps_first)
             return
@@ -87,7 +92,7 @@ class _KeepsReaderState(PreparedLoader):
             at_start, order = copy.deepcopy(dataset.state_dict()), self._generator_states()
             torchdata.load_state_dict({})
             yield next(torchdata.__iter__())
-            dataset.load_state_dict(at_start)  # read here, it has moved on
+            dataset.load_state_dict(at_start)  # that read has moved it on
             for name, generator in self._generators().items():
                 generator.set_state(order[name])  # so that the others come in the same order
         if position is not None and start:
