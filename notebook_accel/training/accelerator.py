@@ -124,7 +124,8 @@ class Accelerator(WindowView, CheckpointView, TrackerView, PreparingView):
             dynamo_backend: compile models with this backend of ``torch.compile``, such as
                 "inductor"; None asks the environment.
             dynamo_plugin: more about compiling, instead of the backend.
-            **others: what other versions take: refused unless it asks for nothing.
+            **others: arguments of Accelerate that are not built here, which are refused unless
+                they ask for nothing (None, "no").
 
         Raises:
             ConfigError: a setting makes no sense, or is not built.

@@ -24,11 +24,11 @@ __all__ = ["blueprint_of", "fill"]
 def blueprint_of(model: Module) -> Module | None:
     """A copy of a model whose weights take no memory; they lie on torch's meta device.
 
-    All else that the modules have is shared with them, but for what torch itself notes in each:
-    weights, buffers, children and hooks that a module gets from now on are not the copy's.
+    Everything else is shared with the model. The dictionaries that torch keeps in each module are
+    copied: weights, buffers, children and hooks that a module gets later are not the copy's.
 
-    None where an empty tensor could not stand for a weight, since that is of another library's
-    class, and where the model's own classes do not let themselves be copied.
+    None where a weight is of another library's class, for which an empty tensor could not stand,
+    and where the model's own classes cannot be copied.
     """
     if any(type(weight) is not Parameter for weight in model.parameters()):
         return None

@@ -75,7 +75,7 @@ class ConfiguredView(ProcessView):
 
     @property
     def mixed_precision(self) -> str:
-        """ "no", "bf16", "fp16" or "fp8"."""
+        """The precision by its name: "no", "bf16", "fp16" or "fp8"."""
         return self._plan.precision.name
 
     @property
@@ -96,7 +96,7 @@ class ConfiguredView(ProcessView):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether weights are sharded by ``fully_shard``: so wherever they are sharded."""
+        """Whether weights are sharded: ``fully_shard`` always does it here."""
         return self.distributed_type == DistributedType.FSDP
 
     @property
@@ -254,12 +254,14 @@ class ConfiguredView(ProcessView):
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 alone reads the data; None: for iterable datasets."""
+        """Whether rank 0 alone reads the data; None: where the dataset is iterable and its batches
+        are put on the device."""
         return self._plan.loaders.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether the end of the data is filled up so that all ranks get as many batches."""
+        """Whether the end of the data is filled up, so that all ranks get the same number of
+        batches."""
         return self._plan.loaders.even_batches
 
     @even_batches.setter
@@ -293,5 +295,5 @@ class ConfiguredView(ProcessView):
 
     @property
     def save_iteration(self) -> int:
-        """Number of the next numbered checkpoint, at least."""
+        """The least number for the next numbered checkpoint."""
         return self.project_configuration.iteration

@@ -56,7 +56,7 @@ __all__ = [
     "resolve_project",
 ]
 
-# Arguments of Hugging Face's Accelerator that nothing here answers to yet, and what there is.
+# Arguments of Hugging Face's Accelerator that are not built here, and what to use instead.
 UNBUILT = {
     "megatron_lm_plugin": "Megatron-LM is not there; tensor and pipeline parallelism by torch is: "
     "parallelism_config=ParallelismConfig(tp_size=..., pp_size=...)",
@@ -201,7 +201,7 @@ def resolve_loaders(
     """The configuration with what was given as an argument of its own.
 
     Raises:
-        ConfigError: ``config`` is none.
+        ConfigError: ``config`` is of another class.
     """
     _check_type("dataloader_config", config, DataLoaderConfiguration)
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -214,7 +214,7 @@ def resolve_project(
     """The configuration, which stays the user's own object, with the folder filled in.
 
     Raises:
-        ConfigError: ``config`` is none.
+        ConfigError: ``config`` is of another class.
     """
     _check_type("project_config", config, ProjectConfiguration)
     config = config or ProjectConfiguration()
@@ -231,7 +231,7 @@ def _check_type(name: str, given: object, expected: type) -> None:
 
 
 def refuse_unbuilt(others: dict[str, Any]) -> None:
-    """Raise for what ``Accelerator`` does not take, unless it asks for nothing.
+    """Raise for what ``Accelerator`` does not take, unless its value asks for nothing (None, "no").
 
     Raises:
         ConfigError: the argument, or what the environment asks for, is not built here.

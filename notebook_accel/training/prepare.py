@@ -76,15 +76,18 @@ class Preparation:
         )
 
     def prepare(
-        self, objects: Sequence[Any], placement: Sequence[bool | None], parts: PreparingView
+        self,
+        objects: Sequence[Any],
+        placement: Sequence[bool | None],
+        accelerator: PreparingView,
     ) -> list[Any]:
         """Make all objects ready, whatever their order: a scheduler needs its optimizer ready.
 
         Args:
             objects: others than those of torch are given back as they are.
-            placement: for each, whether it is put on the device; None for the usual.
-            parts: whose ``prepare_model`` and so on make ready what can be by itself; the user
-                may have put others in their place.
+            placement: for each, whether it is put on the device; None: as ``Accelerator`` says.
+            accelerator: its ``prepare_model``, ``prepare_data_loader`` and so on are called for
+                each object that can be made ready by itself; a subclass may have its own.
 
         Raises:
             ConfigError: ``placement`` has not one entry an object.
@@ -106,14 +109,16 @@ class Preparation:
         if self.plan.strategy.prepares_together:
             self._prepare_together(ready, placement)
         else:
-            self._prepare_apart(ready, placement, parts)
+            self._prepare_apart(ready, placement, accelerator)
         for index, item in enumerate(objects):
             if self._is_ready(item):
                 continue
             if isinstance(item, DataLoader):
-                ready[index] = parts.prepare_data_loader(item, device_placement=placement[index])
+                ready[index] = accelerator.prepare_data_loader(
+                    item, device_placement=placement[index]
+                )
             elif isinstance(item, LRScheduler):
-                ready[index] = parts.prepare_scheduler(item)
+                ready[index] = accelerator.prepare_scheduler(item)
             elif isinstance(item, AcceleratedScheduler):
                 ready[index] = self.scheduler(item)
         return ready
@@ -135,24 +140,24 @@ class Preparation:
         return ready[0]  # type: ignore[no-any-return]
 
     def _is_ready(self, item: object) -> bool:
-        """Whether ``prepare`` gave it: the user's own parts are not to wrap it again."""
+        """Whether ``prepare`` gave it, so that no method of a subclass wraps it again."""
         trained = [known.wrapped for known in self.models if known.training]
         lists: list[Sequence[object]] = [trained, self.optimizers, self.schedulers, self.loaders]
         return any(item is known for each in lists for known in each)
 
     def _prepare_apart(
-        self, objects: list[Any], placement: Sequence[bool | None], parts: PreparingView
+        self, objects: list[Any], placement: Sequence[bool | None], accelerator: PreparingView
     ) -> None:
         """Replace the models among ``objects``, and then the optimizers, one by one."""
         for index, item in enumerate(objects):
             if isinstance(item, torch.nn.Module) and not self._is_ready(item):
-                made = parts.prepare_model(item, device_placement=placement[index])
+                made = accelerator.prepare_model(item, device_placement=placement[index])
                 inner = extract_model_from_parallel(made)
-                # One that the user's own prepare_model has wrapped.
+                # A subclass's own prepare_model may have wrapped it, without ours knowing.
                 objects[index] = made if inner is made else self._take_wrapped(made, inner)
         for index, item in enumerate(objects):
             if isinstance(item, torch.optim.Optimizer) and not self._is_ready(item):
-                optimizer = parts.prepare_optimizer(item, device_placement=placement[index])
+                optimizer = accelerator.prepare_optimizer(item, device_placement=placement[index])
                 self.watch.knows(inner_optimizer(optimizer))
                 objects[index] = optimizer
 
@@ -233,7 +238,7 @@ class Preparation:
         Whoever rescues it takes the first form that can be pickled.
 
         Args:
-            num_steps: that the optimizers have made.
+            num_steps: how many steps the optimizers have made.
         """
         return parts_of(self, num_steps)
 
@@ -301,7 +306,8 @@ class Preparation:
 
     @property
     def _schedule_steps(self) -> int:
-        """By how much a schedule moves with a step: by the batches that all ranks used for it."""
+        """By how much a schedule moves with a step of its optimizer: by as many batches, of the
+        loader before ``prepare``, as all ranks used for it."""
         return self.plan.strategy.data_group.size // self._num_shares
 
     def clear(self) -> None:
@@ -329,8 +335,8 @@ def _refuse_foreign(item: object) -> None:
         package = kind.__module__.partition(".")[0]
         if package in _FOREIGN:
             raise TypeError(
-                f"prepare() got a {type(item).__name__} of {package}: it trains what torch made "
-                "(modules, optimizers, schedulers and data loaders)"
+                f"prepare() got a {type(item).__name__} of {package}: expected what torch trains "
+                "(modules, optimizers, schedulers and data loaders of torch)"
             )
 
 

@@ -1,9 +1,9 @@
-"""``prepare``, and its parts: one for each kind of object.
+"""``prepare``, and the methods that it calls: one for each kind of object.
 
-``prepare`` calls the parts by their names, so that a subclass of ``Accelerator`` may bring its own
-``prepare_model`` or ``prepare_data_loader``, which calls ours or not. Where models are spread
-together with their optimizers, ours sees the whole call and leaves out ``prepare_model`` and
-``prepare_optimizer``.
+A subclass of ``Accelerator`` may bring its own ``prepare_model`` or ``prepare_data_loader``, which
+calls ours or not: ``prepare`` calls whichever the object has. Under strategies that must see models
+together with their optimizers (FSDP, pipelines, DeepSpeed) it calls neither ``prepare_model`` nor
+``prepare_optimizer``, and does both at once.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ class TensorPiece:
 class RankPart:
     """What one rank has of what is rescued.
 
-    ``weights`` is None for a model that travels with them. Otherwise the model is a blueprint
-    (blueprint.py) or None, and ``weights`` has a :class:`TensorPiece` in place of each tensor of
-    which others have the rest.
+    A model is sent with its weights, and then its entry in ``weights`` is None. Or it is a
+    blueprint (blueprint.py) or None, and ``weights`` has its state dict, with a
+    :class:`TensorPiece` in place of each tensor of which other ranks have the rest.
     """
 
     models: list[Module | None]
@@ -114,11 +114,11 @@ class RankPart:
 
 
 def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
-    """This rank's part: with the models, and then without, should those not be picklable.
+    """This rank's part: with the models first, and then without them, if they cannot be pickled.
 
     Args:
         preparation: what was prepared.
-        num_steps: that the optimizers have made.
+        num_steps: how many steps the optimizers have made.
     """
     strategy, known_models = preparation.plan.strategy, preparation.models
     is_first = preparation.plan.topology.process_index == 0
@@ -175,8 +175,8 @@ def _piece(spread: Any) -> TensorPiece:
 def _whole_model(
     model: Module | None, own: list[dict[str, Any] | None], name: str, missing: list[str]
 ) -> tuple[Module | None, dict[str, Any] | None]:
-    """A model and its weights, of what rank 0 sent of the model and all ranks of its weights."""
-    if model is not None and own[0] is None:  # it has come with them
+    """A model and its weights, from the model as rank 0 sent it and the weights of all ranks."""
+    if model is not None and own[0] is None:  # it came with its weights
         return model, model.state_dict()
     weights = _whole(own, name, missing)
     if model is None or weights is None:
@@ -193,7 +193,7 @@ def _whole(parts: list[Any], name: str, missing: list[str]) -> Any:
     try:
         if any(part is not None for part in parts):
             return _joined([part for part in parts if part is not None])
-        problem = "cannot be told rank by rank"
+        problem = "cannot be put together of what each rank has for itself"
     except ValueError as error:
         problem = str(error)
     missing.append(f"{name}: its state {problem}")
@@ -201,7 +201,8 @@ def _whole(parts: list[Any], name: str, missing: list[str]) -> Any:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """What all ranks have of one value: pieces become one tensor, names of all are there."""
+    """One value from what each rank sent of it: pieces become one tensor, and a dictionary has the
+    keys of all ranks."""
     first = parts[0]
     if isinstance(first, TensorPiece):
         return _put_together(parts)

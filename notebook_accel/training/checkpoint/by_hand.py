@@ -57,7 +57,7 @@ def save_accelerator_state(
         output_dir: the folder.
         model_states: what ``get_state_dict`` gave of each model.
         optimizers, schedulers: those whose ``state_dict()`` is kept.
-        dataloaders: of these, torchdata's keep where they stand.
+        dataloaders: the state is kept of those that are torchdata's.
         process_index: this rank, whose random states get a file of their own.
         step: batches of the open window.
         scaler: the loss scaler, if there is one.
