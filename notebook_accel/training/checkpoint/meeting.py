@@ -215,10 +215,11 @@ class Meetings:
             yield SavePlan(**{**fields, "members": tuple(fields["members"])})
 
     def report_written(self, plan: SavePlan, error: str = "", results: Any = None) -> None:
-        """Tell rank 0 that this rank has written its part, with what it has to know, or why not."""
+        """Tell rank 0 that this rank has written its part, and what rank 0 needs to know of it; or
+        why it could not be written."""
         own = self.topology.process_index
         self._store.set(f"results/{plan.number}/{own}", pickle.dumps(results))
-        self._store.set(f"wrote/{plan.number}/{self.topology.process_index}", error)
+        self._store.set(f"wrote/{plan.number}/{own}", error)
 
     def wait_for_members(self, plan: SavePlan) -> list[Any]:
         """Wait until every member has written its part; gives what each has told with that.

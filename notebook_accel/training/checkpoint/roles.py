@@ -40,7 +40,7 @@ class Role:
     Attributes:
         final: where the checkpoint will be.
         staged: where it is written.
-        is_late: whether rank 0 did not wait for this rank: only what is its own is missing.
+        is_late: whether rank 0 no longer waited for this rank, whose own files alone are missing.
     """
 
     final: Path

@@ -1,8 +1,8 @@
 """The one table of strategies: a new kind is a file, and one line here.
 
-What the user asked (plugins, settings, environment) and the number of ranks are a
-:class:`~notebook_accel.training.strategies.request.Request`; the first line of the table whose
-question it answers with yes is taken.
+What the user asked for (plugins, settings, environment) and the number of ranks are a
+:class:`~notebook_accel.training.strategies.request.Request`. The first line of the table is taken
+whose question about it is answered with yes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a kind of parallelism may do in its own way; what it leaves has the single-device meaning.
+"""What a kind of parallelism may do in its own way; each method here does it for a single device.
 
 A new kind is a file with a class that overrides what it needs, and one line in the table of
 ``strategies/__init__.py``. The rest of ``training`` asks the strategy and never which it is::
@@ -48,14 +48,17 @@ class Strategy:
 
     Attributes:
         distributed_type: what ``accelerator.distributed_type`` says; None for the topology's.
-        topology: where this rank stands; precision: in which numbers models compute; handlers:
-            the ``kwargs_handlers`` of the user; dynamo: how models are compiled.
+        topology: where this rank stands.
+        precision: in which numbers models compute.
+        handlers: the ``kwargs_handlers`` of the user.
+        dynamo: how models are compiled.
         scaling: the loss scaling that this package does; None where none is needed, or where
-            the strategy's library does it; kind_of_scaling: its class.
+            the strategy's library does it.
+        kind_of_scaling: the class of that.
         mesh: the ranks, arranged by the kinds of parallelism; None where they are just a row.
         spreads_weights: whether weights are in parts over the mesh.
-        prepares_together: whether it has to see all models and optimizers of a ``prepare`` call,
-            as it gives one what belongs to the other.
+        prepares_together: whether it has to see the models and optimizers of a ``prepare`` call
+            together, since it replaces the weights that the optimizers step.
         parallelism: how many ranks each kind of parallelism has, where the user or the mesh says
             so.
         data_group: which ranks read different samples.
@@ -195,7 +198,7 @@ class Strategy:
     def own_state_dict(self, model: Module) -> dict[str, Any] | None:
         """What this rank has of a model's weights, parts as they are; no other rank is asked.
 
-        None where it says nothing without the parts of the others.
+        None where that cannot be joined with what the other ranks tell, each for itself.
         """
         return dict(model.state_dict())
 
@@ -210,7 +213,7 @@ class Strategy:
     def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """What this rank has of an optimizer's state, parts as they are; no other rank is asked.
 
-        None where it says nothing without the parts of the others.
+        None where that cannot be joined with what the other ranks tell, each for itself.
         """
         return optimizer.state_dict()
 
@@ -248,12 +251,12 @@ class Strategy:
                 weight.grad = given[name].to(weight.device)
 
     def drop_unreduced(self, optimizer: Optimizer) -> None:
-        """Drop what an open window has added up for an optimizer where no gradient of its weights
-        shows it."""
+        """Drop the gradients of an open window that the library which spreads the weights keeps
+        elsewhere than in their ``grad``."""
 
     def own_piece(self) -> Piece | None:
-        """Models and optimizers as the strategy's library writes them; None where it has no own
-        way."""
+        """The piece of a checkpoint by which the strategy's library writes models and optimizers
+        itself; None where it does not."""
         return None
 
     def read_own(self, folder: Path) -> bool:

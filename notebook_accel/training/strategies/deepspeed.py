@@ -181,7 +181,7 @@ class DeepSpeedZero(Strategy):
             **given,
         )
         if self.precision.dtype is not None:
-            _convert_at_the_door(model, self.precision.dtype)
+            _convert_inputs_and_outputs(model, self.precision.dtype)
         return made
 
     def wrap_optimizer(
@@ -397,7 +397,8 @@ def _check_sections(
     placeholder: DummyScheduler | None,
     schedulers: list[LRScheduler],
 ) -> None:
-    """Refuse what is both in the configuration and in the code, or in neither.
+    """Refuse an optimizer or a scheduler that both the configuration and the code describe, or
+    neither.
 
     Raises:
         ConfigError: says which, and what to do.
@@ -427,7 +428,7 @@ def _check_sections(
         )
 
 
-def _convert_at_the_door(model: Module, dtype: torch.dtype) -> None:
+def _convert_inputs_and_outputs(model: Module, dtype: torch.dtype) -> None:
     """Let a model whose weights are of 16 bits take inputs, and give outputs, of 32.
 
     Batches come as the loader made them, and losses are computed in float32 under every precision.

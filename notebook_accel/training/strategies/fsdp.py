@@ -179,8 +179,8 @@ def average_gradients(weights: Iterable[Parameter], group: dist.ProcessGroup) ->
     """Let the gradients of weights that every rank keeps whole be averaged in each backward.
 
     ``fully_shard`` leaves them to the user: each rank would step such a weight by its own samples.
-    Within a window gradients that were averaged before are added to, and their average is what they
-    are.
+    Within a window, the average of earlier batches is in each rank's gradient already: averaging
+    it once more changes nothing.
 
     Args:
         weights: all ranks of the group use the same ones of them in a backward.

@@ -1,4 +1,4 @@
-"""Models that are spread already: wrapped in DDP, or with weights in parts, by whoever.
+"""Models that were spread before ``prepare``: wrapped in DDP, or with weights in parts.
 
 A user may hand ``prepare`` a ``DistributedDataParallel``, a ``DataParallel`` or a model on which
 ``fully_shard`` or ``parallelize_module`` was called. It is taken as it is, under every strategy:
@@ -69,7 +69,8 @@ class TakesSpreadModels(Strategy):
         self.scaling = self.precision.make_scaling(_SpreadScaling)
         self._was_given_parts = False
         self._in_parts: weakref.WeakSet[Module] = weakref.WeakSet()
-        # Gradients of a checkpoint, until a forward has made what they belong to.
+        # Gradients of a checkpoint, until a forward has made the unsharded weights that they are
+        # gradients of.
         self._unreduced: list[tuple[Module, dict[str, torch.Tensor]]] = []
 
     @property
@@ -103,7 +104,8 @@ class TakesSpreadModels(Strategy):
         super().backward(loss, num_steps, **kwargs)
 
     def put_back_gradients(self) -> None:
-        """Give models that have had a forward what a checkpoint has of an open window."""
+        """Give models the gradients that a checkpoint had of an open window, where a forward has
+        made the unsharded weights by now."""
         if self._unreduced:
             from notebook_accel.training.strategies import pending
 

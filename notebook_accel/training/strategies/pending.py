@@ -1,4 +1,4 @@
-"""Gradients of models in parts that no step has used, out of a model and back into it.
+"""Gradients that no step has used, of models in parts: how they are read, and put back.
 
 ``fully_shard`` adds up the gradients of an open window whole, where no attribute of the weights
 shows them: in what it calls the unsharded parameter, or beside it in another type. That exists

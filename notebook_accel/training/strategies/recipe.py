@@ -3,7 +3,7 @@
 The order is torchtitan's (pipeline, tensor, activation checkpointing, compile, then data). Each
 step works on what the one before has left:
 
-1. weights that are nowhere yet are made, and all ranks start from the same ones;
+1. weights on the meta device get memory and values, and all ranks start from the same ones;
 2. pipeline: each rank keeps the blocks of its stages, so that all that follows sees those alone;
 3. tensor: the layers of the plan are divided over the ranks that compute them together;
 4. activation checkpointing: around whole blocks, so that it sees divided layers, not the reverse;
@@ -110,7 +110,8 @@ def spread(
 def fill_empty(model: Module, device: torch.device, plugin: FullyShardedDataParallelPlugin) -> None:
     """Give weights on the meta device memory, and values by ``param_init_fn`` or their layer.
 
-    Of ranks that start alike, only those of rank 0 count, which may have read them.
+    Where all ranks then start from rank 0's weights (:func:`start_alike`), the values that others
+    made are replaced.
     """
     ties = tensor.names_of_each_weight(model)
     for part in [part for part in model.modules() if _is_empty(part)]:

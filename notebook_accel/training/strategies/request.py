@@ -29,7 +29,8 @@ __all__ = ["ModelToPrepare", "PrepareCall", "Request", "call_model"]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asked for, and where: all that the choice of a strategy depends on."""
+    """What the user asked for, and where this rank stands: what the choice of a strategy, and then
+    the strategy itself, depend on."""
 
     topology: Topology
     precision: Precision

@@ -158,5 +158,6 @@ def _schedule(facts: Facts) -> dict[str, Any]:
 
 
 def _moves(steps: int, facts: Facts) -> int:
-    """How often DeepSpeed, whose schedules move once a step, moves where others move so far."""
+    """The length of a schedule as DeepSpeed counts it, whose schedules move once with a step of the
+    optimizer; others move ``schedule_steps`` times."""
     return math.ceil(steps / facts.schedule_steps)
