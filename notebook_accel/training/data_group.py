@@ -16,10 +16,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from notebook_accel.launch.rank import current
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["DataGroup", "current_data_group"]
@@ -54,19 +55,30 @@ class DataGroup:
         return cls(size=num_ranks, index=rank, index_of_rank=tuple(range(num_ranks)))
 
     @classmethod
-    def of_mesh(cls, mesh: DeviceMesh, rank: int) -> DataGroup:
+    def of_mesh(cls, mesh: DeviceMesh, rank: int, *, makes_group: bool = False) -> DataGroup:
         """Ranks of a mesh read different samples along its data dimensions ("dp...") alone.
 
-        It says who reads what, and has no process group.
+        Args:
+            mesh: all ranks.
+            rank: this one.
+            makes_group: whether there is a process group of one rank of each share; all ranks then
+                call this together. Without it, it is only known who reads what.
         """
         names = mesh.mesh_dim_names or ()
         data = [dimension for dimension, name in enumerate(names) if name.startswith("dp")]
         others = [dimension for dimension in range(len(names)) if dimension not in data]
         num_shares = math.prod(mesh.mesh.shape[dimension] for dimension in data)
-        ranks_of_share = mesh.mesh.permute(*data, *others).reshape(num_shares, -1).tolist()
-        index_of = {each: index for index, ranks in enumerate(ranks_of_share) for each in ranks}
-        index_of_rank = tuple(index_of[each] for each in sorted(index_of))
-        return cls(size=num_shares, index=index_of[rank], index_of_rank=index_of_rank)
+        shares = mesh.mesh.permute(*data, *others).reshape(num_shares, -1)  # a row each
+        index_of = {each: index for index, row in enumerate(shares.tolist()) for each in row}
+        group: dist.ProcessGroup | None = None
+        if makes_group and num_shares < len(index_of):  # else every rank has a share of its own
+            group, _ = dist.new_subgroups_by_enumeration(shares.T.tolist())  # type: ignore[no-untyped-call]
+        return cls(
+            size=num_shares,
+            index=index_of[rank],
+            index_of_rank=tuple(index_of[each] for each in sorted(index_of)),
+            process_group=group,
+        )
 
     def show(self) -> None:
         """Make this the group of this rank, for functions that belong to no ``Accelerator``."""

@@ -71,7 +71,8 @@ class MeshParallel(TakesSpreadModels):
         self.mesh = self.parallelism.device_mesh = _make_mesh(self.parallelism, self.topology)
         if request.parallelism is not None:
             request.parallelism.device_mesh = self.mesh
-        self.data_group = _make_data_group(self.parallelism, self.topology)
+        here = self.topology.process_index
+        self.data_group = DataGroup.of_mesh(self.mesh, here, makes_group=True)
         # The new weight of each one that was replaced: an optimizer may be prepared later.
         # Weak by identity: the old weight goes as soon as no optimizer holds it.
         self._replaced = WeakIdKeyDictionary()
@@ -177,25 +178,3 @@ def _make_mesh(parallelism: ParallelismConfig, here: Topology) -> DeviceMesh:
         dimensions.insert(dimensions.index("dp_replicate") + 1, "dp_shard")
     note_mesh()
     return parallelism.arrange_ranks(here.device.type, dimensions)
-
-
-def _make_data_group(parallelism: ParallelismConfig, here: Topology) -> DataGroup:
-    sizes = parallelism.sizes
-    ranks = torch.arange(here.num_processes).reshape(
-        sizes["pp"], parallelism.data_parallel_size, sizes["cp"] * sizes["tp"]
-    )
-    if parallelism.non_data_parallel_size == 1:
-        return DataGroup.of_all_ranks(here.num_processes, here.process_index)
-    # One rank of each share, for each place in the pipeline and among divided layers.
-    columns = ranks.movedim(1, -1).reshape(-1, parallelism.data_parallel_size).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(columns)  # type: ignore[no-untyped-call]
-    index_of_rank = [0] * here.num_processes
-    for column in columns:
-        for index, rank in enumerate(column):
-            index_of_rank[rank] = index
-    return DataGroup(
-        size=parallelism.data_parallel_size,
-        index=index_of_rank[here.process_index],
-        index_of_rank=tuple(index_of_rank),
-        process_group=group,
-    )
