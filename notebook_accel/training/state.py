@@ -223,7 +223,7 @@ class AcceleratorState(PartialState):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether weights are sharded by ``fully_shard``: so wherever they are sharded."""
+        """Whether weights are sharded: ``fully_shard`` always does it here."""
         return self.distributed_type == DistributedType.FSDP
 
     @property
@@ -408,7 +408,8 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Samples of all ranks in the last round, if it lacks some; 0 if not, -1 unknown."""
+        """Samples of all ranks in the last round, without repeated ones; 0 where it lacks none, -1
+        where that is not known."""
         return active_loaders().remainder
 
     def __repr__(self) -> str:

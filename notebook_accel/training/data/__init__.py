@@ -1,8 +1,8 @@
 """Preparing loaders, and beginning one in the middle of its epoch.
 
 Who gets which samples is in ``samplers`` and ``streams`` (each rank reads its own) and ``rounds``
-(rank 0 reads for all), what a prepared loader does in ``loaders`` and ``dispatch``, and which
-loader is being iterated in ``active``.
+(rank 0 reads for all), what a prepared loader does in ``loaders`` and ``dispatch``, how it goes on
+where a checkpoint was saved in ``resuming``, and which loader is being iterated in ``active``.
 
 Three words are used throughout. A *round* is the samples on which all ranks work at the same step,
 a *pass* is one run over a loader (``for batch in loader``), and a *share* is the part of the data
@@ -254,26 +254,26 @@ def _share_iterable(
     dataset: Any = draft.dataset
     if isinstance(draft, SkipDataLoader) and not config.split_batches:
         draft.num_left_out = _share_of_left_out(draft.num_left_out, options.num_processes)
-    evenly = config.even_batches
-    if not config.split_batches and _divides_itself(dataset, options.num_processes, evenly=evenly):
-        vars(draft)["dataset"] = dataset.shard(
-            num_shards=options.num_processes, index=options.process_index
-        )
+    num_processes, index = options.num_processes, options.process_index
+    if not config.split_batches and _divides_itself(
+        dataset, num_processes, evenly=config.even_batches
+    ):
+        vars(draft)["dataset"] = dataset.shard(num_shards=num_processes, index=index)
         return replace(options, is_uneven=True)
     kind = StatefulDatasetShard if hasattr(dataset, "state_dict") else IterableDatasetShard
     vars(draft)["dataset"] = kind(
         dataset,
         draft.batch_size,
         draft.drop_last,
-        options.num_processes,
-        options.process_index,
+        num_processes,
+        index,
         split_batches=config.split_batches,
         even_batches=config.even_batches,
         marks_last_round=True,
     )
     draft.collate_fn = LastRoundCollate(draft.collate_fn)
     if config.split_batches and draft.batch_size is not None:
-        share = share_of(draft.batch_size, options.num_processes, split_batches=True)
+        share = share_of(draft.batch_size, num_processes, split_batches=True)
         batches = BatchSampler(draft.sampler, share, draft.drop_last)
         vars(draft).update(batch_size=share, batch_sampler=batches)
     return options

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import BatchSampler
-
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.active import LoaderProgress, Position, active_loaders
-from notebook_accel.training.data.samplers import get_sampler
+from notebook_accel.training.data.samplers import batch_sampler_of, get_sampler
 
 if TYPE_CHECKING:
     from notebook_accel.training.data.options import LoaderOptions
@@ -124,9 +122,7 @@ class PassView:
         Raises:
             ConfigError: nothing in the loader groups the indices of a sampler into batches.
         """
-        batches: Any = self.batch_sampler
-        if isinstance(self.sampler, BatchSampler):
-            batches = self.sampler
+        batches = batch_sampler_of(self)
         if not hasattr(batches, "sampler"):
             raise ConfigError(
                 "set_sampler() needs a loader whose batches are made of a sampler's indices, and "

@@ -39,6 +39,7 @@ __all__ = [
     "LastRound",
     "RoundBatch",
     "SkipBatchSampler",
+    "batch_sampler_of",
     "fill_up",
     "get_sampler",
     "has_own_batches",
@@ -350,12 +351,18 @@ def length_or_none(sized: Any) -> int | None:
         return None
 
 
+def batch_sampler_of(loader: DataLoader[Any]) -> Any:
+    """What groups the indices of a loader into batches; None where nothing does.
+
+    That may stand as its sampler, with ``batch_size=None``.
+    """
+    own: Any = loader.sampler
+    return own if isinstance(own, BatchSampler) else loader.batch_sampler
+
+
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
     """The sampler that gives a loader its indices one by one; None where it has none."""
-    batches: Any = dataloader.batch_sampler
-    if isinstance(dataloader.sampler, BatchSampler):
-        batches = dataloader.sampler
-    return getattr(batches, "sampler", None)
+    return getattr(batch_sampler_of(dataloader), "sampler", None)
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
