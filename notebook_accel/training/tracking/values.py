@@ -37,15 +37,21 @@ def as_number(value: Any) -> float | None:
     return None
 
 
-def numbers_of(values: Mapping[str, Any], tracker: str) -> dict[str, float]:
-    """The numbers among ``values``, by flat names; what is none is named once and left out."""
+def numbers_of(values: Mapping[str, Any], tracker: str = "") -> dict[str, float]:
+    """The numbers among ``values``, by flat names; what is none is named once and left out.
+
+    Args:
+        values: Python numbers, tensors and arrays of one number, or dictionaries of them.
+        tracker: the one that keeps them; "" for the run itself, which shows them.
+    """
     found: dict[str, float] = {}
     for name, value in flatten(values):
         number = as_number(value)
         if number is None:
-            kind = type(value).__name__
+            whose, lost = (f"{tracker}: ", "not kept") if tracker else ("", "not shown")
             notice_once(
-                f"{tracker} {name}", f"{tracker}: {name!r} is a {kind}, no number: not kept"
+                f"no number {tracker} {name}",
+                f"{whose}{name!r} is a {type(value).__name__}, no number: {lost}",
             )
         else:
             found[name] = number
