@@ -1,8 +1,8 @@
 """What ranks tell each other: tensors in nested structures, and objects.
 
-Each function is a collective: all ranks call it, with the same structure. In a world of one (no
-process group made) each gives what a world of one would give. Tensors may lie on any device; they
-travel where the group's backend can reach them and come back to where they were.
+Each function is a collective: all ranks call it, with the same structure. Without a process group
+each gives what it gives to a single rank. Tensors may lie on any device; they travel where the
+group's backend can reach them and come back to where they were.
 """
 
 from __future__ import annotations

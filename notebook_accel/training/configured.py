@@ -190,7 +190,7 @@ class ConfiguredView(ProcessView):
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
-        """How autocast is entered; None as torch does."""
+        """How autocast is entered; None: by torch's own settings."""
         return self._handler(AutocastKwargs)
 
     @autocast_handler.setter
@@ -200,7 +200,7 @@ class ConfiguredView(ProcessView):
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """How ``prepare`` wraps models; None as torch does."""
+        """How ``prepare`` wraps models; None: by torch's own settings."""
         return self._handler(DistributedDataParallelKwargs)
 
     @ddp_handler.setter
@@ -209,7 +209,7 @@ class ConfiguredView(ProcessView):
 
     @property
     def profile_handler(self) -> ProfileKwargs | None:
-        """How ``profile`` looks unless it is told; None as torch does."""
+        """The settings of ``profile`` where it is given none; None: torch's own."""
         return self._handler(ProfileKwargs)
 
     @profile_handler.setter
@@ -218,12 +218,12 @@ class ConfiguredView(ProcessView):
 
     @property
     def scaler_handler(self) -> GradScalerKwargs | None:
-        """How the loss scaler was made; None as torch does."""
+        """How the loss scaler was made; None: by torch's own settings."""
         return self._handler(GradScalerKwargs)
 
     @property
     def init_handler(self) -> InitProcessGroupKwargs | None:
-        """How the process group was asked for; None as the device needs it."""
+        """How the process group was asked for; None: as the device needs it."""
         return self._handler(InitProcessGroupKwargs)
 
     def _handler(self, kind: type[_Handler]) -> _Handler | None:

@@ -43,7 +43,7 @@ def require_torchao(asked: str) -> None:
     """Raise where torchao is not installed.
 
     Raises:
-        ConfigError: so it is.
+        ConfigError: it is not installed.
     """
     if not is_torchao_available():
         raise ConfigError(
@@ -103,7 +103,7 @@ class AORecipeKwargs(KwargsHandler):
         """Raise where a device does not multiply in 8 bits.
 
         Raises:
-            ConfigError: so it is, and the configuration does not emulate it.
+            ConfigError: it does not, and the configuration does not emulate it.
         """
         if self.config.emulate:
             return

@@ -105,7 +105,7 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Count a step, and average the weights where it is time; all ranks call it alike."""
+        """Count a step, and average the weights where it is time; all ranks call it."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

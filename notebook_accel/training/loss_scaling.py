@@ -84,7 +84,7 @@ class LossScaling:
                 self._scaler.unscale_(optimizer)
 
     def _refuse_mixed(self, optimizer: Optimizer) -> None:
-        # Taken out: from here on until the next backward whoever changes them does so rightly.
+        # Taken out: what changes them from here until the next backward (clipping) is meant to.
         found = self._found.pop(id(optimizer), None)
         if found is not None and found != gradient_marks(optimizer):
             raise RuntimeError(
@@ -121,7 +121,8 @@ class LossScaling:
             self._is_used = True
 
     def is_so_anywhere(self, is_so: bool) -> bool:
-        """Whether it is so on one rank or more: here, where ranks have gradients alike, its own."""
+        """Whether it is so on one rank or more. Here all ranks have gradients of the same weights,
+        so that the answer of each is that of all."""
         return is_so
 
     def _settle(self) -> None:

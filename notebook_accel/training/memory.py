@@ -76,7 +76,8 @@ def find_executable_batch_size(
     """Decorate a function so that it is tried with smaller batches while memory does not suffice.
 
     ``function(batch_size, ...)`` is called without its first argument. Later calls begin with the
-    size that was found. Each rank decides alone: ranks of one run have to fail alike.
+    size that was found. Each rank decides for itself, so the ranks of one run have to fail
+    with the same sizes.
 
     Args:
         function: takes the batch size first; None (only the arguments below) gives a decorator.

@@ -1,4 +1,4 @@
-"""Models on their way in and out: a forward that computes in another precision, and back."""
+"""Forwards that stand in for a module's own, and how a module gets its own back."""
 
 from __future__ import annotations
 

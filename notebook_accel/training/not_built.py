@@ -54,7 +54,7 @@ def _fill(settings: Any, prefix: str, defaults: Mapping[str, Any]) -> None:
 
 
 def _choose(settings: Any, name: str, choices: Sequence[str]) -> None:
-    """Let a field be one of the choices, as they are spelled.
+    """Set a field to the choice that it names, in capitals or not.
 
     Raises:
         ConfigError: it is none of them.

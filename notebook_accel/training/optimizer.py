@@ -205,7 +205,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.scaling.forget(self.optimizer)
 
     def begin_last_batch(self) -> None:
-        """Note that the last batch of a window begins; its gradients are told by this."""
+        """Note the gradients that there are as the last batch of a window begins, by which those of
+        that batch are recognised."""
         self._at_start = gradient_marks(self.optimizer)
         self._was_held_back = False
 

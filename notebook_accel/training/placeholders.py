@@ -82,7 +82,7 @@ class DummyScheduler(LRScheduler):
             optimizer: the optimizer whose rates the scheduler sets.
             total_num_steps: length of the schedule, counted like that of every scheduler that is
                 prepared: with ``len()`` of the loader before ``prepare``.
-            warmup_num_steps: steps until the full rate, counted alike.
+            warmup_num_steps: steps until the full rate, counted in the same way.
             lr_scheduler_callable: makes a scheduler of an optimizer, instead of the
                 configuration.
             **kwargs: accepted.

@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Precision:
-    """Full precision: what a class that overrides nothing means."""
+    """Full precision, which a class that overrides nothing has."""
 
     name: ClassVar[str] = "no"
     dtype: ClassVar[torch.dtype | None] = None

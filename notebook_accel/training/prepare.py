@@ -344,7 +344,7 @@ def _is_spread(model: Module, num_processes: int) -> bool:
     """Whether a device map spreads a model over devices, where it then stays.
 
     Raises:
-        ConfigError: so it is, and there are several ranks.
+        ConfigError: it is spread over several devices, and there are several ranks.
     """
     devices = set((getattr(uncompiled(model), "hf_device_map", None) or {}).values())
     if len(devices) < 2:

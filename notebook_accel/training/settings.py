@@ -346,7 +346,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     """
 
     num_steps: int = 1
-    """Batches a window; None is one, too."""
+    """Batches a window; None: one."""
     adjust_scheduler: bool = True
     """Accepted; without effect, as in Accelerate: a prepared scheduler counts real steps alone."""
     sync_with_dataloader: bool = True

@@ -58,8 +58,8 @@ _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 
 class _SharedState:
-    """What scripts read of Accelerate's ``_shared_state``, and by ``state.__dict__``, to note in
-    what a run trained. It is empty before the state is made, which they ask by it, too."""
+    """What Accelerate has in ``_shared_state`` and ``state.__dict__``. Scripts read it to record in
+    what a run trained, and to ask whether the state was made: it is empty before."""
 
     def __init__(self, is_made: Callable[[], bool], *names: str) -> None:
         self._is_made = is_made
@@ -129,7 +129,7 @@ class PartialState(ProcessView):
         return environment.parse_flag_from_env("FORK_LAUNCHED")
 
     def set_device(self) -> None:
-        """Choose the device of this rank: so it was, as the state was made."""
+        """Find out the device of this rank, which was done as the state was made."""
         topology.topology()
 
     def destroy_process_group(self) -> None:
@@ -312,7 +312,7 @@ def deepspeed_required(func: _Function) -> _Function:
     """Let a function raise where this rank's newest ``Accelerator`` trains without DeepSpeed.
 
     Raises:
-        ConfigError: so it is, as the function is called.
+        ConfigError: there is no DeepSpeedPlugin as the function is called.
     """
 
     @wraps(func)

@@ -71,7 +71,7 @@ def topology() -> Topology:
 def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Topology:
     """Find out which rank this is, and make its process group where there is none.
 
-    What is known stays: ``cpu`` and ``options`` count for the first call.
+    What was found out stays: ``cpu`` and ``options`` have an effect in the first call alone.
 
     Raises:
         ConfigError: the environment does not say where the ranks meet, or this machine has fewer

@@ -1,4 +1,4 @@
-"""Hooks: code around the forward of a module, and around its way in and out of having one.
+"""Hooks: code around the forward of a module, and code that runs as a hook is added and removed.
 
 A module has at most one hook, in ``module._hf_hook``; several are joined in a
 :class:`SequentialHook`. Both names that a hook puts on its module (``_hf_hook``, and

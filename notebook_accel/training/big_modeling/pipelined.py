@@ -72,8 +72,8 @@ def prepare_pippy(
     types, values that are no tensors, and the mode of the model (call ``model.eval()`` first).
 
     Args:
-        model: on one device, and alike on every rank. It is changed; with one process it is moved
-            to its device, and that is all.
+        model: on one device, and the same on every rank. It is changed in place; with one process
+            it is only moved to its device.
         split_points: names of the modules with which the second stage and each later one begin,
             in order; "auto" balances the stages by their weights.
         no_split_module_classes: names of classes that "auto" leaves whole; by default those that

@@ -60,9 +60,9 @@ class Writer:
         return [piece.with_state(copy.deepcopy(piece.state)) for piece in pieces]
 
     def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Take on ``work``; gives what waits for its end and gives its result.
+        """Begin ``work``; gives a function that waits for its end, and gives its result.
 
-        A process of its own begins at once; here it is done by whoever waits.
+        A forked process begins at once. Here the work is done as that function is called.
         """
         return work
 

@@ -222,7 +222,7 @@ class Meetings:
         self._store.set(f"wrote/{plan.number}/{own}", error)
 
     def wait_for_members(self, plan: SavePlan) -> list[Any]:
-        """Wait until every member has written its part; gives what each has told with that.
+        """Wait until every member has written its part; gives what each has sent with that.
 
         Raises:
             NotebookAccelError: one of them could not.

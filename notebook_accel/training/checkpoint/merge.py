@@ -61,12 +61,12 @@ def merge_fsdp_weights(
                 shutil.rmtree(given)
         except Exception as error:  # raised once the others, who wait, know of it
             failed = error
-    told: str | None
-    (told,) = broadcast_object_list([None if failed is None else describe(failed)])
+    failure: str | None
+    (failure,) = broadcast_object_list([None if failed is None else describe(failed)])
     if failed is not None:
         raise failed
-    if told:
-        raise NotebookAccelError(f"rank 0 could not merge {given}: {told}")
+    if failure:
+        raise NotebookAccelError(f"rank 0 could not merge {given}: {failure}")
 
 
 def _merge(given: Path, output: Path, *, safe: bool) -> None:

@@ -138,7 +138,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _time_of(path: Path) -> float:
-    with suppress(NotebookAccelError, OSError):  # that is told once it comes to loading it
+    with suppress(NotebookAccelError, OSError):  # loading it says so, later
         found = (read_random_states(path, 0) or {}).get(_KEY, {}).get(_WRITTEN)
         if found is not None:
             return float(found)

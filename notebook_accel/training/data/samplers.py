@@ -101,7 +101,7 @@ def share_of(batch_size: int, num_processes: int, split_batches: bool) -> int:
 
 
 class BatchSamplerShard(BatchSampler):
-    """The batches of one rank, out of a batch sampler that all ranks run alike.
+    """The batches of one rank, out of a batch sampler that every rank runs through.
 
     Args:
         batch_sampler: gives lists of indices, in the same order on every rank.
@@ -144,7 +144,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def batch_sampler(self) -> Any:
-        """What all ranks run alike; a script may set another one."""
+        """What every rank runs through; a script may set another one."""
         return self._batch_sampler
 
     @batch_sampler.setter

@@ -57,7 +57,7 @@ class LastRoundCollate:
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of one rank, out of an iterable dataset that all ranks read alike.
+    """The samples of one rank, out of an iterable dataset that every rank reads as a whole.
 
     Args:
         dataset: gives the same samples in the same order on every rank.
