@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     RandomSampler,
     SequentialSampler,
@@ -77,6 +78,10 @@ def test_the_seedable_order() -> None:
     again = loader(data_seed=1)
     again.set_epoch(1)
     assert lists(again) == epochs[1]
+    batches = BatchSampler(RandomSampler(range(8)), 2, drop_last=False)
+    raw: Any = DataLoader(torch.arange(8), sampler=batches, batch_size=None)  # type: ignore[arg-type]
+    as_sampler = prepare(raw, use_seedable_sampler=True, data_seed=1)
+    assert [lists(as_sampler), lists(as_sampler)] == epochs
     halves = [lists(loader(rank, 2, data_seed=1)) for rank in range(2)]
     assert list(itertools.chain(*zip(*halves, strict=True))) == epochs[0]
     set_seed(4)

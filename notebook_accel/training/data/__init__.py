@@ -35,6 +35,7 @@ from notebook_accel.training.data.options import LoaderOptions
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     SkipBatchSampler,
+    batch_sampler_of,
     samplers_of,
     share_of,
 )
@@ -158,7 +159,7 @@ def _is_dispatched(
 
 def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
     """Replace torch's random sampler in ``draft``, if there is one, by a seedable one."""
-    inner = getattr(draft.batch_sampler, "sampler", draft.sampler)
+    inner = getattr(batch_sampler_of(draft), "sampler", draft.sampler)
     if type(inner) is not RandomSampler:  # a subclass has an order of its own
         return
     seedable = SeedableRandomSampler(
@@ -172,13 +173,13 @@ def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
 
 
 def _replace_sampler(draft: DataLoader[Any], old: Sampler[Any], new: Sampler[Any]) -> None:
-    if draft.sampler is old:
-        vars(draft)["sampler"] = new
-    vars(draft)["batch_sampler"] = _with_sampler(draft.batch_sampler, old, new)
+    for name in ("sampler", "batch_sampler"):
+        vars(draft)[name] = _with_sampler(getattr(draft, name), old, new)
 
 
 def _with_sampler(outer: Any, old: Sampler[Any], new: Sampler[Any]) -> Any:
-    """A batch sampler that reads ``new`` where ``outer``, or one within it, reads ``old``."""
+    """``new`` for ``old``, and for a sampler that reads ``old``, inside of another one too, a copy
+    that reads ``new``; any other as it is."""
     if outer is old:
         return new
     held = getattr(outer, "__dict__", {}).items()
