@@ -15,6 +15,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training import environment
 from notebook_accel.training.blueprint import blueprint_of
 from notebook_accel.training.data import prepare_data_loader
+from notebook_accel.training.data.samplers import batch_size_of
 from notebook_accel.training.models import strip_forward, uncompiled
 from notebook_accel.training.notices import notice_once
 from notebook_accel.training.optimizer import AcceleratedOptimizer, UnpreparedWatch, inner_optimizer
@@ -324,7 +325,7 @@ def _batch_sizes(item: object, num_shares: int) -> list[int]:
     """How many samples a rank takes at once of a loader that says so."""
     if not isinstance(item, DataLoader):
         return []
-    size = item.batch_size or getattr(item.batch_sampler, "batch_size", None)
+    size = batch_size_of(item)
     return [size // num_shares] if isinstance(size, int) else []
 
 

@@ -36,6 +36,7 @@ from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     SkipBatchSampler,
     batch_sampler_of,
+    batch_size_of,
     samplers_of,
     share_of,
 )
@@ -107,7 +108,7 @@ def prepare_data_loader(
         return loader
     is_dispatched = _is_dispatched(loader, config, device)
     num_shares = data_group.size
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    size = batch_size_of(loader)
     if config.split_batches and size is not None:
         share_of(size, num_shares, split_batches=True)  # raises where it cannot be divided
     draft = copy_as(type(loader), loader)  # changed step by step, instead of the user's

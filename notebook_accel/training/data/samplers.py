@@ -40,6 +40,7 @@ __all__ = [
     "RoundBatch",
     "SkipBatchSampler",
     "batch_sampler_of",
+    "batch_size_of",
     "fill_up",
     "get_sampler",
     "has_own_batches",
@@ -358,6 +359,11 @@ def batch_sampler_of(loader: DataLoader[Any]) -> Any:
     """
     own: Any = loader.sampler
     return own if isinstance(own, BatchSampler) else loader.batch_sampler
+
+
+def batch_size_of(loader: DataLoader[Any]) -> int | None:
+    """Samples of a loader's batch; None where neither it nor its batch sampler says it."""
+    return loader.batch_size or getattr(batch_sampler_of(loader), "batch_size", None)
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
