@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from notebook_accel.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.nn import Module
 
-__all__ = ["check_device_map", "clean_device_map", "device_of", "is_below"]
+__all__ = ["check_device_map", "clean_device_map", "device_of", "is_below", "is_in_any"]
 
 _Map = TypeVar("_Map", bound=MutableMapping[str, Any])
 
@@ -19,6 +21,12 @@ _Map = TypeVar("_Map", bound=MutableMapping[str, Any])
 def is_below(name: str, parent: str) -> bool:
     """Whether ``name`` is ``parent`` or something inside it; everything is below ``""``."""
     return not parent or name == parent or name.startswith(f"{parent}.")
+
+
+def is_in_any(name: str, modules: Iterable[str]) -> bool:
+    """Whether a tensor is inside one of some modules, each named by its path or by a word of it."""
+    words = name.split(".")
+    return any(module in words or is_below(name, module) for module in modules)
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.big_modeling.device_map import device_of, is_below
+from notebook_accel.training.big_modeling.device_map import device_of, is_in_any
 from notebook_accel.training.big_modeling.dispatch import dispatch_model
 from notebook_accel.training.big_modeling.dtypes import as_dtype
 from notebook_accel.training.big_modeling.inference import infer_auto_device_map
@@ -187,7 +187,7 @@ class _Load:
 
     def _put(self, name: str, value: torch.Tensor) -> None:
         device = self._device(name)
-        dtype = torch.float32 if self._stays_fp32(name) else self.dtype
+        dtype = torch.float32 if is_in_any(name, self.keep_in_fp32) else self.dtype
         folder = {"disk": self.folder, "cpu": self.host_folder}.get(str(device))
         if folder is None:
             set_module_tensor_to_device(self.model, name, device, value, dtype)
@@ -207,10 +207,6 @@ class _Load:
         device = device_of(name, self.device_map)
         is_buffer = name in dict(self.model.named_buffers())
         return "cpu" if device == "disk" and is_buffer and not self.offload_buffers else device
-
-    def _stays_fp32(self, name: str) -> bool:
-        parts = name.split(".")
-        return any(module in parts or is_below(name, module) for module in self.keep_in_fp32)
 
     def _finish(self) -> None:
         if self.folder is not None:

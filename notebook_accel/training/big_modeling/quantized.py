@@ -15,7 +15,7 @@ from torch import nn
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import availability, topology
-from notebook_accel.training.big_modeling.device_map import device_of, is_below
+from notebook_accel.training.big_modeling.device_map import device_of, is_below, is_in_any
 from notebook_accel.training.big_modeling.dispatch import dispatch_model
 from notebook_accel.training.big_modeling.dtypes import CustomDtype
 from notebook_accel.training.big_modeling.empty_weights import init_empty_weights
@@ -242,11 +242,11 @@ def _quantize_weights(
     devices: Mapping[str, AnyDevice],
 ) -> None:
     """Put the weights that a model had into its new layers."""
-    fp32 = config.keep_in_fp32_modules or ()
+    in_fp32 = config.keep_in_fp32_modules or ()
     ties = find_tied_parameters(model)
     for name, value in state.items():
         device = device_of(name, devices)
-        dtype = torch.float32 if set(name.split(".")) & set(fp32) else config.torch_dtype
+        dtype = torch.float32 if is_in_any(name, in_fp32) else config.torch_dtype
         held_on = "cpu" if device == "disk" else device
         set_module_tensor_to_device(model, name, held_on, value, dtype)
     retie_parameters(model, ties)

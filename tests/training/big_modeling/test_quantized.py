@@ -14,6 +14,7 @@ from notebook_accel.training import availability
 from notebook_accel.training.big_modeling.empty_weights import init_empty_weights
 from notebook_accel.training.big_modeling.quantized import (
     BnbQuantizationConfig,
+    _quantize_weights,
     has_4bit_bnb_layers,
     load_and_quantize_model,
 )
@@ -53,6 +54,14 @@ def test_a_configuration_that_makes_no_sense_is_refused(kwargs: dict[str, Any]) 
     for config in (BnbQuantizationConfig, PeerConfig):
         with pytest.raises(ValueError):
             config(**kwargs)
+
+
+def test_modules_stay_in_float32_by_their_paths() -> None:
+    model = nn.Sequential(nn.Sequential(nn.LayerNorm(2), nn.LayerNorm(2)), nn.LayerNorm(2))
+    config = BnbQuantizationConfig(load_in_8bit=True, keep_in_fp32_modules=["0.1", "bias"])
+    _quantize_weights(model, model.state_dict(), config, {"": "cpu"})
+    in_fp32 = {name for name, weight in model.named_parameters() if weight.dtype == torch.float32}
+    assert in_fp32 == {"0.1.weight", "0.1.bias", "0.0.bias", "1.bias"}
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
