@@ -12,6 +12,7 @@ from uuid import uuid4
 import pytest
 
 from tests.engines.processes import eventually, marked
+from tests.templates import IMPORT_LITTLE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,6 +31,7 @@ if len(sys.argv) == 1:
         assert ctypes.CDLL(None).prctl({_PR_CAPBSET_DROP}, capability, 0, 0, 0) == 0
     os.execv(sys.executable, [sys.executable, "-c", os.environ["SCRIPT"], "again"])
 """
+_KERNEL += IMPORT_LITTLE
 _KERNEL += """
 import os, signal, subprocess, time
 from notebook_accel.config import LaunchConfig

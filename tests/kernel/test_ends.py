@@ -15,6 +15,7 @@ import pytest
 
 from tests.engines.processes import eventually, gone
 from tests.kernel.notebooks import open_notebook
+from tests.templates import IMPORT_LITTLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -101,7 +102,7 @@ def _shut_down(notebook: Notebook) -> None:
 def prepared(notebook: Notebook, tmp_path: Path) -> Notebook:
     """A notebook with the functions, whose kernel has forked a child."""
     notebook.manager.shutdown_wait_time = 1.0
-    notebook.run(_FUNCTIONS + f"folder = Path({str(tmp_path)!r})")
+    notebook.run(f"{IMPORT_LITTLE}{_FUNCTIONS}folder = Path({str(tmp_path)!r})")
     return notebook
 
 
@@ -110,7 +111,7 @@ def long_lived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """The notebook of the tests that its kernel outlives, and its template is ready."""
     environment = {"NOTEBOOK_ACCEL_RUNS": str(tmp_path_factory.mktemp("runs"))}
     with open_notebook(environment) as notebook:
-        notebook.run(_FUNCTIONS)
+        notebook.run(IMPORT_LITTLE + _FUNCTIONS)
         notebook.run("notebook_launcher(lambda: 1, (), 2)")
         yield notebook
 

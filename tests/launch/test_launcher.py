@@ -32,6 +32,7 @@ from notebook_accel.launch.transport.handshake import connect
 from notebook_accel.launch.view import View
 from tests.descriptors import open_descriptors
 from tests.engines.processes import below, eventually, gone
+from tests.templates import IMPORT_LITTLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -635,7 +636,7 @@ def test_runs_of_other_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     def found(number: str) -> Run:
         return next(run for run in runs(everywhere=True) if run.id == number)
 
-    command = [sys.executable, "-c", EARLIER]
+    command = [sys.executable, "-c", IMPORT_LITTLE + EARLIER]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
         assert other.stdout is not None

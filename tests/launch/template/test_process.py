@@ -13,13 +13,14 @@ import psutil
 import pytest
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.template import process
+from notebook_accel.launch.template import handle, process
 from notebook_accel.launch.template.handle import Template, template
 from notebook_accel.launch.transport.channel import Channel
 from notebook_accel.launch.transport.handshake import connect, new_secret
 from tests.descriptors import open_descriptors
 from tests.engines.processes import eventually, gone
 from tests.launch.agents import SECONDS, agent_by_hand
+from tests.templates import import_little
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,7 +92,11 @@ def test_devices_are_counted_in_a_child_of_which_nothing_is_left(source: Templat
     assert num_descriptors(source) <= before
 
 
-def test_one_that_is_let_go_of_stays_until_its_last_agent_has_ended() -> None:
+def test_one_that_is_let_go_of_stays_until_its_last_agent_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handle, "_BOOT", handle._BOOT)
+    import_little()
     source = Template(os.environ)
     source.wait_until_ready()
     ours, theirs = socket.socketpair()

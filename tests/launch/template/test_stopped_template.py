@@ -20,6 +20,7 @@ from notebook_accel.launch.template import handle
 from notebook_accel.launch.template.handle import Template, template
 from notebook_accel.launch.view import View
 from tests.engines.processes import eventually, gone
+from tests.templates import IMPORT_LITTLE, import_little
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +28,17 @@ if TYPE_CHECKING:
 # A new template imports torch, on a busy machine.
 SOON = 40.0
 LOOK_SECONDS = handle._LOOK_SECONDS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _light() -> Iterator[None]:
+    """Templates here are made to be ended: each imports no more than it needs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handle, "_BOOT", handle._BOOT)
+        import_little()
+        yield
+    # What comes after this file gets a whole one.
+    handle._close_all()
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +185,8 @@ time.sleep(1000)
 
 
 def test_a_stopped_template_and_agent_end_with_a_kernel_that_is_killed() -> None:
-    kernel = subprocess.Popen([sys.executable, "-c", _KERNEL], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", IMPORT_LITTLE + _KERNEL]
+    kernel = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert kernel.stdout is not None
         of_template, rank = map(int, kernel.stdout.readline().split())
