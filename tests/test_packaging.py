@@ -21,6 +21,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 from packaging.requirements import Requirement
 
+from notebook_accel.training.tracking.registry import LOGGER_TYPE_TO_CLASS
 from tests.notebook.kernels import Kernel
 from tests.public import DOORS, PACKAGE, public_names
 
@@ -103,17 +104,35 @@ def test_the_bounds_admit_what_colab_runs(wheel: Path) -> None:
     assert all(wanted[name].contains(version) for name, version in COLAB.items())
 
 
+# Doors open as attributes, without an import of their own.
+_ATTRIBUTES = """
+import importlib, json, sys
+import notebook_accel as accelerate
+assert "torch" not in sys.modules
+for door in ("utils", "logging", "state", "data_loader", "optimizer", "scheduler", "launchers"):
+    assert getattr(accelerate, door).__name__ == f"notebook_accel.{door}"
+accelerate.utils.set_seed(1)
+assert accelerate.__version__[0].isdigit()
+assert accelerate.training.__name__ == "notebook_accel.training"
+assert not hasattr(accelerate, "no_such_door")
+assert not hasattr(accelerate, "_private")
+"""
+
+
 def test_every_name_and_door_imports_from_the_wheel(python: Path, tmp_path: Path) -> None:
+    trackers = [kind.module for kind in LOGGER_TYPE_TO_CLASS.values()]
     script = f"""
-        import importlib, json, notebook_accel
         for name in {list(public_names())}:
-            getattr(notebook_accel, name)
+            getattr(accelerate, name)
         for door in {DOORS}:
             importlib.import_module(door)
-        print(json.dumps([notebook_accel.__file__]))
+        loaded = [name for name in {trackers} if name in sys.modules]
+        print(json.dumps([accelerate.__file__, loaded]))
     """
-    (file,) = json.loads(run([str(python), "-c", dedent(script)], tmp_path))
+    printed = run([str(python), "-c", _ATTRIBUTES + dedent(script)], tmp_path)
+    file, loaded = json.loads(printed)
     assert Path(file).is_relative_to(python.parent.parent)
+    assert loaded == [], "libraries that nobody has asked to track by"
 
 
 CELL = """

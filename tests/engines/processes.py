@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -18,9 +19,14 @@ __all__ = ["below", "eventually", "gone", "marked", "of_launches", "runs_of_run"
 def eventually(condition: Callable[[], object], *, within: float, what: str) -> None:
     """Wait until ``condition`` holds; fails with ``what`` after ``within`` seconds."""
     deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within} s: {what}"
-        time.sleep(0.005)
+    while True:
+        began = time.monotonic()
+        if condition():
+            return
+        now = time.monotonic()
+        assert now < deadline, f"not within {within} s: {what}"
+        # A look at all processes takes time that those need who are waited for.
+        time.sleep(min(max(0.005, 2 * (now - began)), 0.1))
 
 
 def below(pid: int) -> list[psutil.Process]:
@@ -42,12 +48,12 @@ def of_launches(kernel: int) -> list[psutil.Process]:
     Args:
         kernel: the process that launches, and has set ``NOTEBOOK_ACCEL_RUNS``.
     """
-    runs = os.environ["NOTEBOOK_ACCEL_RUNS"]
+    runs = ("NOTEBOOK_ACCEL_RUNS", os.environ["NOTEBOOK_ACCEL_RUNS"])
     return [
         process
         for process in psutil.process_iter()
-        if _lives(process)
-        and (_began_with(process).get("NOTEBOOK_ACCEL_RUNS") == runs or _serves(process, kernel))
+        if (_began_with(process.pid, *runs) or _serves(process, kernel))
+        and _lives(process)
         and process.pid != kernel
     ]
 
@@ -65,14 +71,16 @@ def marked(name: str, value: str) -> list[psutil.Process]:
 
     It finds them wherever they went: another session, another parent, another program.
     """
-    return [p for p in psutil.process_iter() if _lives(p) and _began_with(p).get(name) == value]
+    return [p for p in psutil.process_iter() if _began_with(p.pid, name, value) and _lives(p)]
 
 
-def _began_with(process: psutil.Process) -> dict[str, str]:
+def _began_with(pid: int, name: str, value: str) -> bool:
+    """Whether a process began with this variable; read as it is, since all are asked."""
     try:
-        return process.environ()
-    except psutil.Error:
-        return {}
+        variables = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    return f"{name}={value}".encode() in variables.split(b"\0")
 
 
 def runs_of_run(run_dir: str) -> list[psutil.Process]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -45,25 +43,6 @@ def test_paths_of_users_lead_to_our_own_objects() -> None:
     assert callable(skip_first_batches)
     assert issubclass(DataLoaderShard, notebook_accel.data_loader.DataLoaderShard)
     assert isinstance(get_logger(__name__), logging.LoggerAdapter)
-
-
-_DOORS_AS_ATTRIBUTES = """
-import sys
-import notebook_accel as accelerate
-assert "torch" not in sys.modules
-for door in ("utils", "logging", "state", "data_loader", "optimizer", "scheduler", "launchers"):
-    assert getattr(accelerate, door).__name__ == f"notebook_accel.{door}"
-accelerate.utils.set_seed(1)
-assert accelerate.__version__[0].isdigit()
-assert accelerate.training.__name__ == "notebook_accel.training"
-assert not hasattr(accelerate, "no_such_door")
-assert not hasattr(accelerate, "_private")
-"""
-
-
-def test_doors_open_as_attributes_too() -> None:
-    done = subprocess.run([sys.executable, "-c", _DOORS_AS_ATTRIBUTES], check=False, timeout=100)
-    assert done.returncode == 0
 
 
 def test_paths_below_utils_lead_there_too() -> None:

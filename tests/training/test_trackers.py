@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -222,19 +220,3 @@ def test_the_main_process_alone_tracks() -> None:
     first, second = run_ranks(rank_by_rank, 2)
     assert first == [5, "recorder", "marked", "marked"]
     assert second == [1, "blank", None, "marked"]
-
-
-def test_importing_the_trackers_imports_no_library() -> None:
-    code = (
-        "import sys, notebook_accel.tracking; print([n for n in sys.argv[1:] if n in sys.modules])"
-    )
-
-    libraries = [kind.module for kind in LOGGER_TYPE_TO_CLASS.values()]  # type: ignore[attr-defined]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *libraries],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    assert done.stdout.strip() == "[]"
