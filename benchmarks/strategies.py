@@ -1,11 +1,12 @@
 """What a training step costs beyond raw torch, strategy by strategy: a small transformer, 2 ranks.
 
 For each strategy two fresh ranks hold all its contenders and run blocks of steps in turn: torch's
-own DistributedDataParallel, ``fully_shard``, ``parallelize_module`` or pipeline schedule, and ours.
-Accelerate is beside us with DDP, the one that it has without an accelerator. Quoted are
-medians over the turns: CPU time of both ranks together, and the ratio to the raw block of the same
-turn of CPU time and of wall time. Other work on the machine spoils wall time first. Our pipeline
-does more than the schedule alone: every rank gets the loss.
+own DistributedDataParallel, ``fully_shard``, ``parallelize_module``, pipeline schedule, or
+``context_parallel`` over sharded weights, and ours. Accelerate is beside us with DDP, the one that
+it has without an accelerator. Quoted are medians over the turns: CPU time of both ranks together,
+and the ratio to the raw block of the same turn of CPU time and of wall time. Other work on the
+machine spoils wall time first. Our pipeline does more than the schedule alone: every rank gets the
+loss.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ NUM_RANKS = 2
 WORDS, WIDTH, HEADS, DEPTH = 512, 128, 4, 2
 BATCH, LENGTH = 8, 64
 NUM_MICROBATCHES = 4
+ATTEND = nn.functional.scaled_dot_product_attention  # before anybody replaces it
 TENSOR_PLAN = {
     **{f"*.{name}": "colwise" for name in ("query", "key", "value", "up")},
     **{f"*.{name}": "rowwise" for name in ("out", "down")},
@@ -104,7 +106,8 @@ def raw_ddp() -> Callable[[], object]:
     return raw_loop(nn.parallel.DistributedDataParallel(transformer()))
 
 
-def raw_fsdp() -> Callable[[], object]:
+def sharded() -> nn.Sequential:
+    """The model with ``fully_shard`` on each block and on the whole."""
     from torch.distributed.fsdp import fully_shard
 
     model = transformer()
@@ -112,7 +115,11 @@ def raw_fsdp() -> Callable[[], object]:
     for block in model[1:-1]:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return raw_loop(model)
+    return model
+
+
+def raw_fsdp() -> Callable[[], object]:
+    return raw_loop(sharded())
 
 
 def raw_tensor() -> Callable[[], object]:
@@ -151,6 +158,42 @@ def raw_pipeline() -> Callable[[], object]:
     return step
 
 
+def raw_context() -> Callable[[], object]:
+    """Torch divides the sequences; the attention over their parts that it brings, a ring, needs an
+    accelerator, so that keys and values are gathered by hand."""
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = dist.init_device_mesh("cpu", (NUM_RANKS,))
+    model = sharded()
+    optimizer = adamw(model)
+    inputs, targets = batch()
+    # Each rank gets a piece from the front and one from the back.
+    pieces = torch.arange(LENGTH).chunk(2 * NUM_RANKS)
+    of_ranks = [torch.cat([pieces[rank], pieces[-1 - rank]]) for rank in range(NUM_RANKS)]
+    mask = of_ranks[dist.get_rank()][:, None] >= torch.cat(of_ranks)[None, :]
+
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool
+    ) -> torch.Tensor:
+        assert is_causal
+        keys, values = (
+            all_gather_tensor_autograd(part.contiguous(), 2, mesh) for part in (key, value)
+        )
+        return ATTEND(query, keys, values, attn_mask=mask)
+
+    def step() -> None:
+        with context_parallel(mesh, buffers=[inputs, targets], buffer_seq_dims=[1, 1]):
+            ring = nn.functional.scaled_dot_product_attention
+            nn.functional.scaled_dot_product_attention = attend
+            loss_of(model(inputs), targets).backward()
+            nn.functional.scaled_dot_product_attention = ring
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def with_accelerator(accelerator: Any) -> Callable[[], object]:
     """One step with either Accelerator."""
     model = transformer()
@@ -174,13 +217,17 @@ def peer_ddp() -> Callable[[], object]:
     return with_accelerator(Accelerator(cpu=True))
 
 
-def our_fsdp() -> Callable[[], object]:
+def sharding() -> Any:
+    """What shards the model block by block."""
     from notebook_accel import FullyShardedDataParallelPlugin
 
-    plugin = FullyShardedDataParallelPlugin(
+    return FullyShardedDataParallelPlugin(
         auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
     )
-    return with_accelerator(our_accelerator(fsdp_plugin=plugin))
+
+
+def our_fsdp() -> Callable[[], object]:
+    return with_accelerator(our_accelerator(fsdp_plugin=sharding()))
 
 
 def our_tensor() -> Callable[[], object]:
@@ -207,11 +254,30 @@ def our_pipeline() -> Callable[[], object]:
     return step
 
 
+def our_context() -> Callable[[], object]:
+    from notebook_accel import ParallelismConfig
+
+    sizes = ParallelismConfig(cp_size=NUM_RANKS)
+    accelerator = our_accelerator(fsdp_plugin=sharding(), parallelism_config=sizes)
+    model = transformer()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    inputs, targets = batch()
+
+    def step() -> None:
+        with accelerator.maybe_context_parallel(buffers=[inputs, targets], buffer_seq_dims=[1, 1]):
+            accelerator.backward(loss_of(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 STRATEGIES: dict[str, dict[str, Callable[[], Callable[[], object]]]] = {
     "DDP": {RAW: raw_ddp, "notebook_accel": our_ddp, "accelerate": peer_ddp},
     "FSDP2": {RAW: raw_fsdp, "notebook_accel": our_fsdp},
     "tensor parallelism": {RAW: raw_tensor, "notebook_accel": our_tensor},
     "pipeline, 1F1B": {RAW: raw_pipeline, "notebook_accel": our_pipeline},
+    "context parallelism": {RAW: raw_context, "notebook_accel": our_context},
 }
 
 
