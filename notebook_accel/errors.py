@@ -71,7 +71,11 @@ class NotebookAccelError(RuntimeError):
         for filename, label in self.cell_names.items():
             where = where.replace(f'File "{filename}"', label)
         hint = f"\n{self.hint}" if self.hint else ""
-        return [where, f"\x1b[0;31m{type(self).__name__}\x1b[0m: {self}{hint}"]
+        return [where, f"\x1b[0;31m{type(self).__name__}\x1b[0m: {self._shown_message()}{hint}"]
+
+    def _shown_message(self) -> str:
+        """The message as a notebook shows it."""
+        return str(self)
 
 
 def _is_outer(frame: traceback.FrameSummary) -> bool:
@@ -123,3 +127,10 @@ class WorkerError(NotebookAccelError):
         self.traceback = traceback
         self.exitcode = exitcode
         self.signal = signal
+
+    def _shown_message(self) -> str:
+        """The message, with the rank's error named once: below its traceback, as Python has it."""
+        head, _, rest = str(self).partition("\n")
+        who, _, said = head.partition(" failed: ")
+        is_below = said and any(line.endswith(said) for line in self.traceback.splitlines())
+        return f"{who} failed:\n{rest}" if is_below else str(self)

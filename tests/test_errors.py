@@ -93,3 +93,18 @@ def test_what_ipython_shows_is_the_message_and_no_frame_of_ours() -> None:
     assert "user_code" in text
     assert "config.py" not in text
     assert "num_processes=-1" in text
+
+
+def test_a_notebook_shows_the_error_of_a_rank_once_below_its_traceback() -> None:
+    traceback = "Traceback (most recent call last):\n  Cell In[3], line 7\nlib.OddError: bad\n"
+
+    def shown(said: str) -> str:
+        message = f"rank 1 failed: {said}\n\n{traceback}\nThe whole output"
+        error = WorkerError(message, rank=1, traceback=traceback)
+        assert str(error) == message
+        return error._render_traceback_()[-1].partition("\x1b[0m: ")[2]
+
+    assert shown("OddError: bad") == f"rank 1 failed:\n\n{traceback}\nThe whole output"
+    # Nowhere else: of an error without a text, or in a traceback that was cut.
+    assert shown("OddError: worse").startswith("rank 1 failed: OddError: worse\n\nTraceback")
+    assert WorkerError("rank 2 was killed")._render_traceback_()[-1].endswith("rank 2 was killed")
