@@ -34,10 +34,10 @@ _COLLECTIVES = frozenset(
 )
 _TORCH_DISTRIBUTED = re.compile(r"[/\\]torch[/\\](distributed|nn[/\\]parallel)[/\\]")
 _OUR_TRAINING = re.compile(r"[/\\]notebook_accel[/\\]training[/\\]")
-# Files of libraries: the line that a person has to change is in none of them.
+# Files of this package, and of libraries too: the line that a person has to change is in none.
+_OURS = re.compile(r"[/\\]notebook_accel[/\\](training|launch|notebook)[/\\]")
 _LIBRARY = re.compile(
-    r"[/\\](site-packages|dist-packages|lib[/\\]python3\.\d+|notebook_accel[/\\](training|launch))"
-    r"[/\\]|^<frozen "
+    rf"[/\\](site-packages|dist-packages|lib[/\\]python3\.\d+)[/\\]|{_OURS.pattern}|^<frozen "
 )
 # Gradients are reduced in native code, below the call that computes them.
 _BACKWARD = "_engine_run_backward"
@@ -118,6 +118,9 @@ def read_stack(
 
 
 def _line(frame: Frame, labels: Mapping[str, str]) -> str:
+    # Where nothing of the person's runs yet: ranks of a session that make their group first.
+    if _OURS.search(frame.file):
+        return "the launcher's own code"
     return f"{labels.get(frame.file) or PurePath(frame.file).name}, line {frame.line}"
 
 

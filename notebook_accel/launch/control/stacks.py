@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Frame", "frames_of_function", "readable", "stacks_text"]
 
-# What faulthandler writes of the frame that calls the function, the newest frame first.
-_CALLER = re.compile(r'^  File ".*[/\\]launch[/\\]worker[/\\]call\.py", line \d+ in _run$')
+# What faulthandler writes of the frame that calls the function, the newest frame first. In a
+# session a second one stands above it.
+_CALLER = re.compile(
+    r'^  File ".*[/\\](launch[/\\]worker[/\\]call|notebook[/\\]worker[/\\]calls)\.py", '
+    r"line \d+ in (_run|__call__)$"
+)
 # The files of a thread's start, and of what threads of this package and of tqdm are made for.
 _START = re.compile(r"[/\\]threading\.py$")
 _HELPER = re.compile(r"[/\\](notebook_accel[/\\].*|tqdm[/\\]_monitor)\.py$")

@@ -52,6 +52,15 @@ TRAINER = (
     (f"{SITE}/transformers/trainer.py", 3000, "train"),
     (CELL, 30, "train"),
 )
+# In a session, above launch/worker/call.py: a group that is made before the cell, and a library.
+SESSION = ("/src/notebook_accel/notebook/worker/calls.py", 137, "__call__")
+NEW_GROUP = (
+    (f"{TORCH}/distributed/distributed_c10d.py", 1700, "init_process_group"),
+    (f"{OURS}/renewal.py", 40, "renew_group"),
+    ("/src/notebook_accel/notebook/worker/namespace.py", 77, "get_ready"),
+    SESSION,
+)
+LIBRARY = (ALL_REDUCE[0], (f"{SITE}/trainer/loop.py", 3, "main"), SESSION)
 SLEEP = ((CELL, 5, "train"),)
 
 
@@ -78,6 +87,8 @@ def stack(rank: int, frames: Any, *, cpu: int | None = 0) -> RankStack:
         # A backward that computes waits for nobody.
         (BACKWARD, 100, "", "Cell In[4], line 8"),
         (TRAINER, 0, "all_reduce", "Cell In[4], line 30"),
+        (NEW_GROUP, 0, "init_process_group (renew_group)", "the launcher's own code"),
+        (LIBRARY, 0, "all_reduce", "loop.py, line 3"),
         (SLEEP, 0, "", "Cell In[4], line 5"),
         ((("/home/me/train.py", 3, "f"),), 0, "", "train.py, line 3"),
     ],
