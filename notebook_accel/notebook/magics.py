@@ -9,6 +9,7 @@ Loaded by ``%load_ext notebook_accel``.
 from __future__ import annotations
 
 import ast
+import re
 import shlex
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from notebook_accel.notebook.session import NotebookSession
 
 __all__ = ["AccelerateMagics", "CellSyntaxError", "load_ipython_extension"]
+
+# One rank, or the first and the last of several; a digit too many in a range would take all memory.
+_RANKS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
@@ -224,7 +228,10 @@ class AccelerateMagics(Magics):
     # ---- %accelerate COMMAND ---------------------------------------------------------------
 
     def _command(self, line: str) -> None:
-        name, *arguments = shlex.split(line) or ["status"]
+        try:
+            name, *arguments = shlex.split(line) or ["status"]
+        except ValueError as error:  # a quote without its end
+            raise UsageError(f"%accelerate {line}: {error}") from None
         if name in ("-h", "--help"):
             print(self.accelerate.__doc__)  # noqa: T201
             return
@@ -413,21 +420,20 @@ def _parse_ranks(text: str | None) -> frozenset[int] | None:
     """``0,2-3`` as ranks; None for all."""
     if text is None:
         return None
-    try:
-        ends = [part.split("-") for part in text.replace(" ", "").split(",")]
-        ranks = frozenset(
-            rank for first, *last in ends for rank in range(int(first), int(*last or [first]) + 1)
-        )
-    except (TypeError, ValueError):
-        ranks = frozenset()
-    if not ranks:
-        raise UsageError(f"--ranks {text}: expected ranks such as 0,2-3")
-    return ranks
+    ranks: set[int] = set()
+    for part in text.replace(" ", "").split(","):
+        found = _RANKS.fullmatch(part)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if first > last:
+            raise UsageError(f"--ranks {text}: expected ranks such as 0,2-3, below 100,000")
+        ranks.update(range(first, last + 1))
+    return frozenset(ranks)
 
 
 def _parse_rank(arguments: Sequence[str]) -> int | None:
     if not arguments:
         return None
-    if len(arguments) > 1 or not arguments[0].isdigit():
+    found = _RANKS.fullmatch(arguments[0])
+    if len(arguments) > 1 or found is None or found[2]:
         raise UsageError(f"{' '.join(arguments)}: expected the number of one rank, or nothing")
-    return int(arguments[0])
+    return int(found[1])

@@ -93,6 +93,25 @@ def test_what_the_line_magic_says_without_a_session(
         assert words in "".join(capsys.readouterr())
 
 
+def test_ranks_and_commands_that_make_no_sense_are_refused(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for ranks in ("0-99999999999", "2-1", "0,3-2", "1_0", "²", "-1", "1-", ""):
+        capsys.readouterr()
+        assert not shell.run_cell(f"%%accelerate --ranks={ranks}\n1").success
+        said = "".join(capsys.readouterr())
+        assert f"--ranks {ranks}: expected ranks such as 0,2-3, below 100,000" in said
+    assert magics._parse_ranks("0, 2-3,00010") == {0, 2, 3, 10}
+    for command, words in (
+        ("debug ²", "²: expected the number of one rank"),
+        ("debug 0-1", "0-1: expected the number of one rank"),
+        ('pull "a', "No closing quotation"),
+    ):
+        capsys.readouterr()
+        assert not shell.run_cell(f"%accelerate {command}").success
+        assert words in "".join(capsys.readouterr())
+
+
 def test_only_what_a_call_itself_gives_must_fit_the_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
