@@ -35,6 +35,10 @@ def execute(path: Path, *, timeout: float = 600) -> NotebookNode:
         timeout=timeout,
         kernel_name="python3",
         record_timing=False,
+        # A form sends hundreds of messages before the one that shows it. What comes later than this
+        # after the end of its cell is dropped: by default after 4 seconds, and without an error.
+        iopub_timeout=120,
+        raise_on_iopub_timeout=True,
         # It warns of its connection, which no other machine can reach.
         extra_arguments=["--IPKernelApp.log_level=ERROR"],
         resources={"metadata": {"path": str(path.parent)}},
