@@ -53,6 +53,8 @@ def take(lab: Lab, browser: Browser, theme: str) -> None:
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     position = next(i for i, cell in enumerate(cells) if "notebook_launcher(train" in cell.source)
     cells[position].source = LAUNCH
+    missing = [text for text in CHANGES if not any(text in cell.source for cell in cells)]
+    assert not missing, f"{QUICKSTART.name} no longer has {missing}: adapt CHANGES"
     for cell in cells:
         for before, after in CHANGES.items():
             cell.source = cell.source.replace(before, after)
