@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.plotting import Point
 
-__all__ = ["chart", "colour_of", "thin_out", "tick"]
+__all__ = ["chart", "colour_of", "share_of", "thin_out", "tick"]
 
 # Mid tones: at least 3:1 against white and against #1e1e1e alike.
 _COLOURS = (
@@ -140,7 +140,7 @@ def _axes(box: _Box, bounds: tuple[Point, Point]) -> list[Markup]:
     return [
         *grid,
         _text(tick(y_high), left, box.top + 4, "end"),
-        _text(tick((y_low + y_high) / 2), left, middle + 4, "end"),
+        _text(tick(y_low / 2 + y_high / 2), left, middle + 4, "end"),
         _text(tick(y_low), left, bottom + 4, "end"),
         _text(wording.number(x_low), box.left, bottom + 16, "start"),
         _text(f"step {wording.number(x_high)}", right, bottom + 16, "end"),
@@ -177,10 +177,18 @@ def _range(values: Sequence[float]) -> Point:
     return low - room, high + room
 
 
+def share_of(value: float, low: float, high: float) -> float:
+    """How far ``value`` is from ``low`` to ``high``: 0 to 1, and 0 where these are equal."""
+    if low == high:
+        return 0.0
+    if math.isinf(high - low):  # the difference is more than a float holds
+        value, low, high = value / 2, low / 2, high / 2
+    return (value - low) / (high - low)
+
+
 def _pixel(point: Point, box: _Box, bounds: tuple[Point, Point]) -> Point:
     (x_low, y_low), (x_high, y_high) = bounds
-    across = (point[0] - x_low) / (x_high - x_low)
-    up = (point[1] - y_low) / (y_high - y_low)
+    across, up = share_of(point[0], x_low, x_high), share_of(point[1], y_low, y_high)
     return box.left + across * box.width, box.top + (1 - up) * box.height
 
 

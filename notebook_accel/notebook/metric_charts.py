@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import name_of, spread
-from notebook_accel.notebook.charts import colour_of, thin_out, tick
+from notebook_accel.notebook.charts import colour_of, share_of, thin_out, tick
 from notebook_accel.notebook.markup import Markup, element, shorten
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _card(chart: Chart, look: Look, limit: int, num_stripes: int) -> Markup:
     is_mean = len(finite) > 1 and (look.is_mean or len(finite) > MAX_LINES)
     lines = {_MEAN: _mean(list(chart.means.values()))} if is_mean else finite
     values = [value for value in chart.last.values() if math.isfinite(value)]
-    mean = sum(values) / len(values) if values else math.nan
+    mean = sum(value / len(values) for value in values) if values else math.nan
     shown = mean if is_mean else next(iter(chart.last.values()), math.nan)
     head = element(
         "div",
@@ -133,7 +133,8 @@ def _mean(curves: Sequence[Sequence[Point]]) -> list[Point]:
     num = min(_MEAN_POINTS, max(len(points) for points in curves))
     grid = [low + (high - low) * index / max(1, num - 1) for index in range(num)]
     columns = [_at(points, grid) for points in curves]
-    return [(x, sum(ys) / len(ys)) for x, *ys in zip(grid, *columns, strict=True)]
+    # Each divided first: their sum may be more than a float holds.
+    return [(x, sum(y / len(ys) for y in ys)) for x, *ys in zip(grid, *columns, strict=True)]
 
 
 def _at(points: Sequence[Point], grid: Sequence[float]) -> list[float]:
@@ -165,12 +166,11 @@ def _plot(lines: Mapping[int, Sequence[Point]], *, is_log: bool, limit: int, num
     ys = [y for points in lines.values() for _, y in points]
     x_low, x_high, low, high = min(xs), max(xs), min(ys), max(ys)
     bottom, top = scale(low), scale(high)
-    across = _WIDTH / ((x_high - x_low) or 1.0)
-    up = (_HEIGHT - 8) / ((top - bottom) or 1.0)
     curves = []
     for rank, points in lines.items():
         pixels = (
-            f"{(x - x_low) * across:.0f},{_HEIGHT - 4 - (scale(y) - bottom) * up:.0f}"
+            f"{share_of(x, x_low, x_high) * _WIDTH:.0f},"
+            f"{_HEIGHT - 4 - share_of(scale(y), bottom, top) * (_HEIGHT - 8):.0f}"
             for x, y in thin_out(points, limit)
         )
         curves.append(element("polyline", points=" ".join(pixels), stroke=colour_of(rank)))

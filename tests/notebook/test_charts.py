@@ -35,8 +35,9 @@ def test_a_chart_is_one_image_with_a_line_for_each_curve() -> None:
     assert [text.text for text in tags(image, "text")] == ["1", "0.51", "0.02", "0", "step 49"]
 
 
-def test_every_point_lies_inside_of_the_image() -> None:
-    image = drawn(chart({0: [(0, -1e9), (5, 1e9), (9, 3.0)]}, alt=""))
+@pytest.mark.parametrize("most", [1e9, 1.7e308, 5e-324])
+def test_every_point_lies_inside_of_the_image(most: float) -> None:
+    image = drawn(chart({0: [(0, -most), (5, most), (9, 0.0)]}, alt=""))
     width, height = float(image.attrib["width"]), float(image.attrib["height"])
     (line,) = tags(image, "polyline")
     for pair in line.attrib["points"].split():

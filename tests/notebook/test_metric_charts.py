@@ -57,6 +57,17 @@ def test_a_logarithmic_scale_is_straight_for_an_exponential_and_left_out_at_zero
     )
 
 
+@pytest.mark.parametrize("most", [1.7e308, 1e-320])
+def test_the_largest_and_the_smallest_numbers_are_drawn(most: float) -> None:
+    points = [(0.0, -most), (1.0, 0.0), (2.0, most)]
+    by_rank = {0: points, 1: points}
+    odd = Chart(name="x", points=by_rank, means=by_rank, last={0: most, 1: most})
+    for look in (Look(), Look(is_mean=True)):
+        markup = render_charts([odd], look)
+        assert all(line == [60, 32, 4] for line in heights(markup))
+        assert not re.search("\\b(nan|inf)\\b", markup)
+
+
 def test_smoothing_calms_a_line() -> None:
     points = [(float(step), float(step % 2)) for step in range(100)]
     noisy = Chart(name="x", points={0: points}, means={0: points}, last={0: 1.0})

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 __all__ = ["clock", "count", "memory", "number", "rank_list", "rate", "span"]
 
+# A count above it, and one that is not finite, is written as a measured value is.
+_MAX_WRITTEN_OUT = 1e15
+
 
 def clock(seconds: float) -> str:
     """Seconds as a clock shows them: ``0:42``, ``1:02:33``."""
@@ -26,6 +29,8 @@ def span(seconds: float) -> str:
 
 def count(value: float) -> str:
     """A count with separators, ``1,240``; one that is no whole number has two decimals."""
+    if not abs(value) < _MAX_WRITTEN_OUT:  # not a number, either
+        return number(value)
     return f"{int(value):,}" if value == int(value) else f"{value:,.2f}"
 
 

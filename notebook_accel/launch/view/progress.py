@@ -41,6 +41,8 @@ _MIN_WINDOW_SECONDS = 0.5
 _MAX_NAME = 40
 _MAX_LABEL = 200
 _MAX_UNIT = 20
+# Seconds: a time left of more than three years is no forecast.
+_MAX_LEFT = 1e8
 # Deeper nesting is not shown; nobody draws it.
 _MAX_DEPTH = 4
 
@@ -88,7 +90,7 @@ def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[
         if bar.depth == 1 and bar.closed and bar.bar > bars[0].bar and bar not in bars
     )
     left = _seconds_left(bars, spent)
-    return [replace(lines[0], remaining="" if left is None else wording.clock(left)), *lines[1:]]
+    return [replace(lines[0], remaining=_remaining(left)), *lines[1:]]
 
 
 def named_lines(rank: RankState, *, throughput: float | None = None) -> list[ProgressLine]:
@@ -145,6 +147,11 @@ def _line_of_bar(bar: BarState) -> ProgressLine:
     )
 
 
+def _remaining(seconds: float | None) -> str:
+    # Of a total that is infinite, or no number, there is none.
+    return wording.clock(seconds) if seconds is not None and seconds < _MAX_LEFT else ""
+
+
 def _seconds_left(bars: Sequence[BarState], spent: float = 0.0) -> float | None:
     """Seconds until the outermost of nested bars is full; None where nobody knows.
 
@@ -189,7 +196,7 @@ def _line_of_counters(rank: RankState, throughput: float | None) -> ProgressLine
         fraction=1.0 if rank.returned else _fraction(done, total),
         count=count,
         rate=wording.rate(throughput or 0.0, unit),
-        remaining="" if is_over else wording.clock((total - done) / throughput),  # type: ignore[operator]
+        remaining="" if is_over else _remaining((total - done) / throughput),  # type: ignore[operator]
         text=", ".join(part for part in (steps, batches) if part),
     )
 
