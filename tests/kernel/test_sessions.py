@@ -163,7 +163,7 @@ def test_a_failed_rank_is_looked_into_by_commands(book: Notebook) -> None:
     assert "rank 0 has no error to look into; rank 1 has" in book.fails("%accelerate debug 0")
     assert "%accelerate debug" in book.fails("%%accelerate\nhere = [rank]\nbreakpoint()")
     assert "rank 5 has no error to look into; ranks 0-1 have" in book.fails("%accelerate debug 5")
-    text = typed(book, "%accelerate debug 1", "rank 1 (pdb) ", ["here", "q"])
+    text = typed(book, "%accelerate debug 1", "rank 1 (pdb) ", ["here", "debug here", "q"])
     assert "-> breakpoint()\n[1]\n" in text
     assert book.run("%%accelerate\nhere") == "rank 0: [0]\nrank 1: [1]\n"
     assert "no rank has an error to look into" in book.fails("%accelerate debug")

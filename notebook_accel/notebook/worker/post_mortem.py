@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import linecache
 import pdb
+import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +45,15 @@ class PostMortem:
     def answer(self, command: str) -> tuple[str, bool]:
         """What pdb prints for a command, and whether that command leaves the debugger."""
         debugger = self._ready()
+        tracer = sys.gettrace()
         try:
             leaves = bool(debugger.onecmd(debugger.precmd(command)))
         except Exception as error:  # a command that reads from a terminal, a __repr__ that fails
             self._output.write(f"*** {type(error).__name__}: {error_text(error)}\n")
             leaves = False
+        finally:
+            # pdb's `debug` leaves its own, which would stop the rank in the next function it calls.
+            sys.settrace(tracer)
         if leaves and not debugger.quitting:
             self._output.write(_GOES_ON)
             leaves = False
