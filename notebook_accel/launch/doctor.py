@@ -26,6 +26,7 @@ from notebook_accel.launch import preflight
 from notebook_accel.launch.control.run_folder import runs_folder
 from notebook_accel.launch.machine import Machine, look_at_machine
 from notebook_accel.launch.system.open_files import files_needed, hard_limit
+from notebook_accel.launch.text.terminal_text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -145,7 +146,8 @@ def _ask_nvidia(query: str, *, columns: int) -> list[list[str]]:
 
 def _name_of(pid: int) -> str:
     try:
-        return psutil.Process(pid).name()
+        # Anybody may have named it, and a terminal obeys what a page only shows.
+        return one_line(psutil.Process(pid).name(), 40)
     except psutil.Error:
         return "of another container or user"
 

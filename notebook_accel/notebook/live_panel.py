@@ -70,6 +70,8 @@ _MAX_ENDED = 10
 _MAX_ENDED_SIZE = 2_000_000
 
 _ended: deque[LivePanel] = deque()
+# Runs may end in several threads at once.
+_ended_lock = threading.Lock()
 
 
 class LivePanel:
@@ -247,9 +249,13 @@ class LivePanel:
 
         # Not closed with the others, for pages that were reloaded; but each page that connects
         # asks for the state of every widget there is.
-        _ended.append(self)
-        while len(_ended) > _MAX_ENDED or sum(len(p._body.value) for p in _ended) > _MAX_ENDED_SIZE:
-            _ended.popleft()._close()
+        with _ended_lock:
+            _ended.append(self)
+            size = sum(len(panel._body.value) for panel in _ended)
+            while len(_ended) > _MAX_ENDED or size > _MAX_ENDED_SIZE:
+                oldest = _ended.popleft()
+                size -= len(oldest._body.value)
+                oldest._close()
 
     def send_again(self) -> None:
         """Send the end once more, to a page that may not have got it."""

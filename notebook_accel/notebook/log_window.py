@@ -95,7 +95,7 @@ class LogWindow:
             lines = wanted[-limit:]
             num_missing = found.num_missing + len(wanted) - len(lines)
             if num_missing and not self._needle:
-                text = f"… {num_missing:,} lines of rank {number} are in run.logs({number})"
+                text = f"… {num_missing:,} more of rank {number}: run.logs({number}) has all lines"
                 self._append(None, [text])
             self._append(number, lines)
         newest = {n: state.ranks[n].tail[-1] for n in self._readers if state.ranks[n].open_line}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from notebook_accel.launch.view.progress import name_of
 from notebook_accel.notebook.log_view import close_widget
 from notebook_accel.notebook.metric_charts import (
     MAX_LINES,
@@ -135,7 +136,7 @@ class MetricsView:
     def _offer(self, names: list[str]) -> None:
         self._groups = groups_of(names)
         options = [
-            (f"{prefix}/ ({len(found)})" if prefix else f"all ({len(found)})", prefix)
+            (f"{name_of(prefix)}/ ({len(found)})" if prefix else f"all ({len(found)})", prefix)
             for prefix, found in self._groups.items()
         ]
         chosen, page = self._group.value, self._page

@@ -83,7 +83,7 @@ def test_an_empty_first_line_stays() -> None:
 def test_what_the_state_lacks_is_named() -> None:
     window = LogWindow([0])
     window.read(after(running(1), output(0, "x\n", skipped=1234)))
-    assert "1,234 lines of rank 0 are in run.logs(0)" in Tags(send_all(window)[0]).text
+    assert "1,234 more of rank 0: run.logs(0) has all lines" in Tags(send_all(window)[0]).text
 
 
 def test_in_a_flood_the_newest_lines_come_first_and_a_gap_is_marked_until_it_is_filled() -> None:

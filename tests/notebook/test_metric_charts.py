@@ -126,3 +126,8 @@ def test_a_new_metric_leaves_the_page_that_somebody_reads() -> None:
     view._group.value = ""
     view.draw(curves, now=30.0)
     assert view._title.value == "metrics 1-6 of 9"
+    # A group is named as metrics are, however long its name is.
+    curves.add(0, 2, {"\x1b[2J" + "long" * 1000 + "/loss": 1.0})
+    view.draw(curves, now=40.0)
+    label = view._group.options[-1][0]
+    assert (label[:8], label[-6:], len(label)) == ("longlong", "…/ (1)", 45)

@@ -162,7 +162,7 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
         "<b>bold</b><script>window.harmed = 1</script>",
         "\N{PARTY POPPER} \N{LATIN SMALL LETTER E WITH ACUTE} \u8a9e $5 or $6",
         "bad \N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER} bytes",
-        "1 lines of rank 0 are in run.logs(0)",
+        "1 more of rank 0: run.logs(0) has all lines",
         "after the long line",
     ):
         wait_for(output, words)
