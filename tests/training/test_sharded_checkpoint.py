@@ -6,6 +6,10 @@ those three, in float32 up to the order of sums (see ``meshes``).
 
 from __future__ import annotations
 
+import os
+import pickle
+import re
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, NotebookAccelError
+from notebook_accel.training.checkpoint.start import find_damage
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
     FLOAT_ERROR,
@@ -190,6 +195,45 @@ def test_parts_are_merged_into_one_file(saved: Any, tmp_path: Path) -> None:
         FileNotFoundError, match=r"such as pytorch_model_fsdp_0.*holds: optimizer_0"
     ):
         merge_fsdp_weights(tmp_path / "d", tmp_path)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, ("evil",))
+
+
+def test_the_index_of_parts_is_not_trusted(
+    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(Tiny())
+    folder = shutil.copytree(saved["fsdp, blocks"][0], tmp_path / "state")
+    index = folder / "pytorch_model_fsdp_0" / ".metadata"
+    whole = index.read_bytes()
+
+    def refused(told: str) -> None:
+        for load in (accelerator.load_state, lambda it: merge_fsdp_weights(it, tmp_path)):
+            with pytest.raises(NotebookAccelError, match=told):
+                load(folder)
+        assert re.search(told, find_damage(folder) or "")
+
+    index.write_bytes(pickle.dumps(Evil()))
+    refused(r"\.metadata names \w+\.mkdir, which is not read")
+    assert not (tmp_path / "evil").exists()
+    index.write_bytes(whole[:-20])
+    refused(r"\.metadata could not be read")
+    index.write_bytes(pickle.dumps([]))
+    refused(r"\.metadata holds a list")
+    led_out = pickle.loads(whole)
+    for part in led_out.storage_data.values():
+        part.relative_path = f"../{part.relative_path}"
+    index.write_bytes(pickle.dumps(led_out))
+    refused(r"\.metadata names the file '\.\./__0_0\.distcp'")
+    index.write_bytes(whole)
+    (index.parent / "__0_0.distcp").unlink()
+    os.mkfifo(index.parent / "__0_0.distcp")
+    refused(r"__0_0\.distcp is no regular file")
 
 
 def save_weights(folder: str) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,6 +38,21 @@ class Trusted:
     """What a pickle may name for none but those who trust it."""
 
 
+@dataclass
+class Plain:
+    size: int
+
+
+@dataclass
+class Doing:
+    """Its constructor is its own, and does what it likes with what it is given."""
+
+    name: str
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
 def setup() -> tuple[Any, Any]:
     """A training in the middle of its second window."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -67,6 +84,29 @@ def test_every_file_is_read_where_it_is_trusted(tmp_path: Path) -> None:
         torch.save(states, path)
     accelerator.load_state(tmp_path, load_kwargs={"map_location": torch.device("cpu")})
     assert model.kept == 1
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "random_states_0.pkl"])
+def test_what_is_no_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    accelerator, _ = setup()
+    for number in range(2):
+        accelerator.save_state(tmp_path / f"checkpoint_{number}")
+    path = tmp_path / "checkpoint_1" / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)  # which nobody opens for writing
+    with pytest.raises(NotebookAccelError, match=rf"checkpoint_1/{name} is no regular file"):
+        accelerator.load_state(path.parent)
+    with pytest.warns(match=rf"{name} is no regular file"):
+        assert accelerator.resume_or_start(tmp_path).folder == str(tmp_path / "checkpoint_0")
+
+
+def test_a_file_calls_no_constructor_of_a_users_class(tmp_path: Path) -> None:
+    state_files.write_state(Plain(2), tmp_path / "plain", "it")
+    assert state_files.read_state(tmp_path / "plain") == Plain(2)
+    with pytest.raises(ConfigError, match="Doing"):
+        state_files.write_state(Doing("a"), tmp_path / "doing", "it")
+    with pytest.raises(NotebookAccelError, match=r"names .*Doing"):
+        state_files.read_state(tmp_path / "doing")
 
 
 def test_wrong_options_are_no_damage(tmp_path: Path) -> None:

@@ -95,12 +95,11 @@ def _find_parts(given: Path) -> Path:
 def _read_whole(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors in a folder of parts, by the names that they have in their model."""
     # Imported here: torch's distributed checkpoints take 0.3 s.
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from notebook_accel.training.checkpoint.sharded import read_parts
+    from notebook_accel.training.checkpoint.sharded import read_index, read_parts
 
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = read_index(folder)
     stored = metadata.state_dict_metadata
     state = {
         key: torch.empty(one.size, dtype=one.properties.dtype)

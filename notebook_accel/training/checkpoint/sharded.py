@@ -17,24 +17,35 @@ from __future__ import annotations
 import copy
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.rank import has_process_group
 from notebook_accel.training.checkpoint.pieces import Piece, state_file
-from notebook_accel.training.checkpoint.state_files import explain, read_state
+from notebook_accel.training.checkpoint.state_files import (
+    check_regular,
+    explain,
+    read_pickle,
+    read_state,
+)
 from notebook_accel.training.collectives import gather_object, this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -43,6 +54,7 @@ __all__ = [
     "model_piece",
     "names_of",
     "optimizer_piece",
+    "read_index",
     "read_model",
     "read_optimizer",
     "read_parts",
@@ -53,6 +65,11 @@ __all__ = [
 _COPY_AHEAD_BYTES = 10_000_000  # DCP's own default
 _EXTRA_FILE = "extra.bin"
 _EXTRA_STATE = "_extra_state"  # how torch ends the names of what get_extra_state gave
+_INDEX = ".metadata"
+# What an index names beside plain dataclasses: both only keep what they are given.
+_INDEX_NAMES = {
+    f"{kind.__module__}.{kind.__qualname__}": kind for kind in (MetadataIndex, TensorProperties)
+}
 
 
 class ShardedPiece(Piece):
@@ -229,17 +246,50 @@ def _room_for(stored: TensorStorageMetadata, weight: torch.Tensor) -> torch.Tens
     return torch.zeros(stored.size, dtype=dtype)
 
 
+class _CarefulReader(FileSystemReader):
+    """Torch's reader, which would unpickle the index of a folder as if it could be trusted."""
+
+    def read_metadata(self) -> Metadata:
+        index = read_index(Path(self.path))
+        # As torch's own does.
+        index.storage_meta = index.storage_meta or StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
+
+
+def read_index(folder: Path) -> Metadata:
+    """What is stored in a folder of parts, and where; read without trusting it.
+
+    Raises:
+        FileNotFoundError: there is none.
+        NotebookAccelError: it is broken, names what is not known to be safe, or leads out of its
+            folder.
+    """
+    path = folder / _INDEX
+    index = read_pickle(path, _INDEX_NAMES)
+    if not isinstance(index, Metadata):
+        raise NotebookAccelError(f"{path} holds a {type(index).__name__}, and no index of parts")
+    for name in {part.relative_path for part in (index.storage_data or {}).values()}:
+        if Path(name).name != name:
+            raise NotebookAccelError(
+                f"{path} names the file {name!r}, which does not lie beside it: load a checkpoint "
+                "that you trust"
+            )
+        check_regular(folder / name)
+    return index
+
+
 def sizes_of_files(path: Path) -> dict[str, int]:
     """How many bytes each file in a folder must have, at least, to hold its tensors."""
     sizes: dict[str, int] = {}
-    for part in (FileSystemReader(path).read_metadata().storage_data or {}).values():
+    for part in (read_index(path).storage_data or {}).values():
         end = part.offset + part.length
         sizes[part.relative_path] = max(end, sizes.get(part.relative_path, 0))
     return sizes
 
 
 def _tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    stored = read_index(path).state_dict_metadata
     return {key: one for key, one in stored.items() if isinstance(one, TensorStorageMetadata)}
 
 
@@ -253,7 +303,7 @@ def read_parts(state: dict[str, Any], path: Path, *, alone: bool = False) -> Non
     no_dist = alone or not has_process_group()
     try:
         with _without_hint():
-            load(state, storage_reader=FileSystemReader(path), no_dist=no_dist)
+            load(state, storage_reader=_CarefulReader(path), no_dist=no_dist)
     except CheckpointException as failed:  # no Exception, but a BaseException
         error, _ = next(iter(failed.failures.values()))
         if isinstance(error, ValueError):

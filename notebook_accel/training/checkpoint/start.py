@@ -18,7 +18,7 @@ from safetensors import safe_open
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.training.checkpoint.atomic import complete_version
 from notebook_accel.training.checkpoint.folders import NUMBERED, entries, holds_state, is_ours
-from notebook_accel.training.checkpoint.state_files import explain, read_state
+from notebook_accel.training.checkpoint.state_files import check_regular, explain, read_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -165,6 +165,8 @@ def find_damage(folder: Path) -> str | None:
                 return missing
     except (PermissionError, MemoryError):
         raise  # that says nothing of the files
+    except NotebookAccelError as error:  # which names its file
+        return str(error)
     except OSError as error:
         return f"{path}: {error.strerror}"
     except Exception as error:  # whatever the readers of three formats raise
@@ -176,8 +178,9 @@ def _look_at(path: Path) -> None:
     """Read the head of one file, and what says that its end is there.
 
     Raises:
-        OSError, SafetensorError, ValueError, zipfile.BadZipFile: it is broken.
+        NotebookAccelError, OSError, SafetensorError, ValueError, zipfile.BadZipFile: it is broken.
     """
+    check_regular(path)
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt"):
             pass

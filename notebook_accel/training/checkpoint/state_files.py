@@ -31,9 +31,18 @@ from torch import _weights_only_unpickler
 from notebook_accel.errors import ConfigError, NotebookAccelError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["explain", "is_safe_name", "on_host", "read_state", "write_state"]
+__all__ = [
+    "check_regular",
+    "explain",
+    "is_safe_name",
+    "on_host",
+    "read_pickle",
+    "read_state",
+    "write_state",
+]
 
 _COMMON_TYPES = (
     *(bool, int, float, complex, str, bytes, bytearray),
@@ -87,10 +96,12 @@ def read_state(path: Path, options: dict[str, Any] | None = None) -> Any:
             trusted.
 
     Raises:
-        NotebookAccelError: the file is empty or broken, or names what is not known to be safe.
+        NotebookAccelError: the file is empty, broken or no file at all, or names what is not known
+            to be safe.
         ConfigError: the file is whole, and cannot be read with these options.
         FileNotFoundError, PermissionError, MemoryError: that says nothing of the file.
     """
+    check_regular(path)
     given = dict(options or {})
     try:
         return _read(path, given)
@@ -107,6 +118,44 @@ def read_state(path: Path, options: dict[str, Any] | None = None) -> Any:
             raise NotebookAccelError(explain(path, error)) from error
         read_state(path, plain)  # raises where the options are not what is wrong
         raise ConfigError(f"{path} is whole, and cannot be read with {given}: {error}") from error
+
+
+def read_pickle(path: Path, names: Mapping[str, Any]) -> Any:
+    """Give what a plain pickle holds, as libraries write them beside their files of tensors.
+
+    Args:
+        path: of the file.
+        names: what it may name beside what every state may, module first, and what that means.
+
+    Raises:
+        NotebookAccelError: as of :func:`read_state`.
+        FileNotFoundError, PermissionError, MemoryError: that says nothing of the file.
+    """
+    check_regular(path)
+    try:
+        with path.open("rb") as file:
+            return _SafeUnpickler(file, names=names).load()
+    except _UnknownNameError as error:
+        raise NotebookAccelError(
+            f"{path} names {error}, which is not read, since a file that names it could run any "
+            "code. If you trust the file: torch.serialization.add_safe_globals([...]) with that"
+        ) from error
+    except (FileNotFoundError, PermissionError, MemoryError):
+        raise
+    except Exception as error:
+        raise NotebookAccelError(explain(path, error)) from error
+
+
+def check_regular(path: Path) -> None:
+    """Refuse what is there and no regular file: opening a FIFO waits for its writer for ever.
+
+    Raises:
+        NotebookAccelError: it is a folder, a FIFO, a device or a socket.
+    """
+    if path.exists() and not path.is_file():
+        raise NotebookAccelError(
+            f"{path} is no regular file, as all files of a checkpoint are: load another checkpoint"
+        )
 
 
 def _read(path: Path, options: dict[str, Any]) -> Any:
@@ -142,8 +191,14 @@ class _UnknownNameError(pickle.UnpicklingError):
 
 
 class _SafeUnpickler(pickle.Unpickler):
+    def __init__(
+        self, file: Any, *, names: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        super().__init__(file, **options)
+        self._names = names or {}
+
     def find_class(self, module: str, name: str) -> Any:
-        found = _find(module, name)
+        found = self._names.get(f"{module}.{name}") or _find(module, name)
         if found is None:
             raise _UnknownNameError(f"{module}.{name}")
         return found
@@ -178,9 +233,12 @@ def _is_plain(kind: type) -> bool:
         return True
     if issubclass(kind, tuple):
         return hasattr(kind, "_fields") and kind.__bases__ == (tuple,)
-    # A class that inherits from a dataclass may have an __init__ of its own.
     settings = vars(kind).get("__dataclass_params__")
     if settings is None or not settings.init or kind.__new__ is not object.__new__:
+        return False
+    # A dataclass may have written its __init__ itself; the one that is made for it is in no file.
+    code = getattr(vars(kind).get("__init__"), "__code__", None)
+    if code is None or code.co_filename != "<string>":
         return False
     ways = ("__post_init__", "__setstate__", "__reduce__", "__reduce_ex__")
     own = {name for name in ways if getattr(kind, name, None) is not getattr(object, name, None)}

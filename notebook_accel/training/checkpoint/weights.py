@@ -20,7 +20,12 @@ from notebook_accel.training.checkpoint.atomic import (
     staging_folder,
     sweep,
 )
-from notebook_accel.training.checkpoint.state_files import explain, read_state, write_state
+from notebook_accel.training.checkpoint.state_files import (
+    check_regular,
+    explain,
+    read_state,
+    write_state,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -75,6 +80,7 @@ def load_weights(
         NotebookAccelError: the file is empty or broken.
     """
     safe = folder / numbered("model", index, ".safetensors")
+    check_regular(safe)
     if safe.exists():
         try:
             return _read_safely(safe)
