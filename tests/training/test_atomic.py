@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -155,3 +156,23 @@ def test_only_what_is_left_of_this_name_is_swept(name: str, tmp_path: Path) -> N
     atomic.sweep(final)
     kept = {folder.name for folder in live} | {f".{name}.mine.partial"}
     assert set(os.listdir(tmp_path)) == kept
+
+
+def test_an_update_that_came_from_elsewhere_reaches_nothing_outside(tmp_path: Path) -> None:
+    final, outside = _make(tmp_path / "state", "old"), tmp_path / "outside"
+    outside.mkdir()
+    (outside / "mine").write_text("mine")
+    update = final / atomic._UPDATE
+    (update / "linked").mkdir(parents=True)
+    (update / "linked" / "mine").write_text("theirs")
+    (final / "linked").symlink_to(outside)
+    removed = ["../outside", str(outside), "..", "", 3, "part_a"]
+    (update / atomic._REMOVED).write_text(json.dumps(removed))
+    _save(final, "new")
+    assert _ours(final) == _expected("new")
+    (final / atomic._UPDATE).symlink_to(outside)
+    assert atomic.complete_version(final) == final
+    _save(final, "third")
+    assert _ours(final) == _expected("third")
+    assert (outside / "mine").read_text() == "mine"
+    assert os.listdir(outside) == ["mine"]

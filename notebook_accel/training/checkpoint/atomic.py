@@ -67,7 +67,7 @@ def complete_version(folder: Path) -> Path:
     That is the folder itself, but for one whose writer died while it changed it in place.
     """
     update = folder / _UPDATE
-    return update if update.is_dir() else folder
+    return update if _is_own_folder(update) else folder
 
 
 def publish_folder(staged: Path, final: Path, *, is_ours: Callable[[str], bool]) -> None:
@@ -119,15 +119,20 @@ def _finish_update(final: Path) -> None:
     It may be killed and begun anew at any step: the update stays as it is until all is done.
     """
     update = final / _UPDATE
+    if update.is_symlink():
+        update.unlink()
     if not update.is_dir():
         return
+    # Entries of this folder alone: one that came from elsewhere may name what lies outside.
+    present = os.listdir(final)
     for name in json.loads((update / _REMOVED).read_text()):
-        _remove(final / name)
+        if name in present:
+            _remove(final / name)
     for source, folders, files in os.walk(update):
         target = final / Path(source).relative_to(update)
         links = [name for name in folders if Path(source, name).is_symlink()]
         for name in set(folders) - set(links):
-            if not (target / name).is_dir():
+            if not _is_own_folder(target / name):
                 _remove(target / name)
                 (target / name).mkdir()
         for name in (*files, *links):
@@ -136,6 +141,11 @@ def _finish_update(final: Path) -> None:
     done = staging_folder(final)
     update.rename(done)
     shutil.rmtree(done, ignore_errors=True)
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Whether it is a folder, and no link, which may lead anywhere."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def _replace_by_link(source: Path, target: Path, staged: Path) -> None:
@@ -149,7 +159,7 @@ def _replace_by_link(source: Path, target: Path, staged: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Remove a file or folder, if there is one."""
-    if path.is_dir() and not path.is_symlink():
+    if _is_own_folder(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
