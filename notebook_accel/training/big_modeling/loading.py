@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import ExitStack
+import zipfile
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from notebook_accel.errors import ConfigError
+from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.training.big_modeling.device_map import device_of, is_in_any
 from notebook_accel.training.big_modeling.dispatch import dispatch_model
 from notebook_accel.training.big_modeling.dtypes import as_dtype
@@ -32,6 +33,7 @@ from notebook_accel.training.big_modeling.offload_store import (
 from notebook_accel.training.big_modeling.tensors import set_module_tensor_to_device
 from notebook_accel.training.big_modeling.ties import find_tied_parameters, retie_parameters
 from notebook_accel.training.checkpoint.atomic import complete_version
+from notebook_accel.training.checkpoint.state_files import check_regular, explain, read_state
 
 if TYPE_CHECKING:
     import os
@@ -109,6 +111,7 @@ def load_checkpoint_in_model(
     Raises:
         ConfigError: there is no such checkpoint, it does not fit, or something goes to "disk" and
             there is no folder for it.
+        NotebookAccelError: a file of it is broken.
     """
     on_disk = [name for name, device in (device_map or {}).items() if device == "disk"]
     if on_disk and offload_folder is None:
@@ -236,7 +239,7 @@ def _aliases(ties: Sequence[Sequence[str]], names: set[str]) -> dict[str, list[s
 
 def _names(file: Path) -> list[str]:
     if file.suffix == ".safetensors":
-        with safe_open(file, framework="pt") as opened:
+        with _opened(file) as opened:
             return list(opened.keys())
     return list(_unpickled(file))
 
@@ -245,15 +248,31 @@ def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     if file.suffix != ".safetensors":
         yield from _unpickled(file).items()
         return
-    with safe_open(file, framework="pt") as opened:
+    with _opened(file) as opened:
         for name in opened.keys():  # noqa: SIM118 (it is no mapping)
             yield name, opened.get_tensor(name)
 
 
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A file of safetensors.
+
+    Raises:
+        NotebookAccelError: it is broken.
+    """
+    check_regular(file)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise NotebookAccelError(explain(file, error)) from error
+
+
 def _unpickled(file: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(
-        file, map_location="cpu", weights_only=True, mmap=True
-    )
+    check_regular(file)
+    # What torch wrote before it wrote archives cannot be mapped.
+    options = {"mmap": True} if zipfile.is_zipfile(file) else {}
+    state: dict[str, torch.Tensor] = read_state(file, options)
     return state
 
 
@@ -274,11 +293,28 @@ def _checkpoint_files(checkpoint: Path) -> list[Path]:
             f"there is no checkpoint at {checkpoint}: expected a file with all weights, an index "
             "of several, or a folder with one of them"
         )
-    if checkpoint.suffix != ".json":
-        return [checkpoint]
-    index = json.loads(checkpoint.read_text())
-    names = index.get("weight_map", index)
-    return [checkpoint.parent / name for name in sorted(set(names.values()))]
+    return _files_of_index(checkpoint) if checkpoint.suffix == ".json" else [checkpoint]
+
+
+def _files_of_index(path: Path) -> list[Path]:
+    """The files that an index names, beside it or below.
+
+    Raises:
+        NotebookAccelError: it is broken.
+        ConfigError: it names what lies elsewhere.
+    """
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        names = [Path(name) for name in sorted(set(index.get("weight_map", index).values()))]
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise NotebookAccelError(explain(path, error)) from error
+    for name in names:
+        if name.is_absolute() or ".." in name.parts:
+            raise ConfigError(
+                f"{path} names the file {str(name)!r}, which lies outside of its folder: expected "
+                "the names of files beside it"
+            )
+    return [path.parent / name for name in names]
 
 
 def load_checkpoint_and_dispatch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import accelerate
@@ -12,7 +13,7 @@ from accelerate.utils import load_state_dict as peer_load_state_dict
 from safetensors.torch import save_file
 from torch import nn
 
-from notebook_accel.errors import ConfigError
+from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.training.big_modeling.empty_weights import init_empty_weights
 from notebook_accel.training.big_modeling.loading import (
     load_checkpoint_and_dispatch,
@@ -150,6 +151,40 @@ def test_what_does_not_fit_is_refused_as_accelerate_refuses_it(
         load_checkpoint_in_model(Language(), tmp_path / which, **kwargs)
     with pytest.raises((ValueError, RuntimeError)):
         accelerate.load_checkpoint_in_model(Language(), str(tmp_path / which), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "told"),
+    [
+        ("x.safetensors", b"noise", "could not be read"),
+        ("x.safetensors", (1 << 62).to_bytes(8, "little") + b"{}", "could not be read"),
+        ("pytorch_model.bin", b"noise", "could not be read"),
+        ("x.index.json", b"{", "could not be read"),
+        ("x.index.json", b'{"weight_map": ["a"]}', "could not be read"),
+        ("x.index.json", b'{"weight_map": {"a": 3}}', "could not be read"),
+        ("x.index.json", b'{"weight_map": {"a": "b/../../c"}}', "lies outside of its folder"),
+        ("x.index.json", b'{"weight_map": {"a": "/dev/zero"}}', "lies outside of its folder"),
+        ("x.index.json", b'{"weight_map": {"a": "fifo.safetensors"}}', "is no regular file"),
+        ("x.index.json", b'{"weight_map": {"a": "fifo.bin"}}', "is no regular file"),
+    ],
+)
+def test_a_broken_or_forged_file_names_itself(
+    name: str, data: bytes, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    for fifo in ("fifo.bin", "fifo.safetensors"):
+        os.mkfifo(tmp_path / fifo)  # which nobody opens for writing
+    with pytest.raises(NotebookAccelError, match=told) as caught:
+        load_checkpoint_in_model(Language(), tmp_path / name)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_file_from_before_torch_wrote_archives_loads(model: Language, tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(model.state_dict(), path, _use_new_zipfile_serialization=False)
+    other = empty()
+    load_checkpoint_in_model(other, path)
+    assert torch.equal(other(WORDS), model(WORDS))
 
 
 def test_an_unknown_word_for_a_map_is_refused(tmp_path: Path) -> None:
