@@ -20,6 +20,7 @@ from notebook_accel.launch.payload import Registry, notebook_state
 from notebook_accel.launch.system.interrupts import Latch, let_through
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.launch.worker.apply_notebook_state import apply_generators
+from notebook_accel.launch.worker.exit_codes import exit_code
 from notebook_accel.launch.worker.tracebacks import error_text, format_error, shorten
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class _Inline(Conductor):
         except KeyboardInterrupt:
             raise
         except SystemExit as error:
-            self._end_by(error, code=error.code)
+            self._end_by(error, code=exit_code(error))
         except BaseException as error:  # the user's function may raise anything
             self._end_by(error, code=1)
         else:
@@ -110,8 +111,8 @@ class _Inline(Conductor):
         rank = replace(self.state.ranks[0], status=status, ended=ended, **fields)
         self.state = replace(self.state, ranks=(rank,), status=status, ended=ended)
 
-    def _end_by(self, error: BaseException, *, code: object) -> None:
-        if code in (None, 0):
+    def _end_by(self, error: BaseException, *, code: int) -> None:
+        if code == 0:
             self._kept.put(0, None)
             self._become("succeeded", returned=True)
             return
@@ -123,7 +124,7 @@ class _Inline(Conductor):
             rank=0,
             ranks=(0,),
             traceback=text,
-            exitcode=code if isinstance(code, int) else 1,
+            exitcode=code,
         )
         self._kept.raised = error
         self._become("failed")

@@ -15,6 +15,7 @@ from notebook_accel.launch import payload, wire
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.rank import KeptError
 from notebook_accel.launch.transport.packet import pack, unpack
+from notebook_accel.launch.worker.exit_codes import exit_code
 from notebook_accel.launch.worker.tracebacks import error_text, format_error, shorten
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ def _raised(
 
 def _is_success(error: BaseException) -> bool:
     """Whether it is ``sys.exit()`` or ``sys.exit(0)``."""
-    return isinstance(error, SystemExit) and error.code in (None, 0)
+    return isinstance(error, SystemExit) and exit_code(error) == 0
 
 
 def _pack_training(
@@ -256,10 +257,8 @@ def _classify(error: BaseException) -> tuple[str, int]:
         return "interrupted", 130
     if isinstance(error, SystemExit):
         if not isinstance(error.code, int):
-            _write_error(f"{error.code}\n")
-            return "exit", 1
-        # The system keeps eight bits: 256 would be a success.
-        return "exit", (error.code & 0xFF) or 1
+            _write_error(f"{error_text(error)}\n")
+        return "exit", exit_code(error)
     return ("lost peer" if _lost_peer(error) else "exception"), 1
 
 

@@ -191,12 +191,17 @@ def test_without_blocking_the_error_waits_for_who_asks() -> None:
         run.wait()
 
 
-@pytest.mark.parametrize(("code", "exitcode"), [(4, 4), ("no more", 1)])
+EXITS = [(4, 4), ("no more", 1), (True, 1), (3.5, 1), (0.0, 1), (256, 1), (-1, 255), (2**70, 1)]
+
+
+@pytest.mark.parametrize(("code", "exitcode"), [*EXITS, (np.int64(3), 1), (np.zeros(2), 1)])
 def test_an_exit_is_a_failure(code: Any, exitcode: int) -> None:
     with pytest.raises(WorkerError) as caught:
         inline(sys.exit, code)
     assert caught.value.exitcode == exitcode
     assert str(code) in str(caught.value)
+    left = runs()[-1]
+    assert left._folder.load() == left.state, "what is saved can be loaded"
 
 
 def test_what_is_no_exception_is_a_failure_as_well() -> None:

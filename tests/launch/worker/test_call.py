@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from notebook_accel.errors import RunStopped
@@ -156,6 +157,27 @@ def test_what_was_put_off_is_done_however_the_function_is_left(
     packet, fds = pack(payload.pack_call(leave, (error,)).packed)
     outcome_of(packet, fds, context)
     assert done == ["it"] * is_finished
+
+
+class Wordless:
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def leave_by(code: object) -> None:
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("code", "exitcode"),
+    [(True, 1), (256, 1), (-1, 255), (0.0, 1), (np.int64(0), 1), (np.zeros(2), 1), (Wordless(), 1)],
+)
+def test_whatever_the_function_exits_with_is_told(code: object, exitcode: int) -> None:
+    packet, fds = pack(payload.pack_call(leave_by, (code,)).packed)
+    outcome = outcome_of(packet, fds, new_context())
+    assert isinstance(outcome.message, wire.Raised)
+    assert (outcome.message.kind, outcome.message.exitcode) == ("exit", exitcode)
+    assert outcome.exitcode == exitcode
 
 
 def test_an_interrupt_after_the_result_was_packed_drops_nothing(
