@@ -233,7 +233,7 @@ def _folders(_machine: Machine) -> Iterator[Finding]:
 
 
 def _ports(_machine: Machine) -> Iterator[Finding]:
-    if preflight.can_bind(0):
+    if preflight.gives_ports():
         yield Finding(level=FINE, subject="ports", found="the loopback interface gives ports")
     else:
         remedy = "give the container a loopback interface: ranks of one machine meet there"

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from notebook_accel.launch.machine import Machine
 
 __all__ = [
-    "can_bind",
     "check_call",
     "check_files_of_kernel",
     "check_fits",
@@ -30,6 +29,7 @@ __all__ = [
     "check_platform",
     "check_wait",
     "crowding",
+    "gives_ports",
 ]
 
 # Files that the kernel itself opens for one launch: folder, metrics, payload, template, channels.
@@ -160,13 +160,21 @@ def check_machine(config: LaunchConfig, world_size: int) -> None:
     """Refuse what this machine cannot hold.
 
     Raises:
-        LaunchError: the limit of open files is too low for the ranks, or the port is taken.
+        LaunchError: the limit of open files is too low for the ranks, or the port cannot be had.
     """
     _check_files_of_ranks(world_size)
-    if config.use_port is not None and not can_bind(config.use_port):
+    port = config.use_port
+    problem = None if port is None else _bind(port)
+    if isinstance(problem, PermissionError):
         raise LaunchError(
-            f"use_port={config.use_port} is taken on this machine: choose another, or leave it "
-            "out and a free one is found"
+            f"use_port={port} may not be listened on by this user ({problem.strerror}): ports "
+            "below 1024 take a privilege. Choose a higher one, or leave it out and a free one is "
+            "found"
+        )
+    if problem is not None:
+        raise LaunchError(
+            f"use_port={port} cannot be had on this machine ({problem.strerror}): choose another, "
+            "or leave it out and a free one is found"
         )
 
 
@@ -209,12 +217,17 @@ def _check_files_of_ranks(world_size: int) -> None:
         )
 
 
-def can_bind(port: int) -> bool:
-    """Whether the port of the loopback interface is free; of 0, whether any is."""
+def gives_ports() -> bool:
+    """Whether a free port of the loopback interface can be had."""
+    return _bind(0) is None
+
+
+def _bind(port: int) -> OSError | None:
+    """What the system says against this port of the loopback interface; None for nothing."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error
+    return None
