@@ -478,6 +478,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"it cannot be read: {error.problem}{line}") from None
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise ConfigError(f"it cannot be read: {error}") from None
+    except (ValueError, LookupError, AttributeError) as error:
+        # A scalar that looks like what it is not, such as the date 2024-99-99: PyYAML makes it, and
+        # does not say where it stands.
+        raise ConfigError(f"a value in it cannot be read: {error}") from None
     except RecursionError:
         raise ConfigError("it cannot be read: it is nested too deeply") from None
     if data is None:

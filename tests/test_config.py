@@ -306,6 +306,10 @@ def test_a_file_written_by_hand(tmp_path: Path) -> None:
         (b"num_processes: two\n", "num_processes='two'"),
         (b"1: 2\n", "1"),
         (b"engine: ray\n", "'local'"),
+        (b"seed: 2024-99-99\n", "a value in it cannot be read: month must be in 1..12"),
+        (b"seed: " + b"9" * 5000 + b"\n", ""),
+        (b"seed: !!bool maybe\n", "a value in it cannot be read"),
+        (b"seed: !!timestamp now\n", "a value in it cannot be read"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_named(text: bytes, said: str, tmp_path: Path) -> None:
