@@ -181,7 +181,7 @@ class Template:
         if answer.error:
             raise LaunchError(
                 f"no process could be forked for the run: {answer.error}. "
-                "Free memory or processes on this machine, then launch again."
+                "Free memory or processes on this machine, or end other runs, then launch again."
             )
         self._launch_until = 0.0
         return answer.pid

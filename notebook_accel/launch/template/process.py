@@ -127,17 +127,20 @@ class _Server:
                 self._count_devices(message)
 
     def _fork_agent(self, message: wire.ForkAgent, fds: list[int]) -> None:
-        errors = os.memfd_create("agent-errors")
         try:
-            pid = self._fork(lambda: self._run_agent(message, fds[0], errors), errors=errors)
-        except OSError as error:
-            os.close(errors)
+            with contextlib.ExitStack() as undo:
+                errors = os.memfd_create("agent-errors")
+                undo.callback(os.close, errors)
+                pid = self._fork(lambda: self._run_agent(message, fds[0], errors), errors=errors)
+                undo.callback(_end_child, pid)
+                exit_fd = processes.watch_exit(pid)
+                undo.pop_all()
+        except OSError as error:  # no room for one more process, or for a descriptor
             self._channel.send(wire.Forked(run=message.run, error=str(error)))
             return
         finally:
             for fd in fds:
                 os.close(fd)
-        exit_fd = processes.watch_exit(pid)
         self._agents[pid] = exit_fd
         self._runs[pid] = message.run
         self._errors[pid] = errors
@@ -173,12 +176,13 @@ class _Server:
             self._channel.send(wire.AgentExited(pid=pid, exitcode=exitcode, traceback=text))
 
     def _count_devices(self, message: wire.CountDevices) -> None:
-        errors = os.memfd_create("device-errors")
+        errors: int | None = None
         try:
+            errors = os.memfd_create("device-errors")
             answer = self._ask_child(message.environment, errors)
-        except OSError as error:  # there is no room for one more process
+        except OSError as error:  # no room for one more process, or for a descriptor
             answer = wire.Devices(kind="cpu", error=str(error))
-        if raised := _read_and_close(errors):
+        if errors is not None and (raised := _read_and_close(errors)):
             answer = msgspec.structs.replace(answer, error=raised)
         self._channel.send(msgspec.structs.replace(answer, run=message.run))
 
@@ -224,6 +228,11 @@ class _Server:
             os.write(errors, traceback.format_exc().encode()[-_MAX_TRACEBACK_BYTES:])
         finally:
             os._exit(code)
+
+
+def _end_child(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def _read_and_close(errors: int) -> str:

@@ -112,23 +112,29 @@ def test_one_that_is_let_go_of_stays_until_its_last_agent_has_ended(
     eventually(lambda: gone([pid, source.pid]), within=SECONDS, what="both are gone")
 
 
-def test_a_fork_that_the_system_refuses_is_told_and_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("refused", ["fork", "memfd_create", "pidfd_open"])
+def test_what_the_system_refuses_a_fork_is_told_and_ends_nothing(
+    refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse() -> int:
-        raise BlockingIOError(errno.EAGAIN, "no more processes")
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EAGAIN, "no more of them")
 
     ours, theirs = socket.socketpair()
     kernel, server = Channel(ours), process._Server(Channel(theirs), kernel=-1)
     fork_agent = wire.ForkAgent(run="r", secret=new_secret())
     before = open_descriptors()
-    monkeypatch.setattr(os, "fork", refuse)
-    server._count_devices(wire.CountDevices(run="r", environment={}))
+    children = {child.pid for child in psutil.Process().children()}
+    monkeypatch.setattr(os, refused, refuse)
     server._fork_agent(fork_agent, [os.dup(0)])
-    for kind in (wire.Devices, wire.Forked):
+    answers: list[type[wire.Forked | wire.Devices]] = [wire.Forked]
+    if refused != "pidfd_open":  # that one is for agents alone
+        server._count_devices(wire.CountDevices(run="r", environment={}))
+        answers.append(wire.Devices)
+    for kind in answers:
         said, _ = kernel.receive()
         assert isinstance(said, kind)
-        assert "no more processes" in said.error
+        assert "no more of them" in said.error
+    assert {child.pid for child in psutil.Process().children()} <= children
     assert not open_descriptors() - before
     kernel.close()
     server._channel.close()
