@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from safetensors import SafetensorError
 
+from notebook_accel.errors import NotebookAccelError
 from notebook_accel.training.checkpoint import atomic
 
 if TYPE_CHECKING:
@@ -176,3 +179,32 @@ def test_an_update_that_came_from_elsewhere_reaches_nothing_outside(tmp_path: Pa
     assert _ours(final) == _expected("third")
     assert (outside / "mine").read_text() == "mine"
     assert os.listdir(outside) == ["mine"]
+
+
+def _fail(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda: torch.save(torch.ones(1_000_000), "/dev/full"),
+        lambda: Path("/dev/full").write_text("text"),
+        lambda: _fail(SafetensorError("I/O error: No space left on device (os error 28)")),
+    ],
+    ids=["torch", "python", "safetensors"],
+)
+def test_a_full_disk_is_told_as_that(write: Callable[[], Any]) -> None:
+    with (
+        pytest.raises(NotebookAccelError, match=r"in /dev could not be written.*the disk is full"),
+        atomic.naming_full_disk(Path("/dev")),
+    ):
+        write()
+
+
+def test_other_errors_of_a_save_stay_what_they_are(tmp_path: Path) -> None:
+    for error in (OSError(5, "I/O error"), RuntimeError("size mismatch")):
+        with pytest.raises(type(error)) as caught, atomic.replacing_file(tmp_path / "it"):
+            _fail(error)
+        assert caught.value is error
+    assert not os.listdir(tmp_path)

@@ -14,6 +14,7 @@ instant :func:`complete_version` is one of the two whole folders.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import re
@@ -23,16 +24,30 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
+
+from notebook_accel.errors import NotebookAccelError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["complete_version", "publish_folder", "replacing_file", "staging_folder", "sweep"]
+__all__ = [
+    "complete_version",
+    "naming_full_disk",
+    "publish_folder",
+    "replacing_file",
+    "staging_folder",
+    "sweep",
+]
 
 _PARTIAL = ".partial"
 _UPDATE = ".notebook_accel_update"
 _REMOVED = ".removed.json"  # in an update: entries that belong to the old checkpoint, to remove
 _CURRENT_FOLDER = -100  # AT_FDCWD
 _EXCHANGE = 2  # RENAME_EXCHANGE
+# What torch and safetensors say of a disk that takes no more. Torch does not say why: it speaks of
+# positions in its archive.
+_CANNOT_WRITE = re.compile(r"inline_container\.cc|PytorchStreamWriter|os error (28|122)\b")
 
 
 @contextmanager
@@ -41,10 +56,34 @@ def replacing_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     final = Path(path)
     staged = staging_folder(final)
     try:
-        yield staged
+        with naming_full_disk(final.parent):
+            yield staged
         staged.replace(final)
     finally:
         staged.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming_full_disk(folder: Path) -> Iterator[None]:
+    """Write files inside of the block; where the disk is full, an error says that.
+
+    Args:
+        folder: where they are to be.
+
+    Raises:
+        NotebookAccelError: in place of what the block raised.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not is_full and not _CANNOT_WRITE.search(str(error)):
+            raise
+        raise NotebookAccelError(
+            f"what was to be saved in {folder} could not be written; what was there before stays "
+            "as it is. Most likely, the disk is full: make room on it, or save to another one. "
+            f"What happened: {type(error).__name__}: {error}"
+        ) from error
 
 
 def staging_folder(final: Path) -> Path:

@@ -18,6 +18,7 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.training.checkpoint.atomic import naming_full_disk
 from notebook_accel.training.checkpoint.state_files import write_state
 
 if TYPE_CHECKING:
@@ -71,14 +72,16 @@ def write_one_by_one(pieces: Iterable[Piece], folder: Path) -> tuple[list[Piece]
     written, results = [], []
     for piece in pieces:
         piece.prepare(folder)
-        results.append(piece.write(folder))
+        with naming_full_disk(folder.parent):
+            results.append(piece.write(folder))
         written.append(piece.with_state(None))
     return written, results
 
 
 def write_prepared(pieces: Sequence[Piece], folder: Path) -> list[Any]:
     """Write pieces that are prepared; gives what rank 0 has to know of each."""
-    return [piece.write(folder) for piece in pieces]
+    with naming_full_disk(folder.parent):
+        return [piece.write(folder) for piece in pieces]
 
 
 def complete(pieces: Sequence[Piece], results: Sequence[Sequence[Any]]) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.training.checkpoint.atomic import (
+    naming_full_disk,
     publish_folder,
     replacing_file,
     staging_folder,
@@ -161,7 +162,8 @@ def save_model(
     staged = staging_folder(final)
     staged.mkdir(parents=True)
     try:
-        _save_sharded(state, staged, limit=limit, safe=safe)
+        with naming_full_disk(final.parent):
+            _save_sharded(state, staged, limit=limit, safe=safe)
         publish_folder(staged, final, is_ours=lambda name: bool(_MODEL_FILE.fullmatch(name)))
     finally:
         shutil.rmtree(staged, ignore_errors=True)
