@@ -114,7 +114,11 @@ class Unsafe(Counter):
 
 
 @pytest.mark.usefixtures("writer")
-def test_what_could_not_be_written_is_told_at_once_and_raised_next(tmp_path: Path) -> None:
+def test_what_could_not_be_written_is_told_at_once_and_raised_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No room for temporary files is needed for it.
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
     folder = tmp_path / "state"
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 2))

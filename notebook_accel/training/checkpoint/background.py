@@ -27,7 +27,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -80,8 +79,9 @@ class ForkingWriter(Writer):
         return taken
 
     def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        # Not a pipe: another process that is forked meanwhile would hold its end open.
-        answer = tempfile.TemporaryFile()  # noqa: SIM115 (closed by who waits)
+        # Not a pipe: another process that is forked meanwhile would hold its end open. And no file,
+        # whose disk may be full.
+        answer = os.fdopen(os.memfd_create("checkpoint-answer"), "w+b")
         is_main = threading.current_thread() is threading.main_thread()
         parent = os.getpid()
         with warnings.catch_warnings():
