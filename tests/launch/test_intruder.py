@@ -110,8 +110,9 @@ def test_another_user_reads_nothing_of_a_run_and_cannot_take_its_port(shared: Pa
         )
         port = int((shared / "1").read_text())
         processes = [template().pid, *(process.pid for process in below(template().pid))]
-        files = [str(path) for path in (run.log_dir, *run.log_dir.iterdir())]
-        assert len(files) >= 5
+        locks = run.log_dir.parent.glob(".kernel-*")
+        files = [str(path) for path in (*locks, run.log_dir, *run.log_dir.iterdir())]
+        assert len(files) >= 6
         files += [f"/proc/{pid}/{name}" for pid in processes for name in ("environ", "fd", "mem")]
         files += [str(path) for path in Path(tempfile.gettempdir()).glob(f"na-{run.id[-6:]}*")]
         assert as_nobody(lambda: readable(files)) == []

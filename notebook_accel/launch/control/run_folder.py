@@ -25,6 +25,7 @@ import shutil
 import uuid
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -334,7 +335,8 @@ def _kernel_name(root: Path) -> str:
 def _locked_file(root: Path) -> IO[bytes]:
     while True:
         path = root / f".kernel-{uuid.uuid4().hex[:12]}"
-        file = path.open("xb")
+        # Whoever may read it may lock it, too, and keep the runs of a dead kernel for good.
+        file = open(path, "xb", opener=partial(os.open, mode=0o600))  # noqa: SIM115 (kept open)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
