@@ -93,8 +93,8 @@ class Gauges:
         if now < self._next:
             return
         self._next = now + _SECONDS
-        # A process that has just ended has none of it.
-        with contextlib.suppress(psutil.Error):
+        # A process that has just ended has none of it, and /proc may be out of descriptors.
+        with contextlib.suppress(psutil.Error, OSError):
             self._read_process(now)
         if self._nvidia is not None:
             self._read_device(self._nvidia)

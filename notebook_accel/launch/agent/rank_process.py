@@ -212,7 +212,10 @@ class RankProcess:
             yield wire.Stacks(rank=self.rank, text="the rank has ended\n")
 
     def _new_output(self, *, final: bool = False) -> Iterator[wire.Message]:
-        text, skipped = self._tail.read(final=final)
+        try:
+            text, skipped = self._tail.read(final=final)
+        except OSError:  # its disk is gone: the run goes on without this output
+            return
         if text or skipped:
             yield wire.Output(
                 call=self._call,

@@ -109,7 +109,7 @@ def main(inherited: Inherited) -> None:
     # Forget the exit functions that came along by fork: only those registered here are called.
     atexit._clear()
     worker = _Worker(inherited, interrupts)
-    output.redirect(inherited.log, on_full_disk=worker.report_full_disk)
+    output.redirect(inherited.log, on_lost=worker.report_lost_output)
     standard_input.install()
     faulthandler.register(STACKS_SIGNAL, file=inherited.stacks, all_threads=True, chain=False)
     code = worker.serve()
@@ -175,12 +175,14 @@ class _Worker:
         torch_fixes.avoid_hang_when_model_outlives_group()
         torch_fixes.watch_new_groups(self._making_group)
 
-    def report_full_disk(self) -> None:
-        """Say that output of this rank is lost."""
+    def report_lost_output(self, error: OSError) -> None:
+        """Say that output of this rank is lost, and why."""
+        is_full = error.errno in output.FULL_DISK
+        why, do = ("disk full", "Make room on") if is_full else (error.strerror, "Look after")
         log_dir = self._inherited.launch.log_dir or "the logs"
         self._context.notice(
-            f"disk full: what rank {self._context.rank} prints is lost from here on. Make room on "
-            f"the disk of {log_dir}, or set NOTEBOOK_ACCEL_RUNS to a folder on another one"
+            f"{why}: what rank {self._context.rank} prints is lost from here on. {do} the disk of "
+            f"{log_dir}, or set NOTEBOOK_ACCEL_RUNS to a folder on another one"
         )
 
     @contextlib.contextmanager

@@ -17,44 +17,47 @@ from notebook_accel.launch.system import processes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["redirect"]
+__all__ = ["FULL_DISK", "redirect"]
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+# What else a disk says that is no doing of the function's: a limit (ulimit -f), damage, a network
+# file system that is gone.
+_LOST = (*FULL_DISK, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 
 
-def redirect(fd: int, *, on_full_disk: Callable[[], None]) -> None:
+def redirect(fd: int, *, on_lost: Callable[[OSError], None]) -> None:
     """Send all that this process prints to ``fd``, a line at a time.
 
     Args:
         fd: of the file for this rank's output.
-        on_full_disk: called once, when the disk has no room for what is printed. That is lost;
-            a ``print`` in the user's function does not raise for it.
+        on_lost: called once, when the disk takes no more, with what it says. What is printed is
+            lost then; a ``print`` in the user's function does not raise for it.
     """
     for number in (1, 2):
         os.dup2(fd, number)
     processes.line_buffer_c_output()
     for name, number in (("stdout", 1), ("stderr", 2)):
-        file = io.BufferedWriter(_LogFile(number, on_full_disk))
+        file = io.BufferedWriter(_LogFile(number, on_lost))
         stream = io.TextIOWrapper(file, errors="replace", line_buffering=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
 class _LogFile(io.FileIO):
-    """A file that takes everything, and loses what the disk has no room for."""
+    """A file that takes everything, and loses what the disk does not take."""
 
-    def __init__(self, fd: int, on_full: Callable[[], None]) -> None:
+    def __init__(self, fd: int, on_lost: Callable[[OSError], None]) -> None:
         super().__init__(fd, "w", closefd=False)
-        self._on_full = on_full
-        self._is_full = False
+        self._on_lost = on_lost
+        self._is_lost = False
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data) or 0
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in _LOST:
                 raise
-        if not self._is_full:
-            self._is_full = True
-            self._on_full()
+            if not self._is_lost:
+                self._is_lost = True
+                self._on_lost(error)
         return memoryview(data).nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import socket
@@ -108,3 +109,15 @@ def test_the_window_begins_with_the_function(
     rank.note_started()
     assert not rank.has_settled()
     eventually(rank.has_settled, within=30, what="it had its time")
+
+
+def test_a_rank_whose_log_and_figures_cannot_be_read_is_watched_on(
+    begin: Callable[..., BaseProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    rank = watched(begin(time.sleep, 600), tmp_path)
+    monkeypatch.setattr(rank._tail, "read", fail)
+    monkeypatch.setattr(rank._gauges, "_read_process", fail)
+    assert [type(message) for message in rank.observe(time.monotonic())] == [wire.Sample]

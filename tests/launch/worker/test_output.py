@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 from typing import TYPE_CHECKING
+
+import pytest
 
 from notebook_accel.launch.worker.output import redirect
 
@@ -11,13 +14,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_full_disk_is_told_once_and_no_print_raises(tmp_path: Path) -> None:
+@pytest.mark.parametrize("log", ["/dev/full", "limited"])
+def test_a_disk_that_takes_no_more_is_told_once_and_no_print_raises(
+    log: str, tmp_path: Path
+) -> None:
     told = tmp_path / "told"
     child = os.fork()
     if not child:
         code = 1
         try:
-            redirect(os.open("/dev/full", os.O_WRONLY), on_full_disk=lambda: _note(told))
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+            fd = os.open(tmp_path / log, os.O_WRONLY | os.O_CREAT)
+            redirect(fd, on_lost=lambda _: _note(told))
             for number in range(3):
                 print("line", number)
             print("without an end", end="", flush=True)
@@ -25,9 +34,9 @@ def test_a_full_disk_is_told_once_and_no_print_raises(tmp_path: Path) -> None:
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
-    assert told.read_text() == "full\n"
+    assert told.read_text() == "lost\n"
 
 
 def _note(path: Path) -> None:
     with path.open("a") as file:
-        file.write("full\n")
+        file.write("lost\n")
