@@ -35,6 +35,7 @@ from notebook_accel.launch.control.stacks import stacks_text
 from notebook_accel.launch.control.state import Failure, apply
 from notebook_accel.launch.control.verdict import judge
 from notebook_accel.launch.system.interrupts import Latch, held
+from notebook_accel.launch.system.open_files import make_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,8 @@ _log = logging.getLogger(__name__)
 
 # Five times a second looks live; a page that redraws more often makes the notebook slow.
 _DRAW_SECONDS = 0.2
+# What the kernel opens at the end of a call, beside the descriptor of each rank's result.
+_FILES_OF_END = 8
 
 
 class Supervisor(Conductor, RunningCall):
@@ -202,6 +205,8 @@ class Supervisor(Conductor, RunningCall):
         if now < self._next_draw:
             return
         self._next_draw = now + _DRAW_SECONDS
+        # A result for which there is no room as it comes is lost.
+        make_room(self.state.world_size + _FILES_OF_END)
         self._metrics.flush()
         if self._metrics.lost_notice:
             with self._state_lock:

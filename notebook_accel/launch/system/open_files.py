@@ -22,6 +22,7 @@ __all__ = [
     "check_open_files",
     "files_needed",
     "hard_limit",
+    "make_room",
     "naming_what_is_short",
     "raise_to_hard_limit",
     "too_many_files",
@@ -72,6 +73,12 @@ def check_open_files(needed: int) -> None:
     while not _can_open(needed):
         if not _raise_limit(needed):
             raise too_many_files()
+
+
+def make_room(needed: int) -> None:
+    """Raise this process's limit where it has no room for so many files more, as far as it may."""
+    with contextlib.suppress(LaunchError):
+        check_open_files(needed)
 
 
 def _can_open(needed: int) -> bool:

@@ -95,6 +95,7 @@ class Channel:
         self._incoming_fds: deque[int] = deque()
         self._outgoing: deque[_Frame] = deque()
         self._end: EOFError | ProtocolError | None = None
+        self._has_lost_fds = False
         self.heard = time.monotonic()
         self.closed = False
 
@@ -226,17 +227,18 @@ class Channel:
     def _read(self, flags: int) -> None:
         flags |= getattr(socket, "MSG_CMSG_CLOEXEC", 0)
         try:
-            data, rights, _, _ = self._socket.recvmsg(
+            data, rights, marks, _ = self._socket.recvmsg(
                 _CHUNK, socket.CMSG_SPACE(_MAX_FDS * _FD.size), flags
             )
         except (ConnectionResetError, TimeoutError):
             # A time-out is the network's (nothing came back from a remote machine on what was
             # sent to it), or of whoever set one (template/process.py).
-            data, rights = b"", []
+            data, rights, marks = b"", [], 0
         for _, kind, packed in rights:
             if kind == socket.SCM_RIGHTS:
                 whole = packed[: len(packed) // _FD.size * _FD.size]
                 self._incoming_fds.extend(fd for (fd,) in _FD.iter_unpack(whole))
+        self._has_lost_fds |= bool(marks & socket.MSG_CTRUNC)
         if not data:
             self._end = EOFError("the other end of the channel is gone")
         self.heard = time.monotonic()
@@ -274,8 +276,9 @@ class Channel:
     ) -> Iterator[tuple[wire.Message, list[int]]]:
         """The messages that are complete now that ``message`` came."""
         if num_fds > len(self._incoming_fds):
+            why = " (too many files are open here: ulimit -n)" if self._has_lost_fds else ""
             raise ProtocolError(
-                f"a frame of {num_fds} descriptors came with {len(self._incoming_fds)}"
+                f"a frame of {num_fds} descriptors came with {len(self._incoming_fds)}{why}"
             )
         yield message, [self._incoming_fds.popleft() for _ in range(num_fds)]
 

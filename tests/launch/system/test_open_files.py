@@ -9,7 +9,7 @@ from notebook_accel.launch.system.open_files import check_open_files
 from tests.descriptors import open_descriptors
 
 _LEAKY = """
-import os, resource
+import os, resource, time
 from notebook_accel import LaunchError, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.control.metrics_file import MetricStore
@@ -34,6 +34,21 @@ def launch():
 fill(60, hard)
 assert launch()[0]
 assert 60 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 100
+# So it is for the result of a run that goes on.
+def late(gate):
+    while not os.path.exists(gate):
+        time.sleep(0.01)
+    return bytes(100_000)
+
+gate = f"{folder.path}/gate"
+run = notebook_launcher(late, (gate,), num_processes=1, view="none", block=False)
+soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+fill(soft, hard)
+deadline = time.monotonic() + 20
+while resource.getrlimit(resource.RLIMIT_NOFILE)[0] == soft and time.monotonic() < deadline:
+    time.sleep(0.01)
+open(gate, "w").close()
+assert len(run[0]) == 100_000
 session = Session(config=LaunchConfig(num_processes=1, devices="cpu"))
 assert session.call(lambda: 5, view=View()).results == [5]
 fill(100, 100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import struct
 import sys
@@ -259,6 +260,24 @@ def test_a_frame_that_claims_more_descriptors_than_came(
     peer.sendall(frame(encode(wire.Notice(text="liar")), num_fds=2))
     with pytest.raises(ProtocolError, match="descriptors"):
         channel.receive()
+
+
+def test_descriptors_for_which_there_is_no_room_are_named(
+    pair: tuple[Channel, Channel],
+) -> None:
+    one, other = pair
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    one.send(wire.Notice(text="first"))
+    one.send(wire.Notice(text="with a descriptor"), (0,))
+    unused = os.dup(0)
+    os.close(unused)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (unused, hard))
+    try:
+        assert other.receive()[1] == []
+        with pytest.raises(ProtocolError, match="too many files are open here"):
+            other.receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_message_that_is_too_large_is_refused_where_it_is_made(
