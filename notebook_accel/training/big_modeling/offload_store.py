@@ -50,20 +50,34 @@ def offload_weight(
 
     Returns:
         the index.
+
+    Raises:
+        ConfigError: the name is none of a file in the folder.
     """
+    path = _file_of(weight_name, offload_folder)
     index = {} if index is None else index
     weight = weight.detach()
     index[weight_name] = {
         "dtype": str(weight.dtype).removeprefix("torch."),
         "shape": list(weight.shape),
     }
-    path = Path(offload_folder, f"{weight_name}.dat")
     path.unlink(missing_ok=True)  # who still reads the old file keeps it
     if weight.numel():
         _mapped(path, weight.dtype, weight.shape, write=True).copy_(weight)
     else:
         path.touch()
     return dict(index)
+
+
+def _file_of(weight_name: str, folder: Folder) -> Path:
+    """The file of a tensor, whose name a checkpoint or an index from elsewhere may have given."""
+    file = f"{weight_name}.dat"
+    if Path(file).name != file:
+        raise ConfigError(
+            f"the weight {weight_name!r} cannot have a file in {folder}: expected a name without "
+            "folders, such as 'layers.0.weight'"
+        )
+    return Path(folder, file)
 
 
 def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -> torch.Tensor:
@@ -164,7 +178,7 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
             return self.state_dict[key]
         entry = self.index[key]
         if entry.get("safetensors_file") is None:
-            return load_offloaded_weight(Path(self.save_folder or "", f"{key}.dat"), entry)
+            return load_offloaded_weight(_file_of(key, self.save_folder or ""), entry)
         device = "cpu" if self.device is None else self.device
         with safe_open(entry["safetensors_file"], framework="pt", device=device) as file:
             tensor: torch.Tensor = file.get_tensor(entry.get("weight_name", key))

@@ -98,6 +98,11 @@ def test_a_loader_joins_a_state_dict_files_and_safetensors(tmp_path: Path) -> No
         loader["d"]
     with pytest.raises(ConfigError, match="nothing to load"):
         OffloadedWeightsLoader()
+    leads_out = OffloadedWeightsLoader(save_folder=tmp_path / "in", index={"../b": index["b"]})
+    for act in (lambda: offload_weight(torch.ones(1), "../e", tmp_path), lambda: leads_out["../b"]):
+        with pytest.raises(ConfigError, match=r"'\.\./.' cannot have a file in .*without folders"):
+            act()
+    assert not (tmp_path.parent / "e.dat").exists()
 
 
 def test_prefixes_and_parts_are_those_of_accelerate() -> None:
