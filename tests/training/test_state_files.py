@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,17 @@ def test_what_is_no_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
         accelerator.load_state(path.parent)
     with pytest.warns(match=rf"{name} is no regular file"):
         assert accelerator.resume_or_start(tmp_path).folder == str(tmp_path / "checkpoint_0")
+
+
+@pytest.mark.parametrize("found", [["of another library"], {"training": 3}])
+def test_random_states_that_are_none_are_told_and_passed_over(found: Any, tmp_path: Path) -> None:
+    accelerator, _ = setup()
+    accelerator.save_state(tmp_path / "checkpoint_0")
+    torch.save(found, tmp_path / "checkpoint_0" / "random_states_0.pkl")
+    with pytest.raises(NotebookAccelError, match=r"random_states_0\.pkl holds no random states"):
+        accelerator.load_state(tmp_path / "checkpoint_0")
+    with pytest.warns(match="holds no random states"), suppress(NotebookAccelError):
+        accelerator.resume_or_start(tmp_path)
 
 
 def test_a_file_calls_no_constructor_of_a_users_class(tmp_path: Path) -> None:

@@ -103,9 +103,17 @@ def random_states_file(rank: int) -> str:
 def read_random_states(
     folder: Path, rank: int, options: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """A rank's random states, and what else is beside them; None where it saved none."""
+    """A rank's random states, and what else is beside them; None where it saved none.
+
+    Raises:
+        NotebookAccelError: the file holds something else, or as of :func:`read_state`.
+    """
     path = complete_version(folder) / random_states_file(rank)
-    found: dict[str, Any] | None = read_state(path, options) if path.exists() else None
+    if not path.exists():
+        return None
+    found = read_state(path, options)
+    if not isinstance(found, dict) or not isinstance(found.get(_KEY, {}), dict):
+        raise NotebookAccelError(f"{path} holds no random states: load another checkpoint")
     return found
 
 
@@ -140,8 +148,8 @@ def _is_checkpoint(path: Path) -> bool:
 def _time_of(path: Path) -> float:
     with suppress(NotebookAccelError, OSError):  # loading it says so, later
         found = (read_random_states(path, 0) or {}).get(_KEY, {}).get(_WRITTEN)
-        if found is not None:
-            return float(found)
+        if isinstance(found, float):
+            return found
     return path.stat().st_mtime
 
 
