@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import types
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -119,6 +121,16 @@ def test_a_file_calls_no_constructor_of_a_users_class(tmp_path: Path) -> None:
         state_files.write_state(Doing("a"), tmp_path / "doing", "it")
     with pytest.raises(NotebookAccelError, match=r"names .*Doing"):
         state_files.read_state(tmp_path / "doing")
+
+
+def test_no_module_is_asked_to_import_what_a_file_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = types.ModuleType("lazy")
+    asked: list[str] = []
+    vars(lazy).update(__getattr__=lambda name: asked.append(name) or Plain, here=Plain)
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    assert state_files.is_safe_name("lazy.here")
+    assert not state_files.is_safe_name("lazy.elsewhere")
+    assert not asked
 
 
 def test_wrong_options_are_no_damage(tmp_path: Path) -> None:

@@ -221,9 +221,10 @@ def _find(module: str, name: str) -> Any:
     known = _known().get(f"{module}.{name}") or _of_user().get(f"{module}.{name}")
     if known is not None:
         return known
-    found: Any = sys.modules.get(module)  # nothing is imported because a file names it
+    # Nothing is imported since a file names it, nor by a module that imports what it is asked for.
+    found: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
+        found = vars(found).get(part) if isinstance(found, (type, types.ModuleType)) else None
     return found if isinstance(found, type) and _is_plain(found) else None
 
 
