@@ -22,7 +22,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
@@ -118,8 +118,9 @@ class LaunchConfig:
     may still use this port.
     """
 
-    env: Mapping[str, str] | None = None
-    """Environment variables of the ranks, beside those of the notebook."""
+    env: Mapping[str, str] | None = field(default=None, repr=False)
+    """Environment variables of the ranks, beside those of the notebook. They may be secrets, and
+    what is shown of the settings leaves them out."""
 
     grace: float = 10.0
     """Seconds that ranks get to leave: after Stop until they are interrupted, and after an
@@ -385,7 +386,7 @@ def _from_environment(
     """What the environment says of the settings that are not ``given`` already."""
     found: dict[str, Any] = {}
     skipped = {*_NO_VARIABLE, *given}
-    for name in (field.name for field in fields(LaunchConfig) if field.name not in skipped):
+    for name in (one.name for one in fields(LaunchConfig) if one.name not in skipped):
         variables = (f"NOTEBOOK_ACCEL_{name.upper()}", _ACCELERATE_VARIABLES.get(name, ""))
         variable = next((each for each in variables if environment.get(each, "").strip()), None)
         if variable is not None:

@@ -211,6 +211,7 @@ def test_a_config_does_not_change() -> None:
     config = LaunchConfig(env=env)
     env["A"] = "2"
     assert config.env == {"A": "1"}
+    assert "env" not in repr(config), "a notebook is saved with what its cells show"
     with pytest.raises(FrozenInstanceError):
         config.num_processes = 3  # type: ignore[misc]
     with pytest.raises(TypeError):
