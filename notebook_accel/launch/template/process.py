@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.system import processes, scratch
+from notebook_accel.launch.system import open_files, processes, scratch
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.handshake import accept
 
@@ -70,6 +70,8 @@ def serve(fd: int, kernel_pid: int) -> None:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.adopt_orphans()
+    # Two descriptors for each agent that lives.
+    open_files.raise_to_hard_limit()
     with processes.acting_on_exit(kernel, _end_everything):
         secret = sys.stdin.buffer.read(32)
         for name in _PRELOADED:

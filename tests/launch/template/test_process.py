@@ -75,6 +75,8 @@ def test_what_ends_an_agent_is_reported_in_its_own_words(source: Template) -> No
 
 
 def test_agents_inherit_nothing_of_each_other(source: Template, tmp_path: Path) -> None:
+    soft, hard = psutil.Process(source.pid).rlimit(psutil.RLIMIT_NOFILE)
+    assert soft == hard, "there is room for many of them"
     with agent_by_hand(tmp_path) as alone:
         found = psutil.Process(alone.pid).num_fds()
     with agent_by_hand(tmp_path), agent_by_hand(tmp_path), agent_by_hand(tmp_path) as third:
