@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 import warnings
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from notebook_accel import Accelerator, NotebookAccelError, ProjectConfiguration
@@ -303,3 +305,26 @@ def test_where_all_are_needed_the_missing_are_named(both: list[dict[str, Any]]) 
     assert "is_main_process" in told
     assert told.endswith("['all']")
     assert "rank 0 did not come to it within 0 s" in both[1]["not rank 0"]
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, ("evil",))
+
+
+def test_what_another_user_puts_into_the_store_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's store lies on the loopback interface, and asks nobody for a secret."""
+    monkeypatch.chdir(tmp_path)
+    store = dist.HashStore()
+    monkeypatch.setattr(meeting.Meetings, "_store", store)
+    plan = meeting.SavePlan(
+        number=1, call="c", asked="", position=0, lines="", final="", staged="", members=(1,)
+    )
+    store.set("wrote/1/1", "")
+    store.set("results/1/1", pickle.dumps(Evil()))
+    topology: Any = None
+    with pytest.raises(ValueError):
+        meeting.Meetings(topology).wait_for_members(plan)
+    assert files(tmp_path) == []

@@ -47,7 +47,7 @@ class Piece:
         """Agree with the other ranks on what each writes; all of them call it."""
 
     def write(self, folder: Path) -> Any:
-        """Write it; gives what rank 0 has to know of it."""
+        """Write it; gives what rank 0 has to know of it, in values that JSON has."""
         self.into(self.state, folder)
 
     def complete(self, results: Sequence[Any]) -> None:

@@ -23,7 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -32,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import WriteResult
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.rank import has_process_group
@@ -102,10 +107,22 @@ class ShardedPiece(Piece):
     def write(self, folder: Path) -> Any:
         if self._beside is not None:
             self._beside.write(self._path)
-        return self._writer.write_data(self._plan, self._planner).wait()
+        written = self._writer.write_data(self._plan, self._planner).wait()
+        return [_as_plain(one) for one in written]
 
     def complete(self, results: Sequence[Any]) -> None:
-        self._writer.finish(self._metadata, list(results))
+        self._writer.finish(self._metadata, [[*map(_from_plain, parts)] for parts in results])
+
+
+def _as_plain(written: WriteResult) -> dict[str, Any]:
+    """Where a part lies, in plain values: rank 0 takes no objects from the ranks' store."""
+    index, stored = written.index, vars(written.storage_data)
+    return {**vars(index), "size": written.size_in_bytes, "stored": stored}
+
+
+def _from_plain(written: Mapping[str, Any]) -> WriteResult:
+    index = MetadataIndex(written["fqn"], written.get("offset"), written["index"])
+    return WriteResult(index, written["size"], _StorageInfo(**written["stored"]))
 
 
 def _write_nothing(state: Any, folder: Path) -> None:
