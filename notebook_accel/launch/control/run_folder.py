@@ -263,16 +263,20 @@ def run_folders(root: Path | None = None) -> list[RunFolder]:
     """The folders of this user's runs on disk, oldest first; what we did not make is left out."""
     root = runs_folder() if root is None else root
     with contextlib.suppress(OSError):
-        names = sorted(
-            entry.name
-            for entry in os.scandir(root)
-            if _ID.fullmatch(entry.name)
-            and entry.is_dir(follow_symlinks=False)
-            # What others put into a shared folder, they may change while we read it.
-            and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
-        )
+        names = sorted(entry.name for entry in os.scandir(root) if _is_own_run(entry))
         return [RunFolder(root / name) for name in names]
     return []
+
+
+def _is_own_run(entry: os.DirEntry[str]) -> bool:
+    """Whether it is the folder of a run of this user's.
+
+    What others put into a shared folder, they may change while we read it.
+    """
+    with contextlib.suppress(OSError):  # another kernel has just removed it
+        is_folder = _ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        return bool(is_folder) and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+    return False
 
 
 @contextlib.contextmanager
@@ -391,9 +395,10 @@ def _is_locked(path: Path) -> bool:
 
 def _remove_old(root: Path, *, beside: RunFolder) -> None:
     """Remove runs that nobody holds, beyond the newest; what we did not make is left alone."""
-    for entry in os.listdir(root):
-        if _KERNEL.fullmatch(entry):
-            _is_locked(root / entry)
+    with contextlib.suppress(OSError):  # a folder that may be entered, and not be listed
+        for entry in os.listdir(root):
+            if _KERNEL.fullmatch(entry):
+                _is_locked(root / entry)
     kept, num_bytes = 1, 0  # the new run will be among those that stay
     for folder in reversed(run_folders(root)):
         if folder.id == beside.id or folder.is_held:

@@ -417,6 +417,32 @@ def test_folders_of_other_users_are_not_listed(
     assert run_folders(tmp_path) == []
 
 
+def test_a_run_that_another_kernel_removes_meanwhile_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed, stays = RunFolder.make(tmp_path), RunFolder.make(tmp_path)
+    plain = os.scandir
+
+    def scan(path: Path) -> list[os.DirEntry[str]]:
+        entries = list(plain(path))
+        removed.path.rename(tmp_path / "removed")
+        return entries
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert [found.id for found in run_folders(tmp_path)] == [stays.id]
+
+
+def test_a_folder_that_cannot_be_listed_takes_new_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert RunFolder.make(tmp_path).path.is_dir()
+
+
 def test_a_folder_that_cannot_be_held_is_not_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
