@@ -158,6 +158,9 @@ class Preparation:
                 objects[index] = made if inner is made else self._take_wrapped(made, inner)
         for index, item in enumerate(objects):
             if isinstance(item, torch.optim.Optimizer) and not self._is_ready(item):
+                # The user's own prepare_optimizer need not call ours, and the optimizer is to step
+                # the weights that its model has since it was spread.
+                self.plan.strategy.prepare(PrepareCall(optimizers=[inner_optimizer(item)]))
                 optimizer = accelerator.prepare_optimizer(item, device_placement=placement[index])
                 self.watch.knows(inner_optimizer(optimizer))
                 objects[index] = optimizer
@@ -167,8 +170,8 @@ class Preparation:
     ) -> None:
         """Replace the models and optimizers among ``objects`` by what the strategy makes of them.
 
-        The strategy sees all of one call: where it replaces the weights of a model, the
-        optimizer beside it must step the new ones.
+        A strategy that makes a model and its optimizer ready in one step sees both; any other may
+        be given them one by one, models first.
         """
         models: dict[int, ModelToPrepare] = {}  # by id: one may be given twice
         optimizers: dict[int, Optimizer] = {}

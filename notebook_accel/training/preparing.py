@@ -1,15 +1,16 @@
 """``prepare``, and the methods that it calls: one for each kind of object.
 
 A subclass of ``Accelerator`` may bring its own ``prepare_model`` or ``prepare_data_loader``, which
-calls ours or not: ``prepare`` calls whichever the object has. Under strategies that must see models
-together with their optimizers (FSDP, pipelines, DeepSpeed) it calls neither ``prepare_model`` nor
-``prepare_optimizer``, and does both at once.
+calls ours or not: ``prepare`` calls whichever the object has. DeepSpeed makes a model and its
+optimizer ready in one step: there ``prepare`` calls neither ``prepare_model`` nor
+``prepare_optimizer``, and a line names those of a subclass.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.training.notices import notice_once
 from notebook_accel.training.prepared_lists import PreparedLists
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class PreparingView(PreparedLists):
         placement: Sequence[bool | None] = (
             [None] * len(args) if device_placement is None else device_placement
         )
+        if self._prepared.plan.strategy.prepares_together:
+            self._name_methods_left_out()
         ready = self._prepared.prepare(args, placement, self)
         return ready[0] if len(ready) == 1 else tuple(ready)
 
@@ -78,3 +81,18 @@ class PreparingView(PreparedLists):
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """The scheduler that moves with its optimizer's steps."""
         return self._prepared.scheduler(scheduler)
+
+    def _name_methods_left_out(self) -> None:
+        """Say which of the user's own methods ``prepare`` does not call."""
+        own = [
+            f"{name}()"
+            for name in ("prepare_model", "prepare_optimizer")
+            if getattr(getattr(self, name), "__func__", None) is not getattr(PreparingView, name)
+        ]
+        if own:
+            notice_once(
+                "methods left out",
+                f"prepare() does not call {' and '.join(own)} of {type(self).__name__}: DeepSpeed "
+                "makes a model and its optimizer ready in one step. Do before or after prepare() "
+                "what they do",
+            )

@@ -224,6 +224,20 @@ def test_a_subclass_brings_its_own_parts_of_prepare() -> None:
     assert optimizer.num_steps == 2
 
 
+def test_parts_that_deepspeed_leaves_out_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator: Any = OwnParts(cpu=True)
+    monkeypatch.setattr(type(accelerator._strategy), "prepares_together", True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Accelerator(cpu=True).prepare(nn.Linear(1, 1))  # has none of its own
+    given = parts()
+    named = r"not call prepare_model\(\) and prepare_optimizer\(\) of OwnParts: DeepSpeed makes"
+    with pytest.warns(UserWarning, match=named):
+        _, model, *_ = accelerator.prepare(*given)
+    assert accelerator.seen is given[0]
+    assert model is given[1]
+
+
 def test_an_object_of_another_framework_is_named() -> None:
     with pytest.raises(TypeError, match="_ForeignChild of keras"):
         Accelerator(cpu=True).prepare(nn.Linear(1, 1), _ForeignChild())

@@ -25,15 +25,19 @@ from notebook_accel import (
     notebook_launcher,
     utils,
 )
+from notebook_accel.training.optimizer import AcceleratedOptimizer
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
     FLOAT_ERROR,
+    LAYOUTS,
     MESHES,
     Tiny,
     accelerator_for,
     blocks,
+    check_weights,
     data,
     loss_of,
+    make,
     train,
     twin,
     weights_of,
@@ -134,9 +138,34 @@ def filled_weights(syncs: bool) -> dict[str, Any]:
     return weights_of(accelerator, accelerator.prepare(model))
 
 
+class OwnParts(Accelerator):
+    """Brings two parts of ``prepare``, of which one calls ours."""
+
+    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        self.given = model
+        return super().prepare_model(model, *args, **kwargs)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        own = AcceleratedOptimizer(optimizer)
+        self._optimizers.append(own)
+        return own
+
+
+def step_by_own_parts(layout: str) -> dict[str, Any]:
+    accelerator = OwnParts(cpu=True, **LAYOUTS[layout][2]())
+    model, optimizer = make({"optimizer": "sgd"})
+    ready, stepped = accelerator.prepare(model, optimizer)
+    assert accelerator.given is model
+    assert accelerator._optimizers == [stepped]
+    accelerator.forward_backward(ready, *data(4).tensors, loss_of)
+    stepped.step()
+    return weights_of(accelerator, ready)
+
+
 def look_inside() -> dict[str, Any]:
     filled = [filled_weights(syncs) for syncs in (True, False)]
-    return {"gathers": gather_counts(), "ignored": ignored_weights(), "filled": filled}
+    own = [step_by_own_parts(layout) for layout in ("fsdp, blocks", "tensor", "1F1B")]
+    return {"gathers": gather_counts(), "ignored": ignored_weights(), "filled": filled, "own": own}
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +190,17 @@ def test_weights_that_nobody_has_read_are_filled(inside: list[dict[str, Any]]) -
     expected = {name: value.tolist() for name, value in model.state_dict().items()}
     for result in inside:
         assert result["filled"] == [expected, expected]
+
+
+def test_a_subclass_brings_its_own_parts_of_prepare(inside: list[dict[str, Any]]) -> None:
+    model, optimizer = make({"optimizer": "sgd"})
+    inputs, targets = data(4).tensors
+    loss_of(model(inputs), targets).backward()
+    optimizer.step()
+    expected = {name: value.tolist() for name, value in model.state_dict().items()}
+    for result in inside:
+        for weights in result["own"]:
+            check_weights(weights, expected, FLOAT_ERROR)
 
 
 def look_around() -> dict[str, Any]:

@@ -57,8 +57,8 @@ class Strategy:
         kind_of_scaling: the class of that.
         mesh: the ranks, arranged by the kinds of parallelism; None where they are just a row.
         spreads_weights: whether weights are in parts over the mesh.
-        prepares_together: whether it has to see the models and optimizers of a ``prepare`` call
-            together, since it replaces the weights that the optimizers step.
+        prepares_together: whether a model and its optimizer are made ready in one step, so that
+            ``prepare_model`` and ``prepare_optimizer`` of an ``Accelerator`` cannot do it.
         parallelism: how many ranks each kind of parallelism has, where the user or the mesh says
             so.
         data_group: which ranks read different samples.

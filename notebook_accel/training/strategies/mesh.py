@@ -51,7 +51,6 @@ class MeshParallel(TakesSpreadModels):
     """
 
     spreads_weights = True
-    prepares_together = True
     kind_of_scaling = dtensors.AgreeingScaling
     parallelism: ParallelismConfig
 
