@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
+from notebook_accel import PartialState
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.collectives import gather_object, num_ranks, this_rank
 from notebook_accel.training.data import (
@@ -460,6 +462,18 @@ def dispatches() -> dict[str, Any]:
             )
         ],
     }
+    PartialState(cpu=True)
+    by_hand = DataLoaderDispatcher(
+        range(7), slice_fn=own_slice, batch_size=2, collate_fn=as_dict, iteration=3
+    )
+    results["by hand"] = [
+        (batch["rows"].tolist(), batch["all"].tolist(), batch["rank"]) for batch in by_hand
+    ]
+    results["epoch"] = by_hand.iteration
+    mesh: Any = SimpleNamespace(mesh=torch.arange(2)[None], mesh_dim_names=("dp_shard", "tp"))
+    results["of one share"] = batches(
+        DataLoaderDispatcher(range(5), torch_device_mesh=mesh, batch_size=2)
+    )
     active = active_loaders()
     loader = prepare(stream(10))
     results["ends"] = [(active.end_of_dataloader, active.remainder) for _ in loader]
@@ -474,8 +488,13 @@ def dispatches() -> dict[str, Any]:
     return results
 
 
-def test_rank_0_reads_for_all() -> None:
-    first, second = run_ranks(dispatches, 2)
+@pytest.fixture(scope="module")
+def dispatched() -> list[dict[str, Any]]:
+    return run_ranks(dispatches, 2)
+
+
+def test_rank_0_reads_for_all(dispatched: list[dict[str, Any]]) -> None:
+    first, second = dispatched
     assert (first["golden"], second["golden"]) == ([[0, 1, 2], [6, 7]], [[3, 4, 5], [8, 9]])
     assert (first["split"][-1], second["split"]) == ([8], [[2, 3], [6, 7], [0]])
     assert (first["padded"], second["padded"]) == ([[0, 1, 2], [6, 7]], [[3, 4, 5], [8, 0]])
@@ -496,14 +515,18 @@ def test_rank_0_reads_for_all() -> None:
     assert first["sliced"] == [([0, 1], [0, 1, 2, 3], 0), ([4, 5], [4, 5, 6, 0], 0)]
     assert second["sliced"] == [([2, 3], [0, 1, 2, 3], 1), ([6, 0], [4, 5, 6, 0], 1)]
     assert first["ends"] == second["ends"] == [(False, -1), (True, 4)]
+    for got in (first, second):
+        assert got["by hand"] == got["sliced"]
+        assert got["epoch"] == 4
+        assert got["of one share"] == [[0, 1], [2, 3], [4]]
     assert first["failure"] == "OSError('unreadable')"
     assert "rank 0 could not read the next batch: OSError: unreadable" in second["failure"]
     for got in (first, second):
         assert "has no rows to divide" in got["no rows"]
 
 
-def test_batches_of_any_form_are_dispatched() -> None:
-    first, second = run_ranks(dispatches, 2)
+def test_batches_of_any_form_are_dispatched(dispatched: list[dict[str, Any]]) -> None:
+    first, second = dispatched
     numbers, texts, counts = second["mixed"][1]
     assert numbers.tolist() == [8, 9]
     assert texts == ("t8", "t9")

@@ -467,6 +467,25 @@ def test_passes_that_are_marked_by_hand_know_what_their_last_round_lacks() -> No
     assert not active.in_dataloader
 
 
+def test_loaders_are_made_by_accelerates_arguments() -> None:
+    seen = []
+    for module in (notebook_accel.data_loader, accelerate.data_loader):
+        plain = (False, False, False)  # no torchdata, no dropping, no copies in the background
+        shard = module.DataLoaderShard(range(7), None, None, None, 1, *plain, None, 2, batch_size=2)
+        # Divided batches, the first one left out, by no function and over no mesh, in epoch 2.
+        settings = (True, 1, *plain, None, None, 2)
+        dispatcher = module.DataLoaderDispatcher(range(7), *settings, batch_size=2)
+        for loader in (shard, dispatcher):
+            begin = loader.iteration
+            ends = [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
+            seen.append((begin, ends, loader.iteration))
+    assert seen[:2] == seen[2:]
+    for name in ("DataLoaderShard", "DataLoaderDispatcher", "SkipDataLoader"):
+        kind = getattr(notebook_accel.data_loader, name)
+        with pytest.raises(ConfigError, match=rf"{name}\(use_stateful_dataloader=True\): "):
+            kind(range(2), use_stateful_dataloader=True)
+
+
 def test_tensors_of_the_nested_layout_are_left_unpadded() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that the layout is a prototype

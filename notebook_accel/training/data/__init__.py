@@ -30,7 +30,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.active import ActiveLoaders, active_loaders
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.joined import copy_as
-from notebook_accel.training.data.loaders import DataLoaderShard, PreparedLoader
+from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.options import LoaderOptions
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
@@ -41,6 +41,7 @@ from notebook_accel.training.data.samplers import (
     share_of,
 )
 from notebook_accel.training.data.seedable import SeedableRandomSampler
+from notebook_accel.training.data.shard import DataLoaderShard
 from notebook_accel.training.data.skip_loader import SkipDataLoader
 from notebook_accel.training.data.stateful import (
     StatefulDispatcher,

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
+from notebook_accel.training import topology
 from notebook_accel.training.collectives import (
     as_bytes,
     broadcast_object_list,
@@ -45,7 +46,9 @@ from notebook_accel.training.nested import recursively_apply
 from notebook_accel.training.seeding import synchronize_rng_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
 
     from notebook_accel.training.data.active import Position
 
@@ -56,8 +59,53 @@ _ALIGNMENT = 16
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """A loader that rank 0 reads, and that gives each rank its part; what ``prepare`` makes of a
-    ``DataLoader`` where ``dispatch_batches`` asks for it."""
+    """A loader that rank 0 reads, and that gives each rank its part, on its device; what
+    ``prepare`` makes of a ``DataLoader`` where ``dispatch_batches`` asks for it.
+
+    Args:
+        dataset: as torch's DataLoader.
+        split_batches: whether each batch is divided over the ranks.
+        skip_batches: batches at the start of each epoch that are left out.
+        use_stateful_dataloader: True is refused; ``prepare_data_loader`` takes it.
+        _drop_last: as ``drop_last``.
+        _non_blocking: copy to the device while the loop computes.
+        slice_fn: takes a rank's part out of what rank 0 has read for all: called with the batch, a
+            slice, and ``process_index`` and ``num_processes``; None takes those rows.
+        torch_device_mesh: the ranks, where several hold one model together and get the same.
+        iteration: number of the first epoch.
+        **kwargs: further arguments of torch's DataLoader.
+
+    Raises:
+        ConfigError: torchdata's loader is asked for.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        torch_device_mesh: DeviceMesh | None = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        if _drop_last:
+            kwargs["drop_last"] = True
+        self._make_by_hand(
+            dataset,
+            kwargs,
+            use_stateful_dataloader=use_stateful_dataloader,
+            torch_device_mesh=torch_device_mesh,
+            iteration=iteration,
+            device=topology.topology().device,
+            skip_batches=skip_batches or None,
+            split_batches=split_batches,
+            non_blocking=_non_blocking,
+            slice_fn=slice_fn,
+        )
 
     @property
     def _marks_last_round(self) -> bool:

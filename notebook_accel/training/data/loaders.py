@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from notebook_accel.errors import RunStopped
+from notebook_accel.errors import ConfigError, RunStopped
 from notebook_accel.launch.rank import current
 from notebook_accel.training.collectives import num_ranks, this_rank
 from notebook_accel.training.data.active import LoaderProgress, Position, active_loaders
@@ -45,9 +45,11 @@ from notebook_accel.training.nested import find_batch_size
 from notebook_accel.training.seeding import synchronize_rng_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
-__all__ = ["DataLoaderShard", "PreparedLoader"]
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["PreparedLoader"]
 
 _NO_BATCH = object()
 # Seeds of neighbouring ranks land far apart by multiples of 2**64 divided by the golden ratio
@@ -56,51 +58,51 @@ _SEED_STEP = 0x9E37_79B9_7F4A_7C15
 
 
 class PreparedLoader(ResumableLoader):
-    """What the prepared loaders have in common; where they stand is said by their base class.
-
-    ``prepare`` makes them. One that is made by hand divides nothing: each rank gets all that the
-    samplers give.
-
-    Args:
-        dataset: as torch's DataLoader, like all other arguments.
-        device: where batches are put; None leaves them where they are.
-        rng_types: random states that every rank takes from rank 0 at the start of a pass.
-        synchronized_generator: the generator that the order comes from.
-        skip_batches: batches at the start of each epoch that are left out.
-        split_batches: whether each batch is divided over the ranks.
-        non_blocking: copy to the device in the background.
-        **kwargs: further arguments of torch's DataLoader.
-    """
+    """What the prepared loaders have in common: ``prepare`` makes them around the user's. Where
+    they stand is said by their base class."""
 
     _notebook_accel_stays_home = "prepare it inside the function"
 
-    def __init__(
+    def _make_by_hand(
         self,
         dataset: Any,
-        device: torch.device | None = None,
-        rng_types: Iterable[str] | None = None,
-        synchronized_generator: torch.Generator | None = None,
-        skip_batches: int = 0,
+        arguments: dict[str, Any],
         *,
-        split_batches: bool = False,
-        non_blocking: bool = False,
-        **kwargs: Any,
+        use_stateful_dataloader: bool,
+        torch_device_mesh: DeviceMesh | None,
+        iteration: int,
+        **options: Any,
     ) -> None:
-        if kwargs.get("generator") is None:
+        """Make a loader as torch's are made, for code that calls the class itself.
+
+        Args:
+            dataset: as torch's DataLoader.
+            arguments: further ones of torch's DataLoader.
+            use_stateful_dataloader: refused.
+            torch_device_mesh: the ranks, where several hold one model together.
+            iteration: number of the first epoch.
+            **options: of :class:`LoaderOptions`.
+
+        Raises:
+            ConfigError: torchdata's loader is asked for.
+        """
+        if use_stateful_dataloader:
+            raise ConfigError(
+                f"{type(self).__name__}(use_stateful_dataloader=True): only prepare() and "
+                "prepare_data_loader() make such loaders; pass it to the latter, or in a "
+                "DataLoaderConfiguration to the Accelerator"
+            )
+        if arguments.get("generator") is None:
             # Drawn, so that loaders made one after the other have orders of their own.
             seed = int(torch.empty((), dtype=torch.int64).random_())
-            kwargs["generator"] = torch.Generator().manual_seed(seed)
-        super().__init__(dataset, **kwargs)
-        options = LoaderOptions(
-            device=device,
-            non_blocking=non_blocking,
-            rng_types=tuple(rng_types or ()),
-            synchronized_generator=synchronized_generator,
-            skip_batches=skip_batches or None,
-            split_batches=split_batches,
-            data_group=DataGroup.of_all_ranks(num_ranks(), this_rank()),
-        )
-        self._complete(options, LoaderProgress())
+            arguments["generator"] = torch.Generator().manual_seed(seed)
+        super().__init__(dataset, **arguments)
+        data_group = DataGroup.of_all_ranks(num_ranks(), this_rank())
+        if torch_device_mesh is not None:
+            data_group = DataGroup.of_mesh(torch_device_mesh, this_rank())
+        self._complete(LoaderOptions(data_group=data_group, **options), LoaderProgress())
+        if iteration:
+            self.set_epoch(iteration)
 
     @classmethod
     def around(cls, loader: DataLoader[Any], options: LoaderOptions) -> PreparedLoader:
@@ -351,8 +353,3 @@ class PreparedLoader(ResumableLoader):
     @property
     def _marks_last_round(self) -> bool:
         return isinstance(self.collate_fn, LastRoundCollate)
-
-
-class DataLoaderShard(PreparedLoader):
-    """A loader that gives each rank its own batches, which the rank itself reads; what
-    ``prepare`` makes of a ``DataLoader``."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.joined import copy_as
 
 __all__ = ["SkipDataLoader"]
@@ -18,14 +19,29 @@ class SkipDataLoader(DataLoader[Any]):
     Args:
         dataset: as torch's DataLoader, like all other arguments.
         skip_batches: batches at the start of each epoch that are left out.
+        use_stateful_dataloader: True is refused; ``skip_first_batches`` takes torchdata's loader.
         **kwargs: further arguments of torch's DataLoader.
+
+    Raises:
+        ConfigError: torchdata's loader is asked for.
 
     Attributes:
         num_left_out: that number. Once prepared, the loader has the ``skip_batches`` of prepared
             loaders too: what is left out beside these.
     """
 
-    def __init__(self, dataset: Any, skip_batches: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if use_stateful_dataloader:
+            raise ConfigError(
+                "SkipDataLoader(use_stateful_dataloader=True): expected torch's loader alone; give "
+                "torchdata's StatefulDataLoader to skip_first_batches(loader, n) instead"
+            )
         super().__init__(dataset, **kwargs)
         self.num_left_out = skip_batches
 

@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.joined import copy_as
-from notebook_accel.training.data.loaders import DataLoaderShard, PreparedLoader
+from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.resuming import ResumableLoader
+from notebook_accel.training.data.shard import DataLoaderShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
