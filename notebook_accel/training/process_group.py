@@ -65,9 +65,11 @@ def open_process_group(
     current().shared[_OURS] = True
 
 
-def close_process_group() -> None:
-    """Leave the default group, if it was made here; nothing happens otherwise."""
-    if current().shared.pop(_OURS, False) and has_process_group():
+def close_process_group(group: dist.ProcessGroup | None = None) -> None:
+    """Leave a group; None is the default one, where nothing happens unless it was made here."""
+    if group is not None:
+        dist.destroy_process_group(group)
+    elif current().shared.pop(_OURS, False) and has_process_group():
         dist.destroy_process_group()
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin, DeepSpeedPlugins
@@ -132,9 +133,9 @@ class PartialState(ProcessView):
         """Find out the device of this rank, which was done as the state was made."""
         topology.topology()
 
-    def destroy_process_group(self) -> None:
-        """Leave the process group, unless somebody else made it."""
-        close_process_group()
+    def destroy_process_group(self, group: ProcessGroup | None = None) -> None:
+        """Leave a process group; None is the default one, unless somebody else made it."""
+        close_process_group(group)
 
     def __repr__(self) -> str:
         here = topology.topology()
@@ -194,8 +195,46 @@ class AcceleratorState(PartialState):
     )
 
     def __init__(
-        self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: ParallelismConfig | None = None,
+        **kwargs: Any,
     ) -> None:
+        """Show the settings of the newest ``Accelerator``, or ``mixed_precision`` instead of its
+        own; make the process group if there are several ranks and none has been made.
+
+        Args:
+            mixed_precision: "no", "bf16", "fp16" or "fp8"; None leaves it as it is.
+            cpu: compute on the host whatever else is there.
+            dynamo_plugin: this and the other plugins are an ``Accelerator``'s: they may be given
+                where it has them, too.
+            deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config:
+                the same.
+            **kwargs: fields of :class:`InitProcessGroupKwargs`.
+
+        Raises:
+            ConfigError: no ``Accelerator`` was made with the plugin.
+        """
+        shown = self if is_initialized() else None
+        for name, plugin in {
+            "dynamo_plugin": dynamo_plugin,
+            "deepspeed_plugin": deepspeed_plugin,
+            "fsdp_plugin": fsdp_plugin,
+            "torch_tp_plugin": torch_tp_plugin,
+            "megatron_lm_plugin": megatron_lm_plugin,
+            "parallelism_config": parallelism_config,
+        }.items():
+            if plugin is not None and plugin is not getattr(shown, name, None):
+                raise ConfigError(
+                    f"AcceleratorState({name}=...) shows what an Accelerator trains by, and there "
+                    f"is none with this one: make Accelerator({name}=...)"
+                )
         super().__init__(cpu=cpu, **kwargs)
         if _SETTINGS not in current().shared:
             AcceleratorSettings(resolve_precision(mixed_precision)).show()

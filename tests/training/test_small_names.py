@@ -486,6 +486,15 @@ def test_loaders_are_made_by_accelerates_arguments() -> None:
             kind(range(2), use_stateful_dataloader=True)
 
 
+def test_a_state_without_an_accelerator_has_no_plugins() -> None:
+    kinds: Any = (notebook_accel.AcceleratorState, accelerate.state.AcceleratorState)
+    for name in ("fsdp_plugin", "deepspeed_plugin", "parallelism_config", "dynamo_plugin"):
+        for kind in kinds:
+            with pytest.raises(ValueError, match=r"Accelerator\("):
+                kind(cpu=True, **{name: object()})
+            kind._reset_state()
+
+
 def test_tensors_of_the_nested_layout_are_left_unpadded() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that the layout is a prototype

@@ -104,7 +104,10 @@ def use_the_users_group() -> dict[str, Any]:
     before = dist.group.WORLD
     accelerator = Accelerator(cpu=True)
     close_process_group()
+    pair = dist.new_group([0, 1])
+    accelerator.state.destroy_process_group(pair)
     return {
+        "left": pair not in dist.distributed_c10d._world.pg_map,
         "same": dist.group.WORLD is before,
         "ranks": (accelerator.num_processes, accelerator.process_index),
         "type": str(accelerator.distributed_type),
@@ -115,7 +118,13 @@ def use_the_users_group() -> dict[str, Any]:
 def test_a_group_of_the_user_is_used_and_left_alone() -> None:
     found = run_ranks(use_the_users_group, 2)
     assert found == [
-        {"same": True, "ranks": (2, index), "type": "MULTI_CPU", "backend": "gloo"}
+        {
+            "left": True,
+            "same": True,
+            "ranks": (2, index),
+            "type": "MULTI_CPU",
+            "backend": "gloo",
+        }
         for index in (0, 1)
     ]
 
@@ -229,6 +238,9 @@ def test_the_state_shows_the_plugins_of_the_newest_accelerator(
     assert AcceleratorState(mixed_precision="bf16").fsdp_plugin is plugin
     assert compiled.mixed_precision == "bf16"
     assert not compiled.is_fsdp2, "one process has nothing to shard"
+    assert AcceleratorState(fsdp_plugin=plugin).fsdp_plugin is plugin
+    with pytest.raises(ConfigError, match=r"none with this one: make Accelerator\(fsdp_plugin="):
+        AcceleratorState(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
     state = Accelerator(cpu=True).state
     names = ["fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "torch_tp_plugin"]
     names += ["parallelism_config", "device_mesh"]
