@@ -101,6 +101,8 @@ class DeepSpeedPlugin:
 
     Attributes:
         deepspeed_config: the configuration, as a dictionary; ``prepare`` completes it in place.
+        selected: whether ``prepare`` uses this plugin, of several.
+        dschf: what Transformers was told; None where it was told nothing.
 
     Raises:
         ConfigError: a field has a value that is not known, or another one than the configuration.
@@ -148,7 +150,7 @@ class DeepSpeedPlugin:
         if self.enable_msamp:
             raise ConfigError('enable_msamp=True: MS-AMP is not there; use mixed_precision="bf16"')
         self.selected = False
-        self._for_transformers: Any = None
+        self.dschf: Any = None
         self._wants_init = self.zero3_init_flag is True
         given = self.hf_ds_config or environment.read("DEEPSPEED_CONFIG_FILE") or "none"
         self.hf_ds_config = _configuration_of(given)
@@ -220,6 +222,96 @@ class DeepSpeedPlugin:
         """Whether an entry is to be filled in by ``prepare``."""
         return bool(self.hf_ds_config.is_auto(ds_key_long))
 
+    def fill_match(
+        self,
+        ds_key_long: str,
+        mismatches: list[str] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Give an entry that is "auto" a value, or compare the value that it has.
+
+        Args:
+            ds_key_long: the entry, by its name with dots; one that is not there stays so.
+            mismatches: gets a line where the entry has another value than the one in ``kwargs``.
+            must_match: False compares nothing.
+            **kwargs: values, by the names of entries.
+
+        Raises:
+            ConfigError: the entry is "auto", and there is no value for it.
+        """
+        known, differing = self.get_value(ds_key_long), [] if mismatches is None else mismatches
+        if known == AUTO:
+            if ds_key_long not in kwargs:
+                raise ConfigError(
+                    f'{ds_key_long} of the DeepSpeed configuration is "auto", and nothing was '
+                    f'given for it: pass **{{"{ds_key_long}": ...}}, or set the entry'
+                )
+            self.hf_ds_config.set_value(ds_key_long, kwargs[ds_key_long])
+        elif must_match and known not in (None, kwargs.get(ds_key_long, known)):
+            differing.append(f"{ds_key_long} is {known!r}, not {kwargs[ds_key_long]!r}")
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: dict[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Give every entry that is "auto" its value, for code that does not wait for ``prepare``.
+
+        Args:
+            prefix: of the names in ``config``, which is a section then; its name and a dot.
+            mismatches: gets a line for each entry that has another value than the one given.
+            config: the section; None is the whole configuration.
+            must_match: False compares nothing.
+            **kwargs: values, by the names of entries with dots.
+
+        Raises:
+            ConfigError: there is no value for an entry, or another one than it has.
+        """
+        differing = [] if mismatches is None else mismatches
+        for name, value in list((self.deepspeed_config if config is None else config).items()):
+            if isinstance(value, dict):
+                self.deepspeed_config_process(
+                    f"{prefix}{name}.", differing, value, must_match, **kwargs
+                )
+            else:
+                self.fill_match(prefix + name, differing, must_match, **kwargs)
+        if differing and not prefix:
+            raise ConfigError(
+                f"the DeepSpeed configuration says something else than what was given: "
+                f'{"; ".join(differing)}. Set these entries to "auto"'
+            )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Let DeepSpeed compute in "fp16", "bf16" or "no", where the configuration says nothing;
+        "fp8" is "bf16" to it.
+
+        Raises:
+            ConfigError: the configuration says another one.
+        """
+        wanted = "bf16" if mixed_precision == "fp8" else mixed_precision
+        self.resolve_precision(wanted)
+        for name in ("fp16", "bf16"):
+            if is_open(self.get_value(f"{name}.enabled")):
+                self.hf_ds_config.set_value(f"{name}.enabled", name == wanted)
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Refused: a plugin does not know those beside it.
+
+        Raises:
+            ConfigError: says how one is chosen.
+        """
+        if not _from_accelerator_state:
+            raise ConfigError(
+                "DeepSpeedPlugin.select() cannot know the plugins beside this one: call "
+                "accelerator.state.select_deepspeed_plugin(name)"
+            )
+        self.selected = True
+        self.set_deepspeed_weakref()
+
     def is_zero3_init_enabled(self) -> bool:
         """Whether ``from_pretrained`` of Transformers puts weights in parts as it reads them."""
         return bool(self.zero3_init_flag)
@@ -256,7 +348,7 @@ class DeepSpeedPlugin:
         # By name: no dependency, but a library that a training may use beside this one.
         integration: Any = importlib.import_module("transformers.integrations.deepspeed")
         integration.unset_hf_deepspeed_config()
-        self._for_transformers = None
+        self.dschf = None
         if not self.zero3_init_flag:
             return
         # It wants numbers where ``prepare`` is yet to fill them in; none of them counts for how
@@ -266,7 +358,7 @@ class DeepSpeedPlugin:
         )
         config.setdefault("train_micro_batch_size_per_gpu", 1)
         # It keeps no more than a weak reference.
-        self._for_transformers = integration.HfDeepSpeedConfig(config)
+        self.dschf = integration.HfDeepSpeedConfig(config)
 
     def set_moe_leaf_modules(self, model: Module) -> None:
         """Let stage 3 gather the layers of experts in a model as a whole.
@@ -386,8 +478,8 @@ class DeepSpeedPlugins:
         """
         wanted = self.named(name)
         for plugin in self.by_name.values():
-            plugin.selected = plugin is wanted
-        wanted.set_deepspeed_weakref()
+            plugin.selected = False
+        wanted.select(_from_accelerator_state=True)
 
     def share(self) -> None:
         """Let an ``Accelerator`` that is made later, without plugins, choose among these too.

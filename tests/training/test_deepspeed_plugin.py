@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from accelerate.utils import DeepSpeedPlugin as PeerPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig as PeerConfig
 from notebook_accel.utils import HfDeepSpeedConfig
 
@@ -234,6 +235,50 @@ def test_questions_are_answered_as_by_accelerate() -> None:
     assert ours.config == theirs.config
     assert not ours.is_offload()
     assert "offload_param" in given["zero_optimization"], "the user's own stays"
+
+
+VALUES = {"train_batch_size": 8, "optimizer.params.lr": 0.1, "bf16.enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda plugin: plugin.deepspeed_config_process(**VALUES), None),
+        (lambda plugin: plugin.deepspeed_config_process(**VALUES, steps=2), "steps"),
+        (lambda plugin: plugin.deepspeed_config_process(**VALUES, steps=2, must_match=False), None),
+        (lambda plugin: plugin.deepspeed_config_process(train_batch_size=8), "optimizer.params.lr"),
+        (lambda plugin: plugin.fill_match("optimizer.params.lr", **VALUES), None),
+        (lambda plugin: plugin.fill_match("no.such.entry", **VALUES), None),
+        (lambda plugin: plugin.fill_match("train_batch_size"), "train_batch_size"),
+        (lambda plugin: plugin.set_mixed_precision("bf16"), None),
+        (lambda plugin: plugin.set_mixed_precision("fp8"), None),
+        (lambda plugin: plugin.set_mixed_precision("no"), None),
+        (lambda plugin: plugin.select(), "by calling|: call "),
+    ],
+)
+def test_code_completes_a_configuration_as_in_accelerate(call: Any, error: str | None) -> None:
+    given = {
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": 1,
+        "steps": 3,
+        "optimizer": {"params": {"lr": "auto"}},
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": False},
+        **ZERO,
+    }
+    plugins: Any = [kind(hf_ds_config=given) for kind in (DeepSpeedPlugin, PeerPlugin)]
+    for plugin in plugins:
+        with nullcontext() if error is None else pytest.raises(ValueError, match=error):
+            call(plugin)
+    ours, theirs = (plugin.deepspeed_config for plugin in plugins)
+    assert ours == theirs
+
+
+def test_a_precision_is_not_set_beside_that_of_the_configuration() -> None:
+    for kind in (DeepSpeedPlugin, PeerPlugin):
+        plugin = kind(hf_ds_config={"fp16": {"enabled": True}, **ZERO})
+        with pytest.raises(ValueError, match=r"bf16.*fp16"):
+            plugin.set_mixed_precision("bf16")
 
 
 def test_transformers_is_told_whether_to_divide_weights(monkeypatch: pytest.MonkeyPatch) -> None:
