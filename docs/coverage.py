@@ -52,8 +52,9 @@ MODULES = (
 # These gather what others define; elsewhere what the module itself defines counts.
 GATHERING = (PEER, f"{PEER}.utils")
 WITH_CONSTANTS = (f"{PEER}.utils", f"{PEER}.utils.constants")
-# What stands there can be made, and is refused where it would be used.
-NOT_BUILT = "notebook_accel.training.not_built"
+# What stands there is refused where it is used: settings, which can be made, and what cannot.
+NOT_MADE = "notebook_accel.training.refused"
+NOT_BUILT = ("notebook_accel.training.not_built", NOT_MADE)
 # Arguments that ours takes as **kwargs, by the name of the class or function.
 TAKEN: dict[str, set[str]] = {}
 REFUSED = {"Accelerator": set(plan.UNBUILT)}
@@ -204,7 +205,7 @@ def is_here(ours: Any) -> str:
     """What the page says of a name, by our value of it; None where there is none."""
     if ours is None:
         return "no"
-    return "refused" if getattr(ours, "__module__", "") == NOT_BUILT else "yes"
+    return "refused" if getattr(ours, "__module__", "") in NOT_BUILT else "yes"
 
 
 def page() -> str:
@@ -221,8 +222,8 @@ _HEAD = """\
 Made by `.venv/bin/python docs/coverage.py` against accelerate {version}: the public names of the
 modules below, the members of their classes, and whether the same path under `notebook_accel` has
 them. What is alike in name, arguments and defaults is listed first; the tables have the rest. `no`:
-an `ImportError` or `AttributeError`; `refused`: it can be made, and what would use it raises a
-`ConfigError` that says what there is, as `Accelerator(megatron_lm_plugin=)` and
+an `ImportError` or `AttributeError`; `refused`: it can be imported, and settings can be made, and
+its use raises a `ConfigError` that says what there is, as `Accelerator(megatron_lm_plugin=)` and
 `torch_tp_plugin=` do; `yes`: it is there, and its arguments or defaults differ as the table says.
 The members of a class stand where the class is met first, with what its methods assign to `self`,
 much of which Accelerate keeps for itself, and without what it has from torch.
@@ -251,12 +252,16 @@ def _section(name: str, seen: set[type]) -> str:
     for each in names:
         value, here = getattr(theirs, each), getattr(ours, each, None)
         _compare(each, value, here, alike, rows)
-        if inspect.isclass(value) and value not in seen and here is not None:
+        if inspect.isclass(value) and value not in seen and _has_members(here):
             seen.add(value)
             for member in members(value):
                 _compare_member(each, member, value, here, alike_in.setdefault(each, []), rows)
     num_here = sum(is_here(getattr(ours, each, None)) == "yes" for each in names)
     return _text(f"`{path}`: {num_here} of {len(names)}", {"": alike, **alike_in}, rows)
+
+
+def _has_members(ours: Any) -> bool:
+    return ours is not None and getattr(ours, "__module__", "") != NOT_MADE
 
 
 def _compare(path: str, theirs: Any, ours: Any, alike: list[str], rows: list[str]) -> None:

@@ -19,10 +19,17 @@ __all__ = [
     "get_module_children_bottom_up",
     "get_module_class_from_name",
     "get_pretty_name",
+    "has_transformer_engine_layers",
     "is_peft_model",
     "model_has_dtensor",
     "recursive_getattr",
 ]
+
+
+def has_transformer_engine_layers(model: Module) -> bool:
+    """Whether a layer of the model is NVIDIA's Transformer Engine's; that need not be installed."""
+    kinds = {kind for part in model.modules() for kind in type(part).__mro__}
+    return any(kind.__module__.split(".")[0] == "transformer_engine" for kind in kinds)
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from typing import Any
 
@@ -10,6 +11,7 @@ import accelerate.utils as peer
 import pytest
 
 from notebook_accel import Accelerator, ConfigError, ParallelismConfig, utils
+from notebook_accel.training import refused
 from tests.training.single import fresh_rank  # noqa: F401
 
 NAMES = [
@@ -149,3 +151,27 @@ def test_a_script_that_makes_them_and_does_not_use_them_runs() -> None:
     handler = utils.DeepSpeedSequenceParallelConfig(sp_attn_implementation="org/flash-attn3")
     config = ParallelismConfig(sp_size=1, sp_handler=handler)
     assert Accelerator(cpu=True, parallelism_config=config, megatron_lm_plugin=None)
+
+
+def test_what_drives_other_libraries_says_what_there_is() -> None:
+    for name in refused.__all__:
+        with pytest.raises(ConfigError, match=rf"{name}\(\): there is no .* here"):
+            getattr(refused, name)(1, model=2)
+
+    class Own(utils.GPTTrainStep):
+        pass
+
+    with pytest.raises(ConfigError, match=r"Own\(\): there is no Megatron-LM here; torch divides"):
+        Own()
+
+
+@pytest.mark.parametrize("door", ["launch", "megatron_lm", "torch_xla", "transformer_engine"])
+def test_scripts_that_import_them_run(door: str) -> None:
+    theirs = importlib.import_module(f"accelerate.utils.{door}")
+    wanted = {
+        name
+        for name, value in vars(theirs).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == theirs.__name__
+    }
+    assert wanted
+    assert wanted <= set(dir(importlib.import_module(f"notebook_accel.utils.{door}")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import socket
 import sys
 import warnings
@@ -484,6 +485,39 @@ def test_loaders_are_made_by_accelerates_arguments() -> None:
         kind = getattr(notebook_accel.data_loader, name)
         with pytest.raises(ConfigError, match=rf"{name}\(use_stateful_dataloader=True\): "):
             kind(range(2), use_stateful_dataloader=True)
+
+
+def test_a_spawned_process_is_told_its_number(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def note(*words: str) -> None:
+        seen.append((*words, *(os.environ[name] for name in ("LOCAL_RANK", "RANK"))))
+
+    nothing = {"local_rank": "", "rank": "", "fork_launched": ""}  # and nothing is left behind
+    for kind in (utils.PrepareForLaunch, peer.PrepareForLaunch):
+        for asked in ("NO", "MULTI_CPU", "MULTI_GPU"):
+            with utils.patch_environment(nproc=4, node_rank=2, **nothing):
+                kind(note, asked)(1, "a")
+                assert os.environ["FORK_LAUNCHED"] == "1"
+    assert seen[:3] == seen[3:] == [("a", "", ""), ("a", "1", "9"), ("a", "1", "9")]
+    meet = utils.PrepareForLaunch(lambda: seen.append(torch.distributed.get_rank()), debug=True)
+    with pytest.raises(ConfigError, match="WORLD_SIZE and ACCELERATE_DEBUG_RDV_FILE is not set"):
+        meet(0)
+    here = {"world_size": 1, "gloo_socket_ifname": "lo"}
+    file = tmp_path / "meeting"
+    with utils.patch_environment(accelerate_debug_rdv_file=file, **here, **nothing):
+        meet(0)
+    torch.distributed.destroy_process_group()
+    assert seen[-1] == 0
+    with utils.patch_environment(some_paths="a::b"):
+        for module in (utils, peer):
+            assert module.launch.env_var_path_add("SOME_PATHS", "c") == "a:b:c"
+
+
+def test_layers_of_transformer_engine_are_known_without_it() -> None:
+    theirs = type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch.module"})
+    assert utils.has_transformer_engine_layers(nn.Sequential(theirs(1, 1)))
+    assert not utils.has_transformer_engine_layers(nn.Sequential(nn.Linear(1, 1)))
 
 
 def test_a_state_without_an_accelerator_has_no_plugins() -> None:

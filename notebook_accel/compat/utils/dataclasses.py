@@ -31,6 +31,9 @@ from notebook_accel.training.parallelism import (
 from notebook_accel.training.parallelism import (
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
+from notebook_accel.training.refused import (
+    add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
+)
 from notebook_accel.training.settings import AutocastKwargs as AutocastKwargs
 from notebook_accel.training.settings import ComputeEnvironment as ComputeEnvironment
 from notebook_accel.training.settings import DDPCommunicationHookType as DDPCommunicationHookType
