@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.float8 import AORecipeKwargs
 from notebook_accel.training.notices import notice_once
 from notebook_accel.training.plan import check_rng_types, resolve_loaders
 from notebook_accel.training.processes import ProcessView
@@ -93,6 +94,18 @@ class ConfiguredView(ProcessView):
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The DeepSpeed plugin that ``prepare`` uses now; None without DeepSpeed."""
         return None if self._plan.deepspeed is None else self._plan.deepspeed.active
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any] | None:
+        """That plugin's configuration, which ``prepare`` completes; None without DeepSpeed."""
+        plugin = self.deepspeed_plugin
+        return None if plugin is None else plugin.deepspeed_config
+
+    @property
+    def deepspeed_engine_wrapped(self) -> Any:
+        """What takes DeepSpeed's engine through a step, with ``engine`` inside; None before a model
+        is prepared, and without DeepSpeed."""
+        return getattr(self._plan.strategy, "engine", None)
 
     @property
     def is_fsdp2(self) -> bool:
@@ -215,6 +228,21 @@ class ConfiguredView(ProcessView):
     @profile_handler.setter
     def profile_handler(self, value: ProfileKwargs | None) -> None:
         self._set_handler(ProfileKwargs, value)
+
+    # Of libraries that are not used here: such a handler is refused.
+    fp8_recipe_handler: None = None
+    te_recipe_handler: None = None
+    msamp_recipe_handler: None = None
+
+    @property
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """How layers compute in 8 bits; None where they do not."""
+        return self._handler(AORecipeKwargs) or self._plan.precision.recipe
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Whether there is one."""
+        return self.ao_recipe_handler is not None
 
     @property
     def scaler_handler(self) -> GradScalerKwargs | None:

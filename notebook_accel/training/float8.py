@@ -20,7 +20,7 @@ from notebook_accel.training.environment import parse_flag_from_env
 from notebook_accel.training.settings import KwargsHandler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from torch.nn import Module
 
@@ -29,6 +29,8 @@ __all__ = [
     "check_cuda_fp8_capability",
     "convert_model_to_fp8_ao",
     "filter_first_and_last_linear_layers",
+    "filter_linear_layers",
+    "find_first_last_linear_layers",
     "has_ao_layers",
     "torchao_required",
 ]
@@ -138,14 +140,14 @@ def convert_model_to_fp8_ao(
     from torchao.float8 import convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
-    ends = _first_and_last_linear(model)
+    ends = find_first_last_linear_layers(model)
 
     def is_chosen(module: Module, name: str) -> bool:
         if isinstance(module, Float8Linear):
             return False
         if module_filter_func is not None:
             return module_filter_func(module, name)
-        return name not in ends and _has_fitting_sizes(module)
+        return filter_linear_layers(module, name, ends)
 
     convert_to_float8_training(model, module_filter_fn=is_chosen, config=config)
 
@@ -158,18 +160,30 @@ def filter_first_and_last_linear_layers(module: Module, fqn: str) -> bool:
             itself, its sizes have to be multiples of 16.
         fqn: name of the layer in it.
     """
-    return fqn not in _first_and_last_linear(module) and _has_fitting_sizes(module)
+    return filter_linear_layers(module, fqn, find_first_last_linear_layers(module))
 
 
-def _first_and_last_linear(model: Module) -> set[str]:
+def find_first_last_linear_layers(model: Module) -> tuple[str | None, str | None]:
+    """The names of a model's first and last linear layer; None where it has none."""
     linear = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
-    return {linear[0], linear[-1]} if linear else set()
+    return (linear[0], linear[-1]) if linear else (None, None)
 
 
-def _has_fitting_sizes(module: Module) -> bool:
-    if not isinstance(module, torch.nn.Linear):
-        return True
-    return not any(size % _DIVISOR for size in (module.in_features, module.out_features))
+def filter_linear_layers(
+    module: Module, fqn: str, layers_to_filter: Collection[str | None]
+) -> bool:
+    """Whether a layer is one to convert: a linear one has sizes that are multiples of 16.
+
+    Args:
+        module: the layer.
+        fqn: its name.
+        layers_to_filter: names of layers that are left as they are.
+    """
+    if isinstance(module, torch.nn.Linear) and (
+        module.in_features % _DIVISOR or module.out_features % _DIVISOR
+    ):
+        return False
+    return fqn not in layers_to_filter
 
 
 def check_cuda_fp8_capability() -> bool:

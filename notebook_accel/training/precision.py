@@ -35,6 +35,8 @@ class Precision:
     dtype: ClassVar[torch.dtype | None] = None
     converts_layers: ClassVar[bool] = False
     """Whether a model gets layers of another class, which need to be whole."""
+    recipe: AORecipeKwargs | None = None
+    """How layers are converted; None where they are not."""
     is_on = True
     """Whether operations are cast to it at all; the user may turn that off (``native_amp``)."""
 
@@ -99,11 +101,11 @@ class Float8(BFloat16):
         self, device: torch.device, *, recipe: AORecipeKwargs | None = None, **options: Any
     ) -> None:
         super().__init__(device, **options)
-        self._recipe = recipe or AORecipeKwargs()
-        self._recipe.check_device(device)
+        self.recipe: AORecipeKwargs = recipe or AORecipeKwargs()
+        self.recipe.check_device(device)
 
     def wrap(self, model: torch.nn.Module) -> None:
-        self._recipe.convert(model)
+        self.recipe.convert(model)
         super().wrap(model)
 
 

@@ -39,6 +39,11 @@ class PreparedLists:
         self._models[:] = models
 
     @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether an optimizer was prepared that steps as it goes back (``lomo_backward``)."""
+        return any(hasattr(one.optimizer, "fused_backward") for one in self._prepared.optimizers)
+
+    @property
     def _optimizers(self) -> list[Any]:
         return self._prepared.optimizers
 

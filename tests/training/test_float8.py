@@ -59,7 +59,10 @@ def test_what_does_not_multiply_in_8_bits_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_other_code_computes_as_the_emulating_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8, "is_torchao_available", lambda: True)
-    Accelerator(**ASKED, kwargs_handlers=[recipe(emulate=True)])
+    given = recipe(emulate=True)
+    accelerator = Accelerator(**ASKED, kwargs_handlers=[given])
+    assert accelerator.has_fp8_handler
+    assert accelerator.ao_recipe_handler is given
     with utils.get_mixed_precision_context_manager(native_amp=True):
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
 

@@ -16,6 +16,7 @@ import accelerate
 import accelerate.utils as peer
 import pytest
 import torch
+from accelerate.utils import ao as peer_ao
 from accelerate.utils import environment as peer_environment
 from accelerate.utils import memory as peer_memory
 from torch import nn
@@ -286,7 +287,9 @@ def test_methods_for_lomo_and_device_maps() -> None:
     before = model.weight.item()
     with pytest.raises(ConfigError, match="lomo_optim"):
         accelerator.lomo_backward(model(torch.ones(1)).sum(), 0.5)
+    assert not accelerator.has_lomo_optimizer
     accelerator.prepare(Fused(model.parameters(), lr=1.0))
+    assert accelerator.has_lomo_optimizer
     accelerator.lomo_backward(model(torch.ones(1)).sum(), 0.5)
     assert model.weight.item() == pytest.approx(before - 0.5)
     accelerator.backward(model(torch.ones(1)).sum(), learning_rate=0.5)
@@ -320,6 +323,10 @@ def test_which_layers_and_devices_multiply_in_8_bits(monkeypatch: pytest.MonkeyP
             assert utils.filter_first_and_last_linear_layers(part, name) == expected
             expected = peer.filter_first_and_last_linear_layers(root, name)
             assert utils.filter_first_and_last_linear_layers(root, name) == expected
+            expected = peer_ao.filter_linear_layers(part, name, ["1", "4"])
+            assert utils.ao.filter_linear_layers(part, name, ["1", "4"]) == expected
+        expected = peer_ao.find_first_last_linear_layers(root)
+        assert utils.ao.find_first_last_linear_layers(root) == expected
     assert not utils.check_cuda_fp8_capability() or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(peer_environment, "_nvidia_smi", lambda: "no-such-program")

@@ -54,3 +54,4 @@ from notebook_accel.training.settings import ProfileKwargs as ProfileKwargs
 from notebook_accel.training.settings import ProjectConfiguration as ProjectConfiguration
 from notebook_accel.training.settings import RNGType as RNGType
 from notebook_accel.training.settings import SageMakerDistributedType as SageMakerDistributedType
+from notebook_accel.training.tensor_layout import TensorInformation as TensorInformation

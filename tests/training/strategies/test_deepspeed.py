@@ -226,7 +226,8 @@ def use_configurations(folder: str) -> dict[str, Any]:
     scheduler: Any = DummyScheduler(optimizer, total_num_steps=16, warmup_num_steps=4)
     loader: Any = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
-    seen["filled"] = plugin.deepspeed_config
+    assert accelerator.deepspeed_engine_wrapped.engine is model
+    seen["filled"] = accelerator.deepspeed_config
     seen["kinds"] = [type(one).__name__ for one in (model, optimizer, scheduler)]
     seen["active"] = get_active_deepspeed_plugin(accelerator.state) is plugin
     seen["type"] = str(accelerator.distributed_type)
