@@ -87,6 +87,19 @@ def test_without_the_library_the_error_says_how_to_get_it(monkeypatch: pytest.Mo
         Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin())
 
 
+def test_a_device_without_fp16_is_told_before_anything_is_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = SimpleNamespace(is_fp16_supported=lambda: None)
+    library = SimpleNamespace(accelerator=SimpleNamespace(get_accelerator=lambda: device))
+    monkeypatch.setattr(deepspeed_plugin, "is_deepspeed_available", lambda: True)
+    monkeypatch.setattr(deepspeed, "_load_library", lambda *_: library)
+    asked: Any = {"cpu": True, "deepspeed_plugin": DeepSpeedPlugin()}
+    with pytest.raises(ConfigError, match=r"fp16 on the cpu of this machine; use .*bf16"):
+        Accelerator(**asked, mixed_precision="fp16")
+    assert Accelerator(**asked, mixed_precision="bf16").deepspeed_engine_wrapped is None
+
+
 class Counting(torch.nn.Module):
     """Keeps what is no tensor, beside one that is."""
 

@@ -81,6 +81,12 @@ class DeepSpeedZero(Strategy):
         self._dtypes: dict[str, torch.dtype] = {}
         self._makes_group = not has_process_group()
         self._library = _load_library(self.topology.device, self.topology.local_process_index)
+        device = self._library.accelerator.get_accelerator()
+        if self.precision.name == "fp16" and not device.is_fp16_supported():
+            raise ConfigError(
+                f'mixed_precision="fp16": DeepSpeed does not compute in fp16 on the '
+                f'{self.topology.device.type} of this machine; use mixed_precision="bf16"'
+            )
 
     def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
         if scaler is not None:

@@ -49,8 +49,9 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulation, clipping a window": {"accumulate": 2, "clip": 0.05, "whole": True},
     "accumulation, uneven end": {"accumulate": 3, "optimizer": "sgd", "samples": 14},
     "bf16": {"precision": "bf16", "accumulate": 2, "clip": 0.5, "optimizer": "sgd"},
+    "fp16": {"precision": "fp16", "accumulate": 2, "clip": 0.5, "optimizer": "sgd"},
 }
-ROUNDING = 2.0**-8  # of bf16
+ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def trained() -> list[dict[str, dict[str, Any]]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [name for name in CASES if name != "bf16"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ROUNDING])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_equals_one_process(kind: str, name: str, trained: list[Any]) -> None:
     expected, steps = twin(2, CASES[name]), 16
@@ -81,14 +82,29 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     )
 
 
+@pytest.mark.parametrize("precision", ROUNDING)
 @pytest.mark.parametrize("kind", KINDS)
-def test_bf16_stays_near_full_precision(kind: str, trained: list[Any]) -> None:
-    expected = twin(2, CASES["bf16"])
+def test_16_bits_stay_near_full_precision(kind: str, precision: str, trained: list[Any]) -> None:
+    expected, rounding = twin(2, CASES[precision]), ROUNDING[precision]
     for result in trained:
-        ours = result[kind]["bf16"]
-        assert ours["losses"] == pytest.approx(expected["losses"], rel=8 * ROUNDING)
+        ours = result[kind][precision]
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=8 * rounding)
         assert ours["losses"] != expected["losses"]
-        assert ours["norms"] == pytest.approx(expected["norms"], rel=64 * ROUNDING)
+        assert ours["norms"] == pytest.approx(expected["norms"], rel=64 * rounding)
+
+
+def overflows() -> list[list[tuple[bool, bool]]]:
+    deepspeeds.accelerator_for("stage 0")
+    deepspeeds.compute_in_fp16()
+    return [[deepspeeds.step_in_fp16(kind, power) for power in (40, 8)] for kind in KINDS]
+
+
+@pytest.mark.timeout(200)
+def test_an_overflow_in_fp16_leaves_the_step_out() -> None:
+    first, second = run_ranks(overflows, 2, timeout=150)
+    assert first == [[(True, True), (False, False)]] * len(KINDS)
+    # Weights in parts are joined on the first rank alone.
+    assert [[skipped for skipped, _ in each] for each in second] == [[True, False]] * len(KINDS)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------
@@ -168,7 +184,7 @@ def test_resumed_training_is_the_same_to_the_bit_and_weights_are_whole(tmp_path:
         assert first["types"] == {"torch.float32"}
         # Stage 0 writes the weights in 16 bits alone, as DeepSpeed has it.
         is_rounded = kind == "stage 0" and precision == "bf16"
-        assert distance(alone[number], first["weights"]) <= (ROUNDING if is_rounded else 0)
+        assert distance(alone[number], first["weights"]) <= (ROUNDING["bf16"] if is_rounded else 0)
         model = Tiny()
         load_model(model, tmp_path / f"{kind}_{precision}_model" / "model.safetensors")
         exported = {name: value.tolist() for name, value in model.state_dict().items()}
