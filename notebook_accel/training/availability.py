@@ -101,6 +101,16 @@ def is_torchdata_stateful_dataloader_available() -> bool:
     return _is_installed("torchdata") and compare_versions("torchdata", ">=", "0.8.0")
 
 
+def is_numpy_available(min_version: str = "1.25.0") -> bool:
+    """Whether numpy is there, of this version at least."""
+    return _is_installed("numpy") and compare_versions("numpy", ">=", min_version)
+
+
+def is_torch_distributed_available() -> bool:
+    """Whether torch was built with process groups."""
+    return torch.distributed.is_available()
+
+
 def is_fp8_available() -> bool:
     """Whether a library that computes in 8 bits is there."""
     return _is_installed("torchao") or _is_installed("transformer_engine")
@@ -158,6 +168,7 @@ is_schedulefree_available = partial(_is_installed, "schedulefree")
 is_swanlab_available = partial(_is_installed, "swanlab")
 is_tensorboard_available = partial(_is_installed, "tensorboard")
 is_timm_available = partial(_is_installed, "timm")
+is_tqdm_available = partial(_is_installed, "tqdm")
 is_torchao_available = partial(_is_installed, "torchao")
 is_torchdata_available = partial(_is_installed, "torchdata")
 is_torchvision_available = partial(_is_installed, "torchvision")
@@ -168,6 +179,9 @@ is_triton_available = partial(_is_installed, "triton")
 is_wandb_available = partial(_is_installed, "wandb")
 
 __all__ = [
+    "is_numpy_available",
+    "is_torch_distributed_available",
+    "is_tqdm_available",
     "is_xccl_available",
     "is_weights_only_available",
     "is_transformer_engine_mxfp8_available",

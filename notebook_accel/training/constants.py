@@ -5,11 +5,19 @@ from __future__ import annotations
 from notebook_accel.training.settings import DistributedType
 
 __all__ = [
+    "BETA_CP_AVAILABLE_PYTORCH_VERSION",
+    "BETA_SP_AVAILABLE_DEEPSPEED_VERSION",
+    "BETA_TP_AVAILABLE_PYTORCH_VERSION",
+    "BETA_TP_AVAILABLE_TRANSFORMERS_VERSION",
     "CUDA_DISTRIBUTED_TYPES",
     "DEEPSPEED_MULTINODE_LAUNCHERS",
+    "DTENSOR_PYTORCH_VERSION",
+    "ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION",
+    "FSDP2_PYTORCH_VERSION",
     "FSDP2_STATE_DICT_TYPE",
     "FSDP_AUTO_WRAP_POLICY",
     "FSDP_BACKWARD_PREFETCH",
+    "FSDP_PYTORCH_VERSION",
     "FSDP_SHARDING_STRATEGY",
     "FSDP_STATE_DICT_TYPE",
     "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
@@ -22,6 +30,16 @@ __all__ = [
 # From which torch on its profiler follows such devices.
 MITA_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.1.0"
 XPU_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.4.0"
+
+# From which versions on Accelerate offers what they name; here that depends on them not at all.
+BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.6.0"
+BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "0.18.2"
+BETA_TP_AVAILABLE_PYTORCH_VERSION = "2.3.0"
+BETA_TP_AVAILABLE_TRANSFORMERS_VERSION = "4.52.0"
+DTENSOR_PYTORCH_VERSION = "2.5.0"
+ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION = "2.2.0"
+FSDP2_PYTORCH_VERSION = "2.6.0"
+FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"
 
 # What the options of FSDP, DeepSpeed and torch.compile may be: menus are made of these lists, and a
 # number stands for a place in the first four.

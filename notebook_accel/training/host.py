@@ -18,6 +18,7 @@ from notebook_accel.training import environment
 __all__ = [
     "check_cuda_p2p_ib_support",
     "check_os_kernel",
+    "get_driver_version",
     "get_free_port",
     "get_gpu_info",
     "is_port_in_use",
@@ -100,6 +101,15 @@ def get_gpu_info() -> tuple[list[str], int]:
     """
     names = _ask_nvidia("name")
     return names, len(names)
+
+
+def get_driver_version() -> str:
+    """The version of NVIDIA's driver, asked of ``nvidia-smi``.
+
+    Raises:
+        FileNotFoundError: there is no ``nvidia-smi``.
+    """
+    return _ask_nvidia("driver_version")[0]
 
 
 def check_cuda_p2p_ib_support() -> bool:

@@ -12,6 +12,7 @@ from notebook_accel.training.nested import recursively_apply
 __all__ = [
     "TensorInformation",
     "get_data_structure",
+    "get_shape",
     "initialize_tensors",
     "is_tensor_information",
 ]
@@ -39,6 +40,11 @@ def get_data_structure(data: Any) -> Any:
         return TensorInformation(shape=tensor.shape, dtype=tensor.dtype)
 
     return recursively_apply(describe, data)
+
+
+def get_shape(data: Any) -> Any:
+    """The same lists, tuples and mappings, with a list of its sizes for each tensor."""
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:

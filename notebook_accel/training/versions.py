@@ -14,9 +14,10 @@ from notebook_accel.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["compare_versions", "is_torch_version"]
+__all__ = ["STR_OPERATION_TO_FUNC", "compare_versions", "is_torch_version"]
 
-_COMPARISONS: dict[str, Callable[[TorchVersion, str], bool]] = {
+# The name is Accelerate's.
+STR_OPERATION_TO_FUNC: dict[str, Callable[[TorchVersion, str], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
     ">": operator.gt,
@@ -38,13 +39,15 @@ def compare_versions(library_or_version: str, operation: str, requirement_versio
         ConfigError: there is no such comparison.
         PackageNotFoundError: there is no such library.
     """
-    if operation not in _COMPARISONS:
-        raise ConfigError(f"{operation!r} is no comparison: expected {', '.join(_COMPARISONS)}")
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise ConfigError(
+            f"{operation!r} is no comparison: expected {', '.join(STR_OPERATION_TO_FUNC)}"
+        )
     found = str(library_or_version)
     if not found[:1].isdigit():
         found = importlib.metadata.version(found)
     # Torch's own type compares any versions by the rules of Python packages.
-    return bool(_COMPARISONS[operation](TorchVersion(found), requirement_version))
+    return bool(STR_OPERATION_TO_FUNC[operation](TorchVersion(found), requirement_version))
 
 
 def is_torch_version(operation: str, version: str) -> bool:

@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import notebook_accel
 from notebook_accel import ConfigError, utils
-from notebook_accel.training import rich_tracebacks
+from notebook_accel.training import constants, rich_tracebacks
 from notebook_accel.training.data import DataLoaderShard, active_loaders
 from notebook_accel.training.data.samplers import BatchSamplerShard
 from notebook_accel.training.optimizer import AcceleratedOptimizer
@@ -44,22 +44,6 @@ PROBES = [
     "is_transformer_engine_mxfp8_available",
     "is_weights_only_available",
     "is_xccl_available",
-]
-
-
-CONSTANTS = [
-    "CUDA_DISTRIBUTED_TYPES",
-    "DEEPSPEED_MULTINODE_LAUNCHERS",
-    "FSDP2_STATE_DICT_TYPE",
-    "FSDP_AUTO_WRAP_POLICY",
-    "FSDP_BACKWARD_PREFETCH",
-    "FSDP_SHARDING_STRATEGY",
-    "FSDP_STATE_DICT_TYPE",
-    "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
-    "TORCH_DISTRIBUTED_OPERATION_TYPES",
-    "TORCH_DYNAMO_MODES",
-    "TORCH_LAUNCH_PARAMS",
-    "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
 ]
 
 
@@ -88,14 +72,23 @@ def test_texts_are_asked_for_as_in_accelerate(name: str) -> None:
     assert 3 not in ours
 
 
-@pytest.mark.parametrize("name", CONSTANTS)
-def test_constants_are_accelerates(name: str) -> None:
-    assert sorted(getattr(utils.constants, name)) == sorted(getattr(peer.constants, name))
+def test_constants_are_accelerates() -> None:
+    elsewhere = ("STR_OPERATION_TO_FUNC", "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING")
+    for name in (*constants.__all__, *elsewhere):
+        ours, theirs = getattr(utils.constants, name), getattr(peer.constants, name)
+        if isinstance(theirs, (dict, str)):
+            assert ours == theirs, name
+        else:
+            assert set(ours) == set(theirs), name
 
 
 def test_versions_of_what_is_probed() -> None:
     assert utils.is_bnb_available("0.1") == peer.is_bnb_available("0.1")
     assert not utils.is_bnb_available("999")
+    assert utils.imports.is_numpy_available() is peer.imports.is_numpy_available() is True
+    assert not utils.imports.is_numpy_available("999")
+    for name in ("is_tqdm_available", "is_torch_distributed_available"):
+        assert getattr(utils.imports, name)() is getattr(peer.imports, name)() is True
     assert not utils.is_mps_available("999")
 
 
@@ -130,10 +123,19 @@ def test_tensors_without_their_values() -> None:
     made = utils.initialize_tensors(layout)
     assert (made["a"].shape, made["b"][0].dtype) == ((2, 3), torch.int64)
     assert utils.is_torch_tensor(made["a"])
+    assert utils.operations.get_shape(data["a"]) == peer.operations.get_shape(data["a"]) == [2, 3]
     assert utils.ignorant_find_batch_size(data) == 2
     assert utils.ignorant_find_batch_size("text") is None
     assert utils.honor_type(obj=Pair(1, 2), generator=iter([3, 4])) == Pair(3, 4)
     assert utils.is_namedtuple(data=Pair(1, 2))
+
+
+def test_devices_are_told_apart_as_there() -> None:
+    devices = [torch.device(name) for name in ("cpu", "cuda", "cuda:0", "cuda:1", "meta")]
+    for first in devices:
+        for second in devices:
+            ours = utils.modeling.check_device_same(first, second)
+            assert ours == peer.modeling.check_device_same(first, second), (first, second)
 
 
 def test_states_for_safetensors_hold_tied_weights_once() -> None:
@@ -176,6 +178,7 @@ def test_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(host, "_ask_nvidia", answers.__getitem__)
         assert utils.check_cuda_p2p_ib_support() is expected
     assert utils.get_gpu_info() == (["NVIDIA GeForce RTX 4090"] * 2, 2)
+    assert utils.environment.get_driver_version() == "560.28"
 
 
 def test_weights_are_tied_again_after_they_got_memory() -> None:

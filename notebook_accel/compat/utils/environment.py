@@ -24,5 +24,7 @@ from notebook_accel.training.float8 import (
     check_cuda_fp8_capability as check_cuda_fp8_capability,
 )
 from notebook_accel.training.host import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
+from notebook_accel.training.host import get_driver_version as get_driver_version
 from notebook_accel.training.host import get_gpu_info as get_gpu_info
+from notebook_accel.training.host import set_numa_affinity as override_numa_affinity
 from notebook_accel.training.host import set_numa_affinity as set_numa_affinity

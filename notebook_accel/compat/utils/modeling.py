@@ -38,6 +38,7 @@ from notebook_accel.training.big_modeling.sizes import (
 )
 from notebook_accel.training.big_modeling.sizes import get_max_layer_size as get_max_layer_size
 from notebook_accel.training.big_modeling.sizes import get_module_leaves as get_module_leaves
+from notebook_accel.training.big_modeling.tensors import check_device_same as check_device_same
 from notebook_accel.training.big_modeling.tensors import id_tensor_storage as id_tensor_storage
 from notebook_accel.training.big_modeling.tensors import (
     named_module_tensors as named_module_tensors,

@@ -26,5 +26,6 @@ from notebook_accel.training.operations import *
 from notebook_accel.training.strategies.zero_engine import GatheredParameters as GatheredParameters
 from notebook_accel.training.tensor_layout import TensorInformation as TensorInformation
 from notebook_accel.training.tensor_layout import get_data_structure as get_data_structure
+from notebook_accel.training.tensor_layout import get_shape as get_shape
 from notebook_accel.training.tensor_layout import initialize_tensors as initialize_tensors
 from notebook_accel.training.tensor_layout import is_tensor_information as is_tensor_information

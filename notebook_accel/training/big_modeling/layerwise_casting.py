@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
-__all__ = ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
+__all__ = [
+    "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
+    "LayerwiseCastingHook",
+    "attach_layerwise_casting_hooks",
+]
 
 # Layers whose forward uses no weights but their own, through the module itself.
-_CAST = (
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     nn.Linear,
     nn.Conv1d,
     nn.Conv2d,
@@ -86,6 +90,6 @@ def attach_layerwise_casting_hooks(
             re.search(pattern, name) for pattern in patterns
         ):
             skipped.append(name)
-        elif isinstance(layer, _CAST):
+        elif isinstance(layer, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
             hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
             add_hook_to_module(layer, hook, append=True)

@@ -25,6 +25,7 @@ __all__ = [
     "AnyDevice",
     "TiedMap",
     "as_device",
+    "check_device_same",
     "id_tensor_storage",
     "named_module_tensors",
     "non_persistent_buffers",
@@ -50,6 +51,15 @@ def as_device(device: AnyDevice) -> torch.device:
             'use "cpu" or "disk"'
         )
     return torch.device(device)
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Whether two devices are one; an accelerator without an index is the first of its kind."""
+    first, second = (
+        (device.type, 0 if device.type == "cpu" else device.index or 0)
+        for device in (first_device, second_device)
+    )
+    return first == second
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
