@@ -57,7 +57,7 @@ class AgentLink:
     kill: Callable[[], None]
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def rank_numbers(self) -> tuple[int, ...]:
         """The numbers of its ranks among all ranks of the run."""
         return tuple(spec.rank for spec in self.ranks)
 
@@ -76,14 +76,14 @@ class AgentLink:
         try:
             self.kill()
         except Exception:  # whatever the system refuses, the run must end
-            _log.warning("the agent of %s could not be ended", self.numbers, exc_info=True)
+            _log.warning("the agent of %s could not be ended", self.rank_numbers, exc_info=True)
 
     @property
     def silence(self) -> str:
         """A line for the person about an agent of which nothing is heard."""
         return (
-            f"the helper process that watches {rank_list(self.numbers)} says nothing: it may be "
-            "stopped (SIGSTOP), or its machine too busy. When it goes on, so does the run; "
+            f"the helper process that watches {rank_list(self.rank_numbers)} says nothing: it may "
+            "be stopped (SIGSTOP), or its machine too busy. When it goes on, so does the run; "
             "run.stop() ends it"
         )
 

@@ -5,8 +5,8 @@
 
 The pool holds the only connections, one an agent. Its thread keeps the states of the processes,
 hands what is said about the running call to that call's supervisor, and gives it its turn to draw
-and to look at the clock. It ends when all rank processes have ended; those of a
-lost agent count as ended.
+and to look at the clock. It ends when all rank processes have ended; those of an agent that is lost
+count as ended.
 
 What agents must know of each other goes through here, since they have no connection of their own:
 the port at which the ranks meet, that a rank failed, the count at which all leave a call that is
@@ -34,7 +34,9 @@ from notebook_accel.launch.control.several_agents import MessagesForOthers, Stop
 from notebook_accel.launch.control.state import ProcessState, apply_to_processes
 from notebook_accel.launch.system.interrupts import Latch, held
 from notebook_accel.launch.system.log_files import open_log
+from notebook_accel.launch.system.polling import is_readable
 from notebook_accel.launch.system.processes import describe_exit
+from notebook_accel.launch.transport.channel import ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -90,12 +92,12 @@ class RankPool:
         self.processes = tuple(
             ProcessState(rank=rank, agent=index)
             for index, link in enumerate(links)
-            for rank in link.numbers
+            for rank in link.rank_numbers
         )
         self.ended = Latch()
         # Those that are not lost; only the pool's thread takes one out.
         self._links = list(links)
-        self._first = links[0]
+        self._first = links[0]  # the agent with rank 0
         self._has_several = len(links) > 1
         self._log_dir = log_dir
         # For each rank whose output is sent here: by which agent, and the number of the stream.
@@ -318,18 +320,12 @@ class RankPool:
                     try:
                         self._tick()
                     except Exception as error:  # nobody else would ever end these ranks
-                        self._give_up(error)
+                        end = self._own_failure(error)
+                        for link in list(self._links):
+                            self._lose(link, end)
                 if self._heard_metrics:
                     time.sleep(_METRICS_SECONDS)
         self._finish()
-
-    def _give_up(self, error: Exception) -> None:
-        """Our own code failed in the call's turn: end all ranks, and have the run tell why."""
-        _log.warning("run %s cannot be conducted", self.run, exc_info=error)
-        how = f"was ended, since notebook_accel itself failed ({type(error).__name__}: {error})"
-        end = AgentEnd(how, "".join(traceback.format_exception(error)))
-        for link in list(self._links):
-            self._lose(link, end)
 
     def _hear(self, selector: selectors.BaseSelector, link: AgentLink) -> None:
         """Take what an agent says; one that cannot be followed any more is lost."""
@@ -339,14 +335,22 @@ class RankPool:
                 # Above, the good messages were taken. This raises what ended the channel: after
                 # nonsense no byte need ever come that would wake the selector.
                 self._take_all(link)
-        except (EOFError, OSError) as error:
-            selector.unregister(link.channel.fileno())
-            self._lose(link, link.how_it_ended() or AgentEnd(f"was lost ({error})"))
+        except EOFError as error:
+            end = link.how_it_ended() or AgentEnd(f"was lost ({error})")
+        except ProtocolError as error:
+            end = AgentEnd(f"said what could not be understood ({error})")
         except Exception as error:  # nobody else would ever end these ranks
-            _log.warning("run %s cannot be followed", self.run, exc_info=True)
-            selector.unregister(link.channel.fileno())
-            what = f"{type(error).__name__}: {error}"
-            self._lose(link, AgentEnd(f"said what could not be understood ({what})"))
+            end = self._own_failure(error)
+        else:
+            return
+        selector.unregister(link.channel.fileno())
+        self._lose(link, end)
+
+    def _own_failure(self, error: Exception) -> AgentEnd:
+        """How an agent ends where this process itself can conduct its run no further."""
+        _log.warning("run %s cannot be conducted", self.run, exc_info=error)
+        how = f"was ended, since notebook_accel itself failed ({type(error).__name__}: {error})"
+        return AgentEnd(how, "".join(traceback.format_exception(error)))
 
     def _watch_writable(self, selector: selectors.BaseSelector) -> None:
         """Have the selector wake when a socket that was full takes more."""
@@ -362,7 +366,11 @@ class RankPool:
 
     def _take_all(self, link: AgentLink) -> None:
         with self._channel_lock:
-            messages = link.channel.drain()
+            try:
+                messages = link.channel.drain()
+            except OSError as error:
+                # Only this one is about the agent: where a message cannot be kept, that is ours.
+                raise EOFError(str(error)) from error
             with contextlib.suppress(OSError):
                 link.channel.flush(block=False)
         problem: Exception | None = None
@@ -404,14 +412,14 @@ class RankPool:
     def _pass_between_agents(self, link: AgentLink, message: wire.Message) -> None:
         """Tell the other agents what one of them said that concerns their part of the call."""
         if isinstance(message, wire.PortReserved):
-            self._send_to_others(message.port)
+            self._release_for_others(message.port)
         elif isinstance(message, wire.RankFailed):
             self._send_to([other for other in self._links if other is not link], message)
         elif isinstance(message, wire.StopPointReached):
-            self._stop_answers.note(link.numbers, message)
+            self._stop_answers.note(link.rank_numbers, message)
             self._decide_stop(message.call)
 
-    def _send_to_others(self, port: int) -> None:
+    def _release_for_others(self, port: int) -> None:
         """The port of the call is known: send the other agents the messages that waited for it."""
         with self._channel_lock:
             for message, fds in self._for_others.release(port):
@@ -425,7 +433,7 @@ class RankPool:
 
     def _decide_stop(self, call: int) -> None:
         """Once every agent has answered a stop, tell all ranks where to leave."""
-        leave = self._stop_answers.leave_point(link.numbers for link in self._links)
+        leave = self._stop_answers.leave_point(link.rank_numbers for link in self._links)
         if leave is not None:
             self.send(
                 wire.LeaveAt(run=self.run, call=call, batches=leave.batches, reads=leave.reads)
@@ -438,20 +446,20 @@ class RankPool:
         link.end()
         with self._channel_lock:
             link.channel.close()
-        if ended.issuperset(link.numbers):
+        if ended.issuperset(link.rank_numbers):
             # Its ranks had ended before, and so it ended in order: no call loses anything.
             return
-        self._lost.append(LostAgent(link.numbers, end))
+        self._lost.append(LostAgent(link.rank_numbers, end))
         self.processes = tuple(
             replace(process, status="ended", ended_by_agent=True)
-            if process.rank in link.numbers and process.rank not in ended
+            if process.rank in link.rank_numbers and process.rank not in ended
             else process
             for process in self.processes
         )
         call = self._call
         if call is None:
             return
-        call.lose(link.numbers)
+        call.lose(link.rank_numbers)
         if self._for_others.is_waiting:
             # The first agent is lost before it named the port. Ranks behind the other agents wait
             # for this call, and nobody can send it to them any more.
@@ -479,7 +487,8 @@ class RankPool:
         call = self._call  # None if it was ended above: nothing is asked about it any more
         for link in self._links:
             silent = now - link.channel.heard
-            if silent < _SILENT_SECONDS or call is None:
+            if silent < _SILENT_SECONDS or call is None or is_readable(link.channel):
+                # What came and was not read yet says that this process was held up, not the agent.
                 continue
             if self._end_asked is not None and now >= self._end_asked + _SILENT_SECONDS:
                 link.end()

@@ -15,6 +15,7 @@ from notebook_accel import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.control import pool
 from notebook_accel.launch.control.hang_watch import HangWatch
+from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.transport.encoding import encode
 from tests.engines.processes import eventually
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
@@ -221,6 +222,21 @@ def test_an_error_of_our_own_at_the_end_is_told_and_costs_no_rank(one: PlayedRun
     one.begin_call()
 
 
+def test_what_cannot_be_kept_here_is_not_laid_on_the_agent(
+    one: PlayedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(Results, "keep", refuse)
+    call = one.begin_call()
+    one.agents[0].tell(wire.Returned, rank=0, value=wire.Packet(header=b""))
+    assert call.ended.wait(SECONDS)
+    assert one.agents[0].killed.is_set()
+    assert "notebook_accel itself failed (OSError: [Errno 12] Cannot" in call.state.error
+    assert one.pool.ended.wait(SECONDS)
+
+
 def test_nothing_is_told_about_a_call_after_its_end(
     one: PlayedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +387,29 @@ def test_an_agent_that_kills_no_rank_is_killed_though_the_call_ends_meanwhile(
         one.agents[0].return_all()
         one.pool.kill()
     assert one.agents[0].killed.wait(SECONDS)
+    assert call.ended.wait(SECONDS)
+
+
+def test_an_agent_whose_words_were_not_read_yet_is_not_taken_for_silent(
+    one: PlayedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the kernel itself was held up for long, between its turns to listen and to look."""
+    (agent,) = one.agents
+    drawn: list[object] = []
+
+    def be_held_up(state: object) -> None:
+        if not drawn:
+            agent.link.channel.heard -= 1000.0
+            agent.tell(wire.Alive, call=0)
+        drawn.append(state)
+
+    monkeypatch.setattr(one.view, "update", be_held_up)
+    call = one.begin_call()
+    assert isinstance(agent.next(), wire.Call)
+    eventually(lambda: bool(drawn), within=SECONDS, what="a turn of the pool")
+    with one.pool.paused():
+        assert call.state.notices == ()
+    agent.return_all()
     assert call.ended.wait(SECONDS)
 
 

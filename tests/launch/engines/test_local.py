@@ -146,7 +146,7 @@ def test_a_link_knows_its_ranks_ends_its_agent_and_says_how_that_ended() -> None
     (ranks,) = RankPlan.of_sizes(2).agents
     link = fork_agent(request(), ranks, socket.socketpair, run=uuid4().hex, sees_files=True)
     (agent,) = [child.pid for child in below(template().pid) if os.getsid(child.pid) == child.pid]
-    assert link.numbers == (0, 1)
+    assert link.rank_numbers == (0, 1)
     link.kill()
     eventually(lambda: gone([agent]), within=SECONDS, what="the agent is gone")
     end = link.how_it_ended()
