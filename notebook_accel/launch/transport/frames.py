@@ -179,10 +179,12 @@ class FramedChannel(Channel):
         return self._ready.popleft()
 
     def drain(self, *, limit: int | None = None) -> list[tuple[wire.Message, list[int]]]:
-        ready = [self._ready.popleft() for _ in range(len(self._ready))]
-        if ready and self._end is not None:
+        if self._ready:
+            # Not with what a read gives: that may be the end, which raises.
+            ready = list(self._ready)
+            self._ready.clear()
             return ready
-        messages = [*ready, *super().drain(limit=limit)]
+        messages = super().drain(limit=limit)
         # Credit came, or is to be given. Who is gone is told by what is read, all of it.
         with contextlib.suppress(OSError):
             self.flush(block=False)

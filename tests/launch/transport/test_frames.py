@@ -311,6 +311,18 @@ def test_what_is_not_whole_when_the_peer_goes_is_not_given_out(
             other.drain()
 
 
+def test_what_receive_left_is_given_out_though_the_peer_is_gone() -> None:
+    peer, sock = socket.socketpair()
+    channel = FramedChannel(sock)
+    peer.sendall(frame(encode(wire.Notice(text="a"))) + frame(encode(wire.Notice(text="b"))))
+    assert text(channel.receive()[0]) == "a"
+    peer.close()
+    assert [text(message) for message, _ in channel.drain()] == ["b"]
+    with pytest.raises(EOFError):
+        channel.drain()
+    channel.close()
+
+
 @pytest.mark.parametrize(
     "nonsense",
     [
