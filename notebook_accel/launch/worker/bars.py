@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import sys
 from typing import Any
 
@@ -79,9 +80,9 @@ def _report(bar: Any, *, closed: bool) -> None:
     rank.current().bar(
         bar=reports.number,
         name=str(shown.get("prefix") or "").rstrip(": "),
-        n=float(shown["n"]),
-        total=_as_float(shown.get("total")),
-        rate=_as_float(shown.get("rate")) or _mean_rate(shown),
+        n=_finite(shown["n"]) or 0.0,
+        total=_finite(shown.get("total")),
+        rate=_finite(shown.get("rate")) or _mean_rate(shown),
         elapsed=float(shown.get("elapsed") or 0.0),
         unit=str(shown.get("unit") or "it"),
         postfix=str(shown.get("postfix") or ""),
@@ -89,14 +90,16 @@ def _report(bar: Any, *, closed: bool) -> None:
     )
 
 
-def _as_float(value: Any) -> float | None:
-    return None if value is None else float(value)
+def _finite(value: Any) -> float | None:
+    """The value as a number; None where it is none, or "inf" as an end that nobody knows."""
+    number = math.nan if value is None else float(value)
+    return number if math.isfinite(number) else None
 
 
 def _mean_rate(shown: dict[str, Any]) -> float | None:
     elapsed = shown.get("elapsed") or 0.0
     done = shown["n"] - (shown.get("initial") or 0)
-    return done / elapsed if elapsed else None
+    return _finite(done / elapsed) if elapsed else None
 
 
 def _make_plain(notebook_bars: Any) -> None:

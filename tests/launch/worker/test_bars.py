@@ -60,6 +60,10 @@ for _ in tqdm([], desc="empty"): pass
 for _ in tqdm((n for n in range(6)), desc="no total"): pass
 for _ in tqdm(range(10), desc="left"):
     break
+bar = tqdm(total=5, desc="no end")
+bar.total = float("inf")
+bar.update(float("nan"))
+bar.close()
 """,
     "notebook": """
 from tqdm.notebook import tqdm, trange, tqdm_notebook, tnrange
@@ -187,6 +191,7 @@ def test_loops(played: dict[str, Any]) -> None:
         ["empty", 0, 0, True],
         ["no total", 6, None, True],
         ["left", 0, 10, True],
+        ["no end", 0, None, True],
     ]
 
 
