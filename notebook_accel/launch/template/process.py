@@ -138,7 +138,7 @@ class _Server:
                 exit_fd = processes.watch_exit(pid)
                 undo.pop_all()
         except OSError as error:  # no room for one more process, or for a descriptor
-            self._channel.send(wire.Forked(run=message.run, error=str(error)))
+            self._tell(wire.Forked(run=message.run, error=str(error)))
             return
         finally:
             for fd in fds:
@@ -147,7 +147,7 @@ class _Server:
         self._runs[pid] = message.run
         self._errors[pid] = errors
         self._selector.register(exit_fd, selectors.EVENT_READ, lambda: self._reap(pid))
-        self._channel.send(wire.Forked(run=message.run, pid=pid))
+        self._tell(wire.Forked(run=message.run, pid=pid))
 
     def _run_agent(self, message: wire.ForkAgent, fd: int, errors: int) -> None:
         from notebook_accel.launch.agent import agent
@@ -174,8 +174,12 @@ class _Server:
         scratch.remove(self._runs.pop(pid), used_by=reaped)
         text = _read_and_close(self._errors.pop(pid))
         exitcode = os.waitstatus_to_exitcode(status)
+        self._tell(wire.AgentExited(pid=pid, exitcode=exitcode, traceback=text))
+
+    def _tell(self, message: wire.Message) -> None:
+        """Tell the kernel; where it has let go of this template, the agents go on without it."""
         with contextlib.suppress(OSError):
-            self._channel.send(wire.AgentExited(pid=pid, exitcode=exitcode, traceback=text))
+            self._channel.send(message)
 
     def _count_devices(self, message: wire.CountDevices) -> None:
         errors: int | None = None
@@ -186,7 +190,7 @@ class _Server:
             answer = wire.Devices(kind="cpu", error=str(error))
         if errors is not None and (raised := _read_and_close(errors)):
             answer = msgspec.structs.replace(answer, error=raised)
-        self._channel.send(msgspec.structs.replace(answer, run=message.run))
+        self._tell(msgspec.structs.replace(answer, run=message.run))
 
     def _ask_child(self, environment: dict[str, str], errors: int) -> wire.Message:
         """Ask in a child: torch may have to initialise a device for the answer.

@@ -139,5 +139,9 @@ def test_what_the_system_refuses_a_fork_is_told_and_ends_nothing(
     assert {child.pid for child in psutil.Process().children()} <= children
     assert not open_descriptors() - before
     kernel.close()
+    # A kernel that has let go of it meanwhile, as after an interrupt, ends nothing either.
+    server._fork_agent(fork_agent, [os.dup(0)])
+    if wire.Devices in answers:
+        server._count_devices(wire.CountDevices(run="r", environment={}))
     server._channel.close()
     server._selector.close()
