@@ -22,6 +22,7 @@ import fcntl
 import os
 import re
 import shutil
+import threading
 import uuid
 import weakref
 from dataclasses import replace
@@ -324,15 +325,19 @@ def lost_files_notice(what: str, folder: Path, error: OSError | UnicodeEncodeErr
 # ---- who holds a run -----------------------------------------------------------------------
 
 _kernel_locks: dict[tuple[Path, int], IO[bytes]] = {}
+# Of two threads that launch at once each would make a file, and the one that is replaced would be
+# closed, and with that no longer locked: its run would count as that of a dead kernel.
+_kernel_locks_lock = threading.Lock()
 
 
 def _kernel_name(root: Path) -> str:
     """Name of the file in ``root`` that this process keeps locked; made at the first call."""
     key = (root, os.getpid())
-    lock = _kernel_locks.get(key)
-    if lock is None or not _is_same(lock, Path(lock.name)):
-        lock = _kernel_locks[key] = _locked_file(root)
-        atexit.register(_let_go, Path(lock.name), os.getpid())
+    with _kernel_locks_lock:
+        lock = _kernel_locks.get(key)
+        if lock is None or not _is_same(lock, Path(lock.name)):
+            lock = _kernel_locks[key] = _locked_file(root)
+            atexit.register(_let_go, Path(lock.name), os.getpid())
     return Path(lock.name).name
 
 

@@ -9,7 +9,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -271,6 +273,23 @@ def test_a_kernel_whose_new_lock_another_one_tries_takes_another(
     with others[0]:
         Path(others[0].name).unlink(missing_ok=True)
     assert folder.is_held
+
+
+def test_runs_of_two_threads_that_launch_at_once_are_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked_file = run_folder._locked_file
+    both = threading.Barrier(2)
+
+    def wait_for_the_other(root: Path) -> IO[bytes]:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.1)
+        return locked_file(root)
+
+    monkeypatch.setattr(run_folder, "_locked_file", wait_for_the_other)
+    with ThreadPoolExecutor(2) as threads:
+        folders = list(threads.map(RunFolder.make, [tmp_path] * 2))
+    assert [folder.is_held for folder in folders] == [True, True]
 
 
 @pytest.mark.parametrize("name", [".live", "state.msgpack", "config.yaml", "rank-0.log"])
