@@ -316,9 +316,7 @@ class Agent:
 
     def _kernel_gone(self) -> None:
         """The kernel or the connection to it is gone: end the ranks without grace, and exit."""
-        processes.kill_tree(rank.pid for rank in self._ranks if rank.alive)
-        scratch.remove(self._launch.run, used_by=processes.kill_descendants())
-        self._logs.close()
+        self.close()
         os._exit(0)
 
     # ---- what ranks say --------------------------------------------------------------------

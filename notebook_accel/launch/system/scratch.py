@@ -55,7 +55,8 @@ def _remove_tensors(pids: Collection[int]) -> None:
     with contextlib.suppress(OSError):
         for name in os.listdir(_SHARED):
             if name.startswith(prefixes):
-                (_SHARED / name).unlink()
+                with contextlib.suppress(OSError):  # another user's, or just removed
+                    (_SHARED / name).unlink()
 
 
 def _remove_links(path: Path) -> None:

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import psutil
 import pytest
@@ -17,7 +16,7 @@ import pytest
 from notebook_accel.launch import wire
 from notebook_accel.launch.agent.agent import Agent
 from notebook_accel.launch.rank import current
-from notebook_accel.launch.system import processes
+from notebook_accel.launch.system import processes, scratch
 from tests.engines.processes import eventually, gone
 from tests.engines.two_agents import tcp_pair
 from tests.launch.agents import SECONDS, AgentByHand, agent_by_hand
@@ -335,13 +334,15 @@ def test_only_metrics_are_left_to_gather() -> None:
 def test_only_living_ranks_are_killed_when_the_kernel_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of one that was reaped long ago may be that of any process by now."""
     killed: list[int] = []
+    cleaned_up: list[int] = []
     monkeypatch.setattr(processes, "kill_tree", killed.extend)
     monkeypatch.setattr(processes, "kill_descendants", list)
+    monkeypatch.setattr(scratch, "remove", lambda _, used_by: cleaned_up.extend(used_by))
     monkeypatch.setattr(os, "_exit", lambda _: None)
-    of_two: Any = SimpleNamespace(
-        _ranks=[SimpleNamespace(pid=11, alive=False), SimpleNamespace(pid=12, alive=True)],
-        _launch=SimpleNamespace(run=uuid4().hex),
-        _logs=SimpleNamespace(close=lambda: None),
-    )
-    Agent._kernel_gone(of_two)
-    assert killed == [12]
+    of_two: Any = object.__new__(Agent)
+    of_two._ranks = [SimpleNamespace(pid=11, alive=False), SimpleNamespace(pid=12, alive=True)]
+    of_two._reaped = [11]
+    of_two._launch = SimpleNamespace(run="r")
+    of_two._logs = of_two._channel = SimpleNamespace(close=lambda: None)
+    of_two._kernel_gone()
+    assert (killed, cleaned_up) == ([12], [11])

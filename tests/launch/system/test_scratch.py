@@ -43,8 +43,12 @@ def test_nothing_is_left_of_a_killed_process(monkeypatch: pytest.MonkeyPatch) ->
         left = [Path(address), Path(f"/dev/shm/sem.{name[1:]}"), Path("/dev/shm/sem.beef00")]
         assert all(path.exists() for path in left)
         assert Path(address).is_relative_to(folder)
+        # Between two that cannot be removed, as those of another user: one of them comes first.
+        stubborn = [Path(f"/dev/shm/torch_{process.pid}_{number}_0") for number in (0, 2)]
         tensor = Path(f"/dev/shm/torch_{process.pid}_1_0")
+        stubborn[0].mkdir()
         tensor.touch()
+        stubborn[1].mkdir()
         left.append(tensor)
         # One that lives has got the number of one that is dead.
         of_another = Path(f"/dev/shm/torch_{os.getpid()}_1_0")
@@ -53,4 +57,6 @@ def test_nothing_is_left_of_a_killed_process(monkeypatch: pytest.MonkeyPatch) ->
         assert not any(path.exists() for path in left)
         assert of_another.exists()
         of_another.unlink()
+        for path in stubborn:
+            path.rmdir()
         assert os.listdir(folder) == []
