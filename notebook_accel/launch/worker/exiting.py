@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 from multiprocessing import util
 
@@ -26,6 +27,11 @@ __all__ = ["finish"]
 # For all that is left to do, and in it for children to end by SIGTERM.
 _EXIT_SECONDS = 5.0
 _CHILDREN_SECONDS = 1.0
+# Each has a process that looks after shared memory and ignores SIGTERM: it would take the second.
+_TRACKERS = (
+    "multiprocessing.resource_tracker",
+    "joblib.externals.loky.backend.resource_tracker",
+)
 
 
 def finish(code: int) -> None:
@@ -54,9 +60,11 @@ def _give_up(code: int) -> None:
 def _end_children() -> None:
     if not processes.has_children():
         return
-    children = psutil.Process().children()
+    trackers = [getattr(sys.modules.get(name), "_resource_tracker", None) for name in _TRACKERS]
+    deaf = {getattr(tracker, "_pid", None) for tracker in trackers}
+    children = [child for child in psutil.Process().children() if child.pid not in deaf]
     for child in children:
         with contextlib.suppress(psutil.Error):
             child.terminate()
-    _, stubborn = psutil.wait_procs(children, timeout=_CHILDREN_SECONDS)
-    processes.kill_tree(child.pid for child in stubborn)
+    psutil.wait_procs(children, timeout=_CHILDREN_SECONDS)
+    processes.kill_tree(child.pid for child in psutil.Process().children())

@@ -1,0 +1,28 @@
+"""A rank that has returned ends soon, whatever processes it has started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_PROGRAM = """
+import time
+from multiprocessing.shared_memory import SharedMemory
+import psutil
+from notebook_accel.launch.worker import exiting
+
+SharedMemory(create=True, size=1).unlink()
+(tracker,) = psutil.Process().children()
+began = time.monotonic()
+exiting.finish(0)
+print(time.monotonic() - began)
+tracker.wait(60)
+"""
+
+
+def test_the_tracker_of_shared_memory_is_not_waited_for() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.7, "a second is what children get that have to be asked"
