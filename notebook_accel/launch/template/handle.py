@@ -85,8 +85,8 @@ _NUM_LOOKS = 4
 _KILLED_SECONDS = 5.0
 # Between two looks at whether another thread is done with the template.
 _POLL_SECONDS = 0.01
-# So long a template is kept for a launch that has waited for its imports and not yet asked for its
-# agent; after that the launch counts as failed.
+# A launch that has waited for the imports keeps its template from being closed until it has asked
+# for its agent, but no longer than this: it may have failed in between.
 _LAUNCH_SECONDS = 30.0
 
 _BOOT = (
@@ -141,6 +141,7 @@ class Template:
         self.pid = self._process.pid
         self.num_users = 0
         self._launch_until = 0.0
+        self._was_lost = False
 
     @property
     def alive(self) -> bool:
@@ -150,8 +151,8 @@ class Template:
     @property
     def is_ready(self) -> bool:
         """Whether a launch would not have to wait for the process."""
-        # It speaks first, once all is imported.
-        return self._channel is not None or is_readable(self._socket)
+        # It speaks first, once all is imported; one that was lost is not waited for.
+        return self._channel is not None or self._was_lost or is_readable(self._socket)
 
     def wait_until_ready(self) -> None:
         """Return once the process has imported all that it preloads.
@@ -241,6 +242,9 @@ class Template:
         self.close()
 
     def _ready(self) -> Channel:
+        if self._was_lost:
+            # While this thread waited for its turn: it asks a new one then, as that other launch.
+            raise self._lost("did not answer another launch")
         if self._channel is None:
             try:
                 self._wait(self._socket, _START_SECONDS)
@@ -337,6 +341,7 @@ class Template:
             "processes on this machine (a job scheduler, a debugger, a full memory limit)."
             f"{self._error_output()}"
         )
+        self._was_lost = True
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILLED_SECONDS)
@@ -419,8 +424,7 @@ def _find(environment: Mapping[str, str]) -> Template:
 def _close_unneeded(*, keep: Template) -> None:
     """Close the other templates, since each takes 300 MB; called under the lock.
 
-    Not those for whose answer a thread waits: a selector forgets a socket that is closed, and the
-    thread would never wake.
+    Not those for whose answer a thread waits: it would take the closed connection for their end.
     """
     for key, source in list(_templates.items()):
         if source is not keep and not source.is_needed:

@@ -73,6 +73,10 @@ def test_a_template_that_is_stopped_while_it_imports_is_replaced() -> None:
     with pytest.raises(handle.UnresponsiveTemplateError, match="stopped"):
         source.wait_until_ready()
     assert gone([source.pid])
+    # Another thread, which waited for its turn to ask, is told the same: it asks a new one, too.
+    assert source.is_ready
+    with pytest.raises(handle.UnresponsiveTemplateError):
+        source.wait_until_ready()
 
 
 def test_devices_are_counted_by_a_new_template_where_the_first_is_stopped(ready: Template) -> None:
