@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Curve", "LiveCurves"]
 
-# The most stretches of a curve; a chart is about as many pixels wide (notebook/metric_charts.py).
+# The most stretches of a curve, an even number; a chart is about as many pixels wide
+# (notebook/metric_charts.py).
 _MAX_STRETCHES = 256
 # With more ranks than this nobody looks at the line of each one: fewer stretches will do.
 _MANY_RANKS = 16
@@ -74,21 +75,19 @@ class Curve:
         self._filled = (self._filled + 1) % self._size
 
     def _halve(self) -> None:
+        """Make one stretch of every two; there is an even number of them, and all are full."""
         self._size *= 2
         for xs, ys, pick in (
             (self._low_x, self._low_y, min),
             (self._high_x, self._high_y, max),
         ):
-            pairs = [
-                pick((ys[i], xs[i]), (ys[j], xs[j]))
-                for i in range(0, len(ys), 2)
-                for j in (min(i + 1, len(ys) - 1),)
-            ]
-            xs[:] = array("d", (x for _, x in pairs))
-            ys[:] = array("d", (y for y, _ in pairs))
-        for values in (self._mean_x, self._mean_y):
-            pairs_of = zip(values[::2], [*values[1::2], values[-1]], strict=False)
-            values[:] = array("d", (sum(pair) / 2 for pair in pairs_of))
+            points = list(zip(ys, xs, strict=True))
+            picked = [pick(pair) for pair in zip(points[::2], points[1::2], strict=True)]
+            xs[:] = array("d", (x for _, x in picked))
+            ys[:] = array("d", (y for y, _ in picked))
+        for means in (self._mean_x, self._mean_y):
+            pairs = zip(means[::2], means[1::2], strict=True)
+            means[:] = array("d", (sum(pair) / 2 for pair in pairs))
 
     def points(self) -> list[Point]:
         """The points (step, value) in the order of their steps."""

@@ -239,7 +239,8 @@ class _Script:
     def _copy_source(self, value: Any, source: str) -> None:
         read = frozenset(_globals_read(symtable.symtable(source, "", "exec")))
         # Under the import that the script begins with, annotations are not looked up.
-        needed = frozenset(_globals_needed(symtable.symtable(_FUTURE + source, "", "exec")))
+        table = symtable.symtable(_FUTURE + source, "", "exec")
+        needed = frozenset(_globals_read(table, at_once=True))
         self.definitions[value.__name__] = _Definition(source, read, needed, order=_FIRST)
         known = _globals_of(value)
         self._define_all({used: known[used] for used in sorted(read & known.keys())})
@@ -247,8 +248,8 @@ class _Script:
     def _sources(self) -> list[str]:
         """The definitions, each after those that must be there when its statement runs.
 
-        What is needed then may be called then: what that reads comes before too, but for what
-        itself needs the definition in question.
+        A statement may call what it needs (a decorator, a default). So what these read comes
+        before it as well, except for what needs this very definition.
         """
         begun: set[str] = set()
         written: dict[str, str] = {}
@@ -367,30 +368,25 @@ def _class_statement(text: str, name: str, line: int | None = None) -> str | Non
     return None
 
 
-def _globals_read(table: symtable.SymbolTable) -> Iterator[str]:
+def _globals_read(table: symtable.SymbolTable, *, at_once: bool = False) -> Iterator[str]:
     """The names that a definition looks up among its globals, and not among its own locals.
 
     Those of functions, classes and comprehensions inside of it are there, and those of its
     decorators, bases, defaults and annotations.
+
+    Args:
+        table: of the definition.
+        at_once: only those that it looks up while its own statement runs: the body of a class and
+            comprehensions run there and then, that of a function later.
     """
     is_top = table.get_type() == "module"
     for symbol in table.get_symbols():
         if symbol.is_referenced() and (is_top or symbol.is_global()):
             yield symbol.get_name()
     for child in table.get_children():
-        yield from _globals_read(child)
-
-
-def _globals_needed(table: symtable.SymbolTable) -> Iterator[str]:
-    """The names among its globals that a definition looks up while its own statement runs."""
-    is_top = table.get_type() == "module"
-    for symbol in table.get_symbols():
-        if symbol.is_referenced() and (is_top or symbol.is_global()):
-            yield symbol.get_name()
-    for child in table.get_children():
-        # The body of a class and comprehensions run there and then, that of a function later.
-        if child.get_type() == "class" or child.get_name().strip("<>") in _COMPREHENSIONS:
-            yield from _globals_needed(child)
+        is_now = child.get_type() == "class" or child.get_name().strip("<>") in _COMPREHENSIONS
+        if is_now or not at_once:
+            yield from _globals_read(child, at_once=at_once)
 
 
 def _globals_of(value: Any) -> Mapping[str, Any]:

@@ -72,9 +72,9 @@ class Inherited:
         agent_pid: of the agent.
         launch: what the kernel sent to the agent.
         spec: which rank this is, and what it has of its own.
-        port: MASTER_PORT until a call says another.
-        store_port: bound to where the ranks meet, and rank 0 listens on it; None where they are
-            on several machines.
+        master_port: MASTER_PORT until a call says another.
+        store_socket: bound to the port where the ranks meet, and rank 0 listens on it; None where
+            they are on several machines.
         channel: this rank's inbox, and its way to the agent.
         board: the counters that the ranks and the agent share.
         log: descriptor of the file for its output.
@@ -86,8 +86,8 @@ class Inherited:
     agent_pid: int
     launch: wire.Launch
     spec: wire.RankSpec
-    port: int
-    store_port: socket.socket | None
+    master_port: int
+    store_socket: socket.socket | None
     channel: Channel
     board: Scoreboard
     log: int
@@ -203,11 +203,11 @@ class _Worker:
                 torch_fixes.listen_on(socket.socket(fileno=fds[0]))
             elif isinstance(message, wire.Call):
                 code = self._answer(message, fds)
-            if isinstance(message, wire.Shutdown):
+                if message.last:
+                    return code
+            elif isinstance(message, wire.Shutdown):
                 # Each call has said itself how it ended: the exit code says nothing of them.
                 return 0
-            if getattr(message, "last", False):
-                return code
 
     def _answer(self, message: wire.Call, fds: list[int]) -> int:
         """Run one call and tell how it ended; gives the exit code, should it be the last."""
@@ -287,7 +287,7 @@ def _enter_environment(inherited: Inherited) -> None:
         LOCAL_RANK=str(inherited.spec.local_rank),
         WORLD_SIZE=str(launch.world_size),
         LOCAL_WORLD_SIZE=str(len(launch.ranks)),
-        MASTER_PORT=str(inherited.port),
+        MASTER_PORT=str(inherited.master_port),
         NOTEBOOK_ACCEL_RUN=launch.run,
     )
     try:
@@ -311,7 +311,7 @@ def _enter_environment(inherited: Inherited) -> None:
 
 def _store_port(inherited: Inherited) -> rank.StorePort | None:
     """Where the ranks of this machine meet; the socket stays open in rank 0 alone."""
-    bound = inherited.store_port
+    bound = inherited.store_socket
     if bound is None:
         return None
     is_first = inherited.spec.rank == 0

@@ -169,9 +169,9 @@ def meet_at_one_store(port: int) -> None:
     @functools.wraps(plain)
     def create(host: str, port: int, rank: int, world_size: int, timeout: Any, *rest: Any) -> Any:
         context = current()
-        # 0: no port is known yet, before the first call.
-        is_ours = 0 != port == _port_of_call
-        is_ours = is_ours and (rank, world_size) == (context.rank, context.world_size)
+        # Before the first call no port is known, which is 0 then.
+        is_port_of_call = port != 0 and port == _port_of_call
+        is_ours = is_port_of_call and (rank, world_size) == (context.rank, context.world_size)
         # Torch's elastic agent serves a store of its own, if the user says so.
         if not is_ours or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return plain(host, port, rank, world_size, timeout, *rest)
