@@ -430,7 +430,7 @@ def _new_run(
 ) -> Iterator[NewRun]:
     """A run with its folder, for a block that begins it; where the block fails, nothing is left.
 
-    It is entered with interrupts held, and so is the block, until an engine lets them through.
+    Interrupts are held meanwhile, inside of the block too, until an engine lets them through.
 
     Args:
         request: what is called.

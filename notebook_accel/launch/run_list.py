@@ -61,7 +61,7 @@ _lock = threading.RLock()
 def add(run: Run) -> None:
     """List a run that begins, without what its handles alone keep."""
     with held(), _lock:
-        # The oldest goes with the next run: one that is discarded takes no place of another.
+        # The oldest is dropped only here: a run that was added and discarded pushes out no other.
         _known[:] = [*_newest(), _ListedRun(handle=weakref.ref(run), run=run._without_results())]
 
 

@@ -104,8 +104,8 @@ class Packet(msgspec.Struct, frozen=True, kw_only=True):
     ``transport/packet.py`` makes it of a value, and the value of it.
 
     Attributes:
-        header: that of ``payload.Packed``; empty where it is too large for a message, and the first
-            buffer then.
+        header: that of ``payload.Packed``; empty where that is too large for a message: then the
+            first buffer is the header.
         sizes: length in bytes of each out-of-band buffer.
         inline: the buffers themselves; empty where they lie in a segment that goes along.
     """
@@ -288,7 +288,8 @@ class RankEnded(Message, frozen=True, kw_only=True):
 
     Attributes:
         exitcode, signal: how it ended; one of them is None.
-        ended_by_agent: whether its agent sent SIGTERM or SIGKILL; after_interrupt: as ``Raised``'s.
+        ended_by_agent: whether its agent sent SIGTERM or SIGKILL.
+        after_interrupt: as in :class:`Raised`, for the end of the process.
     """
 
     exitcode: int | None = None
@@ -358,8 +359,8 @@ class Call(Message, frozen=True, kw_only=True):
         grace: seconds that handlers of a KeyboardInterrupt get.
         last: whether the rank processes end after it, as after a ``Shutdown``.
         keeps_error: whether what it raises stays in the rank, for a debugger.
-        group_generation: number of the process group that the ranks may share: a new one, after a
-            call that failed or cut a rank off, has a rank destroy its group first.
+        group_generation: how many calls of the session failed or cut a rank off. Where it has
+            grown, each rank destroys the process group that it has before it runs the call.
         master_port: the ranks' MASTER_PORT; 0 has the agent of rank 0 take one that it reserved.
     """
 
@@ -394,7 +395,7 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 class LeaveAt(Message, frozen=True, kw_only=True):
-    """All agents have answered a ``Stop``: ranks leave once they have counted so far.
+    """All agents have answered a ``Stop``: each rank leaves when its count comes to this.
 
     As ``LeavePoint`` of transport/scoreboard.py.
     """
@@ -418,7 +419,7 @@ class Terminate(Message, frozen=True, kw_only=True):
 class Kill(Message, frozen=True, kw_only=True):
     """SIGKILL to every rank process that is in the call, or shuts down, and to its children.
 
-    One about no call (0), or about one whose payload is on its way, is for all rank processes.
+    About no call (0), or about one that the agent does not have yet, it is for all rank processes.
     """
 
 

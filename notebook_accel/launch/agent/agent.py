@@ -347,7 +347,7 @@ class Agent:
         except ProtocolError:
             rank.broken = GARBAGE
         except (EOFError, OSError):
-            # It ended in order, or had closed its end; whole or half-way through a message.
+            # It ended in order; or it had closed its end before, maybe half-way through a message.
             if rank.is_in_call and rank.row.call_over:
                 rank.broken = GARBAGE if rank.channel.is_torn else CLOSED
 
@@ -428,7 +428,7 @@ class Agent:
         return self._interrupted_at is not None and when >= self._interrupted_at
 
     def _reap(self, rank: RankProcess) -> None:
-        """A rank's process ended: pass on what is left of it, end what it left, tell the kernel."""
+        """A rank's process ended: pass on its last words, end what it started, tell the kernel."""
         self._unwatch(rank.exit_fd)
         if not rank.channel.closed:
             self._relay_rest(rank)
@@ -444,7 +444,7 @@ class Agent:
         for message in rank.last_messages():
             self._channel.post(message)
         self._logs.end(rank.rank)
-        # How a process ends is its own, once it has returned, or all have ended the call.
+        # Once its function has returned, or all have ended the call, a bad exit code fails nobody.
         is_failure = was_in_call or (exitcode and not (rank.has_returned or self._board.all_ended))
         rank.row.call_over = 1
         if not any(other.alive for other in self._ranks):

@@ -39,7 +39,6 @@ _CLOSED_SECONDS = 1.0
 # the result counts as lost.
 _LOST_RESULT_SECONDS = 5.0
 
-
 # What a rank did to its connection, as the rest of a sentence about it.
 CLOSED = (
     "closed its connection to the notebook (os.closerange, or a library that makes daemons): its "
@@ -102,6 +101,7 @@ class RankProcess:
         self._stacks = stacks
         self._disconnect = disconnect
         self._stacks_asked: float | None = None
+        # The size of the file with the stacks, and when it was first found to be that.
         self._stacks_grew = (0, 0.0)
         self._next_output = 0.0
         self._next_sample = 0.0

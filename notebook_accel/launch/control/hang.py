@@ -168,16 +168,16 @@ def find_hang(
     groups = sorted(waiting.items(), key=lambda item: (-len(item[1]), item[1]))
     is_certain = all(one.is_idle for one in stacks if not one.operation)
     parts = [
-        f"{_do(ranks, 'waits', 'wait')} in {operation} at {line}"
+        f"{_with_verb(ranks, 'waits', 'wait')} in {operation} at {line}"
         for (operation, line), ranks in groups
     ]
     for line, ranks in others.items():
         what = f"at {line}" if line else "silent, as if stopped from outside"
-        parts.append(f"{_do(ranks, 'is', 'are')} {what}")
+        parts.append(f"{_with_verb(ranks, 'is', 'are')} {what}")
     if len(parts) > _MAX_PARTS:
         parts[_MAX_PARTS:] = [f"and so on, at {len(parts) - _MAX_PARTS} more places"]
     if ended:
-        parts.append(f"{_do(ended, 'has', 'have')} ended")
+        parts.append(f"{_with_verb(ended, 'has', 'have')} ended")
     where = "; ".join(parts)
     if is_certain:
         text = (
@@ -200,7 +200,7 @@ def find_hang(
     )
 
 
-def _do(ranks: Sequence[int], one: str, several: str) -> str:
+def _with_verb(ranks: Sequence[int], one: str, several: str) -> str:
     """``rank 2 waits``, ``ranks 0-3 wait``."""
     return f"{rank_list(ranks)} {one if len(ranks) == 1 else several}"
 

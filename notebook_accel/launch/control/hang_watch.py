@@ -47,12 +47,16 @@ class HangWatch:
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels
+        # When each rank made a step or said something last; monotonic seconds, as all times here.
         self._moved: dict[int, float] = {}
+        # The state of the turn before: what differs from it has moved.
         self._seen: RunState | None = None
+        # When the ranks were asked, while answers are waited for; and when they are asked next.
         self._asked: float | None = None
         self._next = 0.0
         self._wait = _AGAIN_SECONDS
         self._dumps: dict[int, str] = {}
+        # Who waited where by the dumps before: rank, operation, line.
         self._before: list[tuple[int, str, str]] = []
 
     def take(self, message: wire.Stacks) -> None:

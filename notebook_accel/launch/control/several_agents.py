@@ -1,4 +1,4 @@
-"""What the agents of a run must know of each other goes through the kernel: what it keeps for that.
+"""What the kernel keeps while it passes on what the agents of a run must know of each other.
 
 Call, and what follows it --> the agent of rank 0: its ranks meet at a port --> PortReserved
 PortReserved --> the call with that port, and what followed it --> the other agents

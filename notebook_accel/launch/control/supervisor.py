@@ -106,7 +106,7 @@ class Supervisor(Conductor, RunningCall):
         self._hangs = HangWatch(labels)
         self.curves: LiveCurves | None = LiveCurves(state.world_size)
         self._is_stopped = False
-        self._stops = 0
+        self._num_stops = 0
         self._next_draw = 0.0
         self._drawn: RunState | None = None
         # ipykernel 7.0 needs the context of the cell for displays from a thread.
@@ -115,8 +115,8 @@ class Supervisor(Conductor, RunningCall):
     # ---- what the handle asks --------------------------------------------------------------
 
     def stop(self, grace: float | None = None) -> None:
-        self._stops += 1
-        if self._stops > 1:
+        self._num_stops += 1
+        if self._num_stops > 1:
             self.press(1)
         elif self.note_stop():
             self._pool.stop(call=self.number, grace=grace)
@@ -225,8 +225,8 @@ class Supervisor(Conductor, RunningCall):
             self.timed_out = True
             self.stop()
         else:
-            self.press(self._stops)
-            self._stops += 1
+            self.press(self._num_stops)
+            self._num_stops += 1
         self._deadline = time.monotonic() + self._pool.grace
 
     def finish(self, lost: Sequence[LostAgent]) -> None:

@@ -7,7 +7,7 @@
 
 An engine with agents writes the first two; nothing else about ranks differs between engines.
 
-One launch is told in four records, from the person's side to the agents':
+One launch passes through four records, from the person's side to the agents':
 
     StartRequest       what ranks are asked for: settings, environment, view
     CallRequest        the same, and the function that they are to call

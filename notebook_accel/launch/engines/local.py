@@ -28,6 +28,10 @@ __all__ = ["LocalEngine", "fork_agent"]
 # The template reaps an agent at once, but on a machine with ten times as many processes as cores it
 # may get its turn a second later.
 _EXIT_SECONDS = 3.0
+_ASK_FOR_MORE = (
+    "no accelerator is visible: 1 rank on the CPU; num_processes=2 would train on two ranks "
+    "(%%accelerate -n 2 in a cell)"
+)
 
 
 class LocalEngine(AgentEngine):
@@ -128,12 +132,6 @@ def _end(source: Template, pid: int, run: str) -> None:
         processes.kill_tree([pid])
     killed = processes.kill_leftovers(session=pid, variable=("NOTEBOOK_ACCEL_RUN", run))
     scratch.remove(run, used_by=killed)
-
-
-_ASK_FOR_MORE = (
-    "no accelerator is visible: 1 rank on the CPU; num_processes=2 would train on two ranks "
-    "(%%accelerate -n 2 in a cell)"
-)
 
 
 def _check_chosen(devices: object, available: int) -> None:

@@ -42,17 +42,17 @@ def held(*, patience: int | None = 1) -> Iterator[Presses]:
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
         yield Presses()
         return
-    note = _Note(previous, patience)
-    signal.signal(signal.SIGINT, note)
+    handler = _CountingHandler(previous, patience)
+    signal.signal(signal.SIGINT, handler)
     try:
-        yield note.presses
+        yield handler.presses
     finally:
         signal.signal(signal.SIGINT, previous)
-        if note.presses.count:
+        if handler.presses.count:
             previous(signal.SIGINT, None)
 
 
-class _Note:
+class _CountingHandler:
     """The handler inside of :func:`held`."""
 
     def __init__(
@@ -75,21 +75,21 @@ def let_through() -> Iterator[None]:
     Raises:
         KeyboardInterrupt: one was held already.
     """
-    note = handler = signal.getsignal(signal.SIGINT)
+    installed = outer = signal.getsignal(signal.SIGINT)
     num_held = 0
-    while isinstance(handler, _Note):
-        num_held += handler.presses.count
-        handler = handler.previous
-    if handler is note or not callable(handler):
+    while isinstance(outer, _CountingHandler):
+        num_held += outer.presses.count
+        outer = outer.previous
+    if outer is installed or not callable(outer):
         yield
         return
     if num_held:
         raise KeyboardInterrupt
-    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, outer)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, note)
+        signal.signal(signal.SIGINT, installed)
 
 
 class Latch:

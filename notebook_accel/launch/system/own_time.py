@@ -15,8 +15,8 @@ class OwnTime:
     It looks at the process each time it is read. Where it is ready to run at that moment, only the
     processor time that it used since the look before counts: it may have waited for a processor.
     Where it sleeps or waits for something else, all of the time since then counts.
-    The kernel's own count of the time without a processor (``/proc/PID/schedstat``) does not do:
-    it grows only when the process gets one again.
+    Linux's own count of the time without a processor (``/proc/PID/schedstat``) does not do: it
+    grows only when the process gets one again.
 
     Args:
         pid: of the process.

@@ -2,10 +2,11 @@
 
 A DataLoader worker hands its batches over through a socket that has a name, in a folder that the
 process removes when it ends; its queues have semaphores, and its tensors shared memory, whose
-names it removes at once. Unless it is killed. So all processes of a run share one folder and one
-prefix for names, and whoever sees them end removes what is left: the agent, its template, or the
-kernel. The folder is not beside the logs, since not every file system has sockets, and its name is
-no longer than the one that Python would take, since the path of a socket may have about 100 bytes.
+names it removes at once. One that is killed removes nothing. So all processes of a run share one
+folder and one prefix for names, and whoever sees them end removes what is left: the agent, its
+template, or the kernel. The folder is not beside the logs, since not every file system has sockets;
+its name is no longer than the one that Python would take, since the path of a socket may have about
+100 bytes.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class ProtocolError(NotebookAccelError):
 
 
 class _Frame:
-    """A frame that is being written. What was done is noted by the call that does it.
+    """A frame that is being written. Each step is noted by the very call that does it.
 
     ``extend(map(f, ...))`` runs ``f`` and stores what it gave inside of C, without a step of Python
     in between, at which a signal handler could raise: no byte is sent twice, and no descriptor

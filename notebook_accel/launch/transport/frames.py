@@ -16,7 +16,7 @@ So whoever has a channel need not know where the other end is. What waits, and f
     _incoming           bytes of a frame that is not whole yet (Channel)
     _coming[stream]     what was received of each stream that is not whole yet
     _announced          segments in the order in which they were announced, until the message comes
-                        that has them: each message takes as many as it says
+                        that they belong to: each message says how many it takes
     _waiting[rank]      messages with segments that are not whole yet, and those behind them
     _ready              whole messages that ``drain`` read and ``receive`` has not given out yet
 

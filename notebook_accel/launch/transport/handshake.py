@@ -5,8 +5,9 @@
     does the proof fit?       <---      nonce B, HMAC(secret, "connect" A B)
     HMAC(secret, "accept" A B) --->     does the proof fit?
 
-The nonces are fresh, so that no proof is worth anything a second time, and each end has a word of
-its own, so that none can be sent back. Before that not a byte beyond the proof itself is read.
+The nonces are fresh, so that no proof is worth anything a second time; and each end signs a word of
+its own, so that none can be answered with its own proof. Not a byte beyond the peer's proof is read
+before that fits.
 Nothing is encrypted: the sockets are unix sockets, or lie on the loopback.
 """
 

@@ -20,7 +20,7 @@ Invariants:
 
 - A rank writes ``batches`` BEFORE it reads the flag. ``FLAG_SECONDS`` after the flag is set, each
   row shows one of three: the rank has passed its newest point, waits there, or stands between the
-  two writes; for the third ``passed`` returns None and is asked again. None slips by unseen.
+  two writes; for the third ``passed`` returns None and is asked again. So no rank slips by unseen.
 - From then on nobody passes a point before the answer: the highest point that was passed stays
   true, and the point after it has been passed by nobody, on no machine.
 - All ranks come to the same points in the same order, so that one point is enough for all.

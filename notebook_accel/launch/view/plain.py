@@ -46,9 +46,9 @@ class PlainView(View):
     Args:
         stream: where to print; None for ``sys.stdout`` at the time.
         burst: lines of the ranks' output that may be printed at once.
-        lines_per_second: how many more may be printed each second in the mean, those included
-            that count what is not printed. Until then lines wait, and the newest of them are
-            printed; at the end each rank's last line is printed in any case.
+        lines_per_second: how many more may be printed each second in the mean; a line that says
+            how many were left out counts as one. Lines wait for their turn, and where too many
+            do, the newest are printed. At the end each rank's last line is, in any case.
         progress_seconds: time between two lines about a rank's progress.
         is_cell: whether the run is a cell (``%%accelerate``), of which one line is enough where
             it ends within a second.

@@ -131,7 +131,8 @@ def _run(
         packed = payload.pack_result(value, call)
         # What was printed, by the pickling of the result too, may take long to be written.
         _flush_output()
-        # None is raised from here on: after the segment is made, it would lose the descriptor.
+        # No interrupt is raised from here on: one that comes after the segment is made would lose
+        # its descriptor.
         interrupts.end_call()
         return _returned(packed, context, call, is_none=value is None)
     except BaseException as error:  # the process boundary: whatever it is, the notebook is told

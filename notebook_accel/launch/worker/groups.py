@@ -64,7 +64,7 @@ def _sockets() -> dict[str, int]:
     return found
 
 
-def _disconnect_groups(stores: set[int]) -> None:
+def _disconnect_groups(store_ports: set[int]) -> None:
     """Shut the connections down that groups of this process have made."""
     for name, fd in _sockets().items():
         if not any(
@@ -75,7 +75,7 @@ def _disconnect_groups(stores: set[int]) -> None:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as end:
             is_inet = end.family in (socket.AF_INET, socket.AF_INET6)
             # One that listens has no peer, and stays.
-            if is_inet and end.getpeername() and end.getsockname()[1] not in stores:
+            if is_inet and end.getpeername() and end.getsockname()[1] not in store_ports:
                 end.shutdown(socket.SHUT_RDWR)
 
 
@@ -86,15 +86,15 @@ def disconnect() -> None:
     of the user's own to other programs stay.
     """
     reserved = rank.current().store_port
-    stores = {int(os.environ.get("MASTER_PORT", "0")), reserved.port if reserved else 0}
-    _disconnect_groups(stores)
+    store_ports = {int(os.environ.get("MASTER_PORT", "0")), reserved.port if reserved else 0}
+    _disconnect_groups(store_ports)
     # What a group opened later, or code of the user's between the ranks of this agent.
     peers = {address for pid in _other_ranks() for address in _local_addresses(pid)}
     for connection in _tcp_connections(psutil.Process()):
-        if not connection.raddr or connection.laddr.port in stores:
+        if not connection.raddr or connection.laddr.port in store_ports:
             # Where this rank serves the store, others may have come for the next group already.
             continue
-        if connection.raddr in peers or connection.raddr.port in stores:
+        if connection.raddr in peers or connection.raddr.port in store_ports:
             # Of a duplicate: the descriptor itself stays its owner's to close.
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as end:
                 end.shutdown(socket.SHUT_RDWR)
