@@ -304,7 +304,7 @@ class Stacks(Message, frozen=True, kw_only=True):
     text: str
 
 
-# ---- to an agent ---------------------------------------------------------------------------
+# ---- to an agent, and from it to its ranks -------------------------------------------------
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
