@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
 __all__ = ["Latch", "Presses", "held", "let_through"]
+
+# How late a waiter may see that a latch was set, should another one have been interrupted.
+_LOOK_SECONDS = 1.0
 
 
 class Presses:
@@ -110,9 +114,11 @@ class Latch:
             self._lock.release()
 
     def wait(self, timeout: float) -> bool:
-        """Whether it is set, at the latest after ``timeout`` seconds."""
-        # An interrupt between acquire and release leaves the lock taken: other waiters then wait
-        # their whole timeout once and see `_is_set`.
-        if not self._is_set and self._lock.acquire(timeout=timeout):
-            self._lock.release()
+        """Whether it is set, at the latest after ``timeout`` seconds, which may be infinite."""
+        deadline = time.monotonic() + timeout
+        while not self._is_set and (left := deadline - time.monotonic()) > 0:
+            # An interrupt between acquire and release leaves the lock taken: other waiters then see
+            # `_is_set` a little later. And no lock takes infinity as its limit.
+            if self._lock.acquire(timeout=min(left, _LOOK_SECONDS)):
+                self._lock.release()
         return self._is_set
