@@ -183,7 +183,7 @@ def notebook_launcher(
     holds = (
         given_settings(settings, config).get("debug")
         and get_ipython() is not None
-        and engine_named(chosen.engine).has_pools
+        and engine_named(chosen.engine).keeps_ranks
     )
     with show_in_short():
         return (launch_for_debugger if holds else launch)(

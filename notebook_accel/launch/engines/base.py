@@ -188,14 +188,14 @@ class Engine(ABC):
         unused: arguments of ``notebook_launcher`` for which it has no use.
         max_ranks: how many ranks it can have; None: any number.
         needs_payload: whether a call travels to its ranks, and so must be pickled.
-        has_pools: whether its ranks can stay between calls.
+        keeps_ranks: whether its ranks can stay for more calls, as those of a session do.
     """
 
     description: ClassVar[str]
     unused: ClassVar[tuple[str, ...]] = _OF_SEVERAL_MACHINES
     max_ranks: ClassVar[int | None] = None
     needs_payload: ClassVar[bool] = True
-    has_pools: ClassVar[bool] = False
+    keeps_ranks: ClassVar[bool] = False
 
     def warm_up(self, request: StartRequest) -> None:
         """Do what takes long and may be interrupted, before anything of the run exists.
@@ -253,7 +253,7 @@ class Engine(ABC):
 class AgentEngine(Engine):
     """An engine whose ranks are held by one or more agents."""
 
-    has_pools = True
+    keeps_ranks = True
 
     @abstractmethod
     def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
