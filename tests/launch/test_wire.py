@@ -121,9 +121,10 @@ def test_half_characters_for_a_person_are_spelled() -> None:
         msgspec.msgpack.encode(["Notice", "text"]),
         encode(wire.Interrupt()) + b"more",
         b"\xff" * 100,
+        encode(wire.Notice(text="12345678")).replace(b"12345678", b"\xff" * 8),
     ],
     # A message has its time in it: each of several test processes would name it otherwise.
-    ids=range(10),
+    ids=range(11),
 )
 def test_what_is_no_message(data: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):

@@ -233,7 +233,8 @@ class RunFolder:
 
     def load(self) -> RunState | None:
         """The state saved last; None where there is none that this version can read."""
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
+        # Of a damaged file msgspec says more than its own errors.
+        with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             state = msgspec.msgpack.decode(read_regular(self.path / _STATE), type=RunState)
             # Of another kernel, maybe on another machine, whose monotonic clock is none here.
             return replace(state, began=None)

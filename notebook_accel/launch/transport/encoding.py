@@ -35,7 +35,10 @@ def decode(data: bytes | memoryview) -> wire.Message:
     Raises:
         msgspec.DecodeError: the bytes are no message of this version.
     """
-    message = _decoder.decode(data)
+    try:
+        message = _decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:  # which msgspec lets through
+        raise msgspec.DecodeError(f"it cannot be read: {error}") from None
     if not isinstance(message, _OF_SURROUNDINGS):
         return message
     try:

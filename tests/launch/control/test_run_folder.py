@@ -462,6 +462,16 @@ def test_a_folder_that_cannot_be_listed_takes_new_runs(
     assert RunFolder.make(tmp_path).path.is_dir()
 
 
+def test_a_damaged_state_hides_no_other_run(tmp_path: Path) -> None:
+    folder = RunFolder.make(tmp_path)
+    folder.save(starting(run=folder.id, name="training", world_size=1, started=1.0))
+    path = folder.path / "state.msgpack"
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:-5], whole.replace(b"training", b"\xff" * 8), b"\x91" * 100_000):
+        path.write_bytes(damaged)
+        assert folder.load() is None
+
+
 def test_a_folder_that_cannot_be_held_is_not_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
