@@ -31,10 +31,10 @@ def test_no_later_call_gets_the_answer_to_one_that_was_left(
         raise KeyboardInterrupt
 
     helper = object.__new__(harness._Helper)
-    helper.process = subprocess.Popen(
-        ["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
     monkeypatch.setattr(harness, "select", SimpleNamespace(select=reach_the_limit))
-    with pytest.raises(KeyboardInterrupt):
-        helper.ask((), 1)
-    assert helper.process.poll() is not None, "its answer may still come"
+    with subprocess.Popen(
+        ["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as helper.process:
+        with pytest.raises(KeyboardInterrupt):
+            helper.ask((), 1)
+        assert helper.process.poll() is not None, "its answer may still come"
