@@ -225,8 +225,10 @@ def _row(
 ) -> Markup:
     """The row of a rank: its outermost bar, and thin bars below it for ``inner`` ones."""
     status = live_condition(rank, state)
+    kind_of_label = ""
     if status == "waits" and state.hang is not None:
         line = replace(line, label=f"in {state.hang.operations[rank.rank]}")
+        kind_of_label = " na-in"
     shown = {"succeeded": "done"}.get(status, status)
     if status == "quiet" and rank.quiet_since is not None:
         shown = f"quiet {wording.clock(state.now() - rank.quiet_since)}"
@@ -242,7 +244,7 @@ def _row(
             shown,
             class_=f"na-c-state {_class_of(status)}",
         ),
-        _label(line, text_bytes),
+        _label(line, text_bytes, kind_of_label),
         element("td", *bars, class_="na-c-bar"),
         element("td", line.count, class_="na-c-count"),
         element("td", line.rate, class_="na-c-rate"),
@@ -269,9 +271,10 @@ def _inner_row(rank: RankState, line: ProgressLine, text_bytes: int) -> Markup:
     )
 
 
-def _label(line: ProgressLine, text_bytes: int) -> Markup:
+def _label(line: ProgressLine, text_bytes: int, kind: str = "") -> Markup:
     title = shorten(line.label, 90) if len(line.label) > 18 else None
-    return element("td", shorten(line.label, text_bytes), class_="na-c-label", title=title)
+    label = shorten(line.label, text_bytes)
+    return element("td", label, class_=f"na-c-label{kind}", title=title)
 
 
 def _bar(rank: RankState, line: ProgressLine, kind: str) -> Markup:

@@ -65,14 +65,23 @@ _FRAME = (
     f"border:{_LINE};border-radius:8px;padding:10px 14px;margin:4px 0;max-width:1000px;"
     f"{_FONT};line-height:1.5"
 )
-# Jupyter's own style gives tables equal columns and cells a right alignment.
+# Jupyter's own style gives tables equal columns and cells a right alignment. No inline style knows
+# a narrow page from a wide one, so rows are flexible boxes: what has no room stands below the rest.
 _TABLE = (
-    "table-layout:auto;border:none;border-collapse:collapse;margin:6px 0 4px;width:auto;"
+    "display:block;table-layout:auto;border:none;border-collapse:collapse;margin:6px 0 4px;"
     "font-size:13px"
 )
-_HEAD = "text-align:left;padding:0 20px 2px 0;border:none;font-weight:normal;opacity:.65"
-_CELL = "text-align:left;padding:2px 20px 2px 0;border:none;font-size:13px;vertical-align:top"
-_NARROW = f"{_CELL};white-space:nowrap"
+_ROW = "display:flex;flex-wrap:wrap;padding:0;background:none"
+# Pixels between two columns.
+_GAP = 16
+_CELL = (
+    f"box-sizing:border-box;text-align:left;padding:2px {_GAP}px 2px 0;border:none;font-size:13px;"
+    "overflow-wrap:anywhere"
+)
+_HEAD = f"{_CELL};font-weight:normal;opacity:.65"
+# Pixels of each column, the gap included; the progress takes what is left, up to so many a letter.
+_WIDTHS = {"rank": 42, "state": 98, "progress": 90, "rate": 108, "memory": 72}
+_OF_CHARACTER = 7
 _MONO = "font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
 _TEXT = (
     f"{_MONO};white-space:pre-wrap;word-break:break-word;overflow:auto;max-height:400px;"
@@ -222,29 +231,41 @@ def _table(state: RunState, seconds: float) -> Markup:
     shown = summary.ranks_with_row(state.ranks)
     facts = [summary.rank_facts(rank, seconds) for rank in shown]
     # A column that says nothing of any rank is left out.
-    columns = [index for index in range(len(summary.COLUMNS)) if any(row[index] for row in facts)]
-    head = [element("th", summary.COLUMNS[index], style=_HEAD) for index in columns]
+    longest = [max(len(row[index]) for row in facts) for index in range(len(summary.COLUMNS))]
+    styles = {
+        index: _style_of_column(name, longest[index])
+        for index, name in enumerate(summary.COLUMNS)
+        if longest[index]
+    }
+    head = [
+        element("th", summary.COLUMNS[index], style=f"{_HEAD};{style}")
+        for index, style in styles.items()
+    ]
     rows: list[Markup] = []
     for rank, row in zip(shown, facts, strict=True):
         cells: list[Markup] = []
-        for index in columns:
-            name = summary.COLUMNS[index]
-            style = f"{_CELL};min-width:10em" if name == "progress" else _NARROW
-            colour = _COLOURS.get(summary.condition(rank)) if name == "state" else None
-            cells.append(
-                element("td", row[index], style=f"{style};color:{colour}" if colour else style)
-            )
-        rows.append(element("tr", *cells, style="background:none"))
+        for index, style in styles.items():
+            is_state = summary.COLUMNS[index] == "state"
+            colour = _COLOURS.get(summary.condition(rank)) if is_state else None
+            colour = f";color:{colour}" if colour else ""
+            cells.append(element("td", row[index], style=f"{_CELL};{style}{colour}"))
+        rows.append(element("tr", *cells, style=_ROW))
     table = element(
         "table",
-        element("thead", element("tr", *head)),
-        element("tbody", *rows),
+        element("thead", element("tr", *head, style=_ROW), style="display:block"),
+        element("tbody", *rows, style="display:block"),
         style=_TABLE,
     )
-    # On a narrow page it scrolls within the frame.
-    table = element("div", table, style="overflow-x:auto")
     rest = summary.hidden_ranks(state.ranks, shown)
     return join([table, element("div", rest, style=_MUTED) if rest else ""])
+
+
+def _style_of_column(name: str, longest: int) -> str:
+    """The width of a column, of which the longest text has so many characters."""
+    width = _WIDTHS[name]
+    if name != "progress":
+        return f"flex:0 0 {width}px"
+    return f"flex:1 1 {width}px;max-width:{max(width, _GAP + _OF_CHARACTER * longest)}px"
 
 
 def _notices(state: RunState) -> Markup:

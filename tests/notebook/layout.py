@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.notebook.lab import Notebook
 
-__all__ = ["check_layout"]
+__all__ = ["check_layout", "check_summary_layout"]
 
 # What is cut, out of the panel or over something else, in a window of that width. Names may be cut.
 _FAULTS = """(width) => {
@@ -16,6 +16,8 @@ _FAULTS = """(width) => {
   if (notebook.getBoundingClientRect().right > width + 1) return ['not laid out yet'];
   const panel = document.querySelector('.na-panel');
   const faults = panel.scrollWidth > panel.clientWidth ? ['the panel is too wide'] : [];
+  const bar = panel.querySelector('.na-log .na-log-bar');
+  if (bar.clientHeight > 40) faults.push('the bar above the log has two lines');
   const shown = [];
   const names = '.na-c-label, .na-name, .na-spread';
   for (const part of panel.querySelectorAll(`.na-title span, .na-title b, th, td, button, select,
@@ -64,5 +66,23 @@ def check_layout(notebook: Notebook) -> None:
         while (faults := notebook.page.evaluate(_FAULTS, width)) and time.monotonic() < deadline:
             notebook.page.wait_for_timeout(100)
         assert not faults, f"{width} px: {faults}"
+    assert before is not None
+    notebook.page.set_viewport_size(before)
+
+
+# Whether a summary's table is legible in a narrow window: all of it is in sight, nothing is cut.
+_SUMMARY_FITS = """() => {
+  const table = [...document.querySelectorAll('.jp-OutputArea-output table')].at(-1);
+  const frame = table.parentElement.getBoundingClientRect();
+  return frame.width < 360 && [...table.querySelectorAll('th, td')].every((cell) =>
+    cell.scrollWidth <= cell.clientWidth && cell.getBoundingClientRect().right <= frame.right + 1);
+}"""
+
+
+def check_summary_layout(notebook: Notebook) -> None:
+    """The newest summary is legible in a narrow window."""
+    before = notebook.page.viewport_size
+    notebook.page.set_viewport_size({"width": 400, "height": 1000})
+    notebook.page.wait_for_function(_SUMMARY_FITS, timeout=10_000)
     assert before is not None
     notebook.page.set_viewport_size(before)

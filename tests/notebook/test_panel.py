@@ -126,6 +126,7 @@ def test_who_waits_for_whom() -> None:
     for words in ("Nothing has moved for 0:13: the run hangs", "waits", "in all_reduce", "missing"):
         assert words in page.text
     assert ("class", "na-c-state na-missing") in page.attributes
+    assert ("class", "na-c-label na-in") in page.attributes
 
 
 def test_what_was_said_of_a_hang_stays_when_it_is_over() -> None:

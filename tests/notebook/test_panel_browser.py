@@ -10,7 +10,7 @@ import pytest
 
 from tests.notebook.kernels import INSTALLED
 from tests.notebook.lab import open_browser, open_lab
-from tests.notebook.layout import check_layout
+from tests.notebook.layout import check_layout, check_summary_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,6 +76,11 @@ MIDDLE_IS_HIGH = """() => {
     const points = line ? line.getAttribute("points").split(" ") : [];
     const middle = points[Math.floor(points.length / 2)] || "0,64";
     return Number(middle.split(",")[1]) < 57;
+}"""
+LABELS_FIT = """() => {
+    const labels = [...document.querySelectorAll(".na-c-label")];
+    const fits = labels.every((label) => label.scrollWidth <= label.clientWidth);
+    return document.querySelector(".na-panel").clientWidth < 400 && fits;
 }"""
 NOTE_TIMES = """() => {
     window.times = {};
@@ -235,6 +240,7 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     output.get_by_role("button", name="Sure?").click()
     wait_for(output, "■ stopped")
     assert output.locator("button").count() == 0
+    check_summary_layout(notebook)
     # What was asked for is worth keeping.
     fold = output.locator("details", has_text="stacks after").text_content() or ""
     assert len(re.findall(r"Cell In\[\d+\]", fold)) == 2
@@ -260,6 +266,12 @@ def test_a_hang_is_shown_within_fifteen_seconds(notebooks: dict[str, Notebook]) 
             "all_reduce",
         ]
         assert output.locator("tbody tr").nth(1).inner_text().split()[1] == "missing"
+        # On a narrow page the collective can be read, too.
+        viewport = output.page.viewport_size
+        output.page.set_viewport_size({"width": 400, "height": 1000})
+        output.page.wait_for_function(LABELS_FIT, timeout=10_000)
+        assert viewport is not None
+        output.page.set_viewport_size(viewport)
         # The stacks are there, and what was unfolded stays so when the panel is drawn anew.
         output.get_by_text("stacks of the ranks").click()
         before = output.page.evaluate(f"() => {CLOCK}")
