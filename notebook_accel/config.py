@@ -97,7 +97,8 @@ class LaunchConfig:
     """
 
     num_processes: int | None = None
-    """Number of ranks; None: one a visible accelerator, 1 on a machine with none."""
+    """Number of ranks, the processes that train; None: one for each visible accelerator, 1 on a
+    machine with none."""
 
     mixed_precision: str | None = None
     """"no", "bf16", "fp16" or "fp8", for every ``Accelerator`` that does not say its own."""
@@ -112,7 +113,7 @@ class LaunchConfig:
     """torch.distributed backend of the ranks; "gloo" lets several ranks share an accelerator."""
 
     use_port: int | None = None
-    """MASTER_PORT of the ranks; None takes a free one.
+    """The port at which the ranks meet (MASTER_PORT); None takes a free one.
 
     Ranks of a session meet at a free one after a call that failed: who is left of the group before
     may still use this port.
@@ -130,11 +131,12 @@ class LaunchConfig:
     """Check the shapes of every collective across ranks, and have torch explain mismatches."""
 
     gradient_accumulation_steps: int | None = None
-    """Batches a step, for every ``Accelerator`` that does not say its own."""
+    """Batches whose gradients are added up for each step, for every ``Accelerator`` that does not
+    say its own."""
 
     seed: int | None = None
-    """Of Python's, numpy's and torch's random numbers in every rank, as ``set_seed`` would; None:
-    they go on from where the notebook's stand. With engine="inline" they are the notebook's own."""
+    """Seed of the random numbers of Python, numpy and torch in every rank; None: they go on from
+    where the notebook's stand. With engine="inline" they are the notebook's own."""
 
     fsdp: Mapping[str, Any] | None = None
     """Fields of ``FullyShardedDataParallelPlugin``, for every ``Accelerator`` that is not given

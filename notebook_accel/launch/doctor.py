@@ -85,7 +85,7 @@ def _platform(_machine: Machine) -> Iterator[Finding]:
 
 def _devices(machine: Machine) -> Iterator[Finding]:
     if machine.error:
-        remedy = "repair the driver, say, or launch with devices='cpu'"
+        remedy = "repair the driver, for example, or launch with devices='cpu'"
         yield Finding(level=STOPS, subject="devices", found=machine.error, remedy=remedy)
     elif machine.devices:
         names = ", ".join(f"{device.index}: {device.name}" for device in machine.devices)
@@ -111,9 +111,9 @@ def _who_uses_the_devices(machine: Machine) -> Iterator[Finding]:
         mine = pid == os.getpid()
         owner = "this very kernel" if mine else f"process {pid} ({_name_of(pid)})"
         remedy = (
-            "free it in the notebook: del the tensors, then torch.cuda.empty_cache(); or restart"
+            "free it (del the tensors, then torch.cuda.empty_cache()), or restart the kernel"
             if mine
-            else f"end it (kill {pid}) if nobody needs it, or choose other devices="
+            else f"end it (kill {pid}) if nobody needs it, or launch on others, by devices="
         )
         found = f"{owner} holds {used} of an accelerator's memory"
         yield Finding(level=HURTS, subject="devices in use", found=found, remedy=remedy)
@@ -156,7 +156,7 @@ def _memory(machine: Machine) -> Iterator[Finding]:
     free = min(machine.free_memory, _free_in_container())
     found = f"{free / _GIB:.1f} GB of memory are free"
     if free < _LITTLE_MEMORY:
-        remedy = "free some: a rank takes 0.25 GB before it has a model"
+        remedy = "free some of it: a rank takes 0.25 GB before it has a model"
         yield Finding(level=HURTS, subject="memory", found=found, remedy=remedy)
     else:
         yield Finding(level=FINE, subject="memory", found=found)
@@ -226,7 +226,7 @@ def _folders(_machine: Machine) -> Iterator[Finding]:
         found = f"{there} cannot be written"
         yield Finding(level=STOPS, subject="runs folder", found=found, remedy=remedy)
     elif free < _LITTLE_DISK:
-        remedy = "free some, or set NOTEBOOK_ACCEL_RUNS to a folder of another disk"
+        remedy = "free some of it, or set NOTEBOOK_ACCEL_RUNS to a folder of another disk"
         yield Finding(level=HURTS, subject="runs folder", found=found, remedy=remedy)
     else:
         yield Finding(level=FINE, subject="runs folder", found=found)
@@ -234,7 +234,7 @@ def _folders(_machine: Machine) -> Iterator[Finding]:
 
 def _ports(_machine: Machine) -> Iterator[Finding]:
     if preflight.gives_ports():
-        yield Finding(level=FINE, subject="ports", found="the loopback interface gives ports")
+        yield Finding(level=FINE, subject="ports", found="ranks can meet at ports of 127.0.0.1")
     else:
         remedy = "give the container a loopback interface: ranks of one machine meet there"
         found = "no port of 127.0.0.1 can be had"

@@ -122,7 +122,7 @@ def _check_same(running: NotebookSession, given: Mapping[str, Any]) -> None:
     )
     raise ConfigError(
         f"the session was started with {held}: `{command}` ends it, with all its names, for one "
-        "with other settings; `%%accelerate --fresh` runs a cell in workers of its own"
+        "with other settings; `%%accelerate --fresh` runs a cell in ranks of its own"
     )
 
 

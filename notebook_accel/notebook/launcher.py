@@ -204,7 +204,7 @@ def notebook_launcher(
 def run_cell(
     function: Callable[[], Any], config: LaunchConfig, notices: Sequence[str], source: CellSource
 ) -> Run:
-    """Run a cell, as a function, in new workers; the end of the run is waited for.
+    """Run a cell, as a function, on new ranks; the end of the run is waited for.
 
     Args:
         function: the cell.

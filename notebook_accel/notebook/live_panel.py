@@ -105,12 +105,14 @@ class LivePanel:
         self._stop.on_click(lambda _: stop())
         self._stop.add_class("na-stop")
         self._kill = _button(
-            "Kill", "End all ranks and what they started at once: results are lost"
+            "Kill", "End all ranks at once, with the processes that they started. Results are lost."
         )
         self._kill.on_click(self._on_kill)
-        self._ask_stacks = _button("Stacks", "Where each rank's Python stands now")
+        self._ask_stacks = _button("Stacks", "Show which line each rank executes now")
         self._ask_stacks.on_click(self._on_stacks)
-        self._folder = _button("Log folder", "The folder with the whole output of each rank")
+        self._folder = _button(
+            "Log folder", "Show the folder that has the whole output of each rank"
+        )
         self._folder.on_click(self._on_folder)
         advice = element("div", clicks.advice, class_="na na-muted na-advice")
         self._advice = [ipywidgets.HTML(str(advice))] if clicks.advice else []

@@ -75,7 +75,9 @@ class LogView:
         self._filter.add_class("na-rank-filter")
         self._filter.observe(self._on_choice, names="value")
         self._search = ipywidgets.Text(
-            placeholder="search", description="Search the output", tooltip="Only lines with this"
+            placeholder="search",
+            description="Search the output",
+            tooltip="Show only lines with these words",
         )
         self._search.add_class("na-search")
         self._search.observe(self._on_search, names="value")
@@ -83,7 +85,8 @@ class LogView:
             description="↓ newest", tooltip="Go to the newest line and follow the output"
         )
         self._save = ipywidgets.Button(
-            description="Save", tooltip="A link to the whole output of these ranks, as a file"
+            description="Save",
+            tooltip="Give a link that saves the whole output of these ranks as a file",
         )
         for button, act in ((self._follow, self._on_follow), (self._save, self._on_save)):
             button.add_class("na-small-button")

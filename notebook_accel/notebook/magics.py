@@ -91,7 +91,7 @@ def _shown_as_syntax_error(shell: InteractiveShell) -> Iterator[None]:
 
 
 _NUM_PROCESSES = argument(
-    "-n", "--num-processes", "--num_processes", type=int, help="number of ranks"
+    "-n", "--num-processes", "--num_processes", type=int, help="number of ranks (processes)"
 )
 _MIXED_PRECISION = argument(
     "--mixed-precision",
@@ -99,7 +99,7 @@ _MIXED_PRECISION = argument(
     metavar="PRECISION",
     help='"no", "bf16", "fp16" or "fp8", for every Accelerator that does not say its own',
 )
-_CONFIG = argument("--config", metavar="FILE", help="YAML file with the settings of the session")
+_CONFIG = argument("--config", metavar="FILE", help="YAML file with the session's settings")
 
 
 @magics_class
@@ -109,27 +109,40 @@ class AccelerateMagics(Magics):
     @magic_arguments("%accelerate")
     @argument("-h", "--help", action="store_true", help="show this text; the cell does not run")
     @_NUM_PROCESSES
-    @argument("--ranks", metavar="RANKS", help="only these run the cell: 0,2-3")
-    @argument("--fresh", action="store_true", help="run it as one function in new workers")
-    @argument("--bg", action="store_true", help="leave the notebook free; gives the Run")
-    @argument("--pull", metavar="NAMES", help="afterwards, take these from the session: a,b")
-    @argument("--push", metavar="NAMES", help="first give these to the session: x,y")
-    @argument("--no-push", "--no_push", action="store_true", help="push no name unasked")
-    @argument("--write", metavar="FILE", help="first write it, with what it needs, as a script")
+    @argument("--ranks", metavar="RANKS", help="only these ranks run the cell: 0,2-3")
+    @argument("--fresh", action="store_true", help="run it in new ranks, which end with it")
+    @argument("--bg", action="store_true", help="run it in the background; gives a Run")
+    @argument("--pull", metavar="NAMES", help="then copy these into the notebook: a,b")
+    @argument("--push", metavar="NAMES", help="first copy these to the ranks: x,y")
+    @argument("--no-push", "--no_push", action="store_true", help="copy none but those of --push")
+    @argument("--write", metavar="FILE", help="first write it, and what it needs, as a script")
     @_MIXED_PRECISION
     @_CONFIG
     @line_cell_magic
     def accelerate(self, line: str, cell: str | None = None) -> Run | None:
-        """Run the cell on every rank of a session, whose ranks keep their names between cells.
+        """Run the cell on several processes at once; they stay for the next cell.
 
-        The session is started at the first use. ``rank``, ``world_size``, ``device`` and
-        ``accelerator`` are there; names of the notebook that the cell uses travel along by value,
-        where the notebook assigned them last. The value of a last expression is shown for each
+        The processes are the ranks of a session, numbered from 0: the first cell starts them, and
+        what a cell assigns is there in the next one. Each rank has `rank`, `world_size`, `device`
+        and `accelerator`. Variables of the notebook that the cell uses are copied to the ranks,
+        unless the session assigned them last. The value of a last expression is shown for each
         rank.
 
-        As a line: %accelerate start|stop|restart|status|pull NAMES|push NAMES|logs|stacks, debug
-        (the frames of a cell that failed, by the commands of pdb), config (the settings as a form)
-        and doctor (what is wrong with this machine).
+        As a line, %accelerate takes a command:
+
+            %accelerate start [-n 2]     start the ranks, with the options -n, --mixed-precision
+                                         and --config that stand below
+            %accelerate restart [-n 4]   end them, and start new ones, which have no variables
+            %accelerate stop             end them
+            %accelerate status           how the ranks are, and the names of their variables
+            %accelerate pull a,b         copy variables of rank 0 into the notebook; of another
+                                         one with --rank 1, a list of all with --each-rank
+            %accelerate push x,y         copy variables of the notebook to all ranks
+            %accelerate logs [RANK]      what the ranks, or one of them, have printed
+            %accelerate stacks [RANK]    which line the ranks, or one of them, execute now
+            %accelerate debug [RANK]     look into a cell or launch that failed, by pdb's commands
+            %accelerate config [FILE]    the settings of a launch as a form
+            %accelerate doctor           what on this machine stops or hurts a launch
         """
         if cell is None:
             with show_in_short():
@@ -167,7 +180,7 @@ class AccelerateMagics(Magics):
         return run if options.bg else None
 
     def _run_fresh(self, line: str, cell: str, options: Any) -> None:
-        """Run the cell as one function, in workers that end with it."""
+        """Run the cell as one function, in ranks that end with it."""
         shell: Any = self.shell
         source, number = self._source(line, cell)
         with show_in_short(), _shown_as_syntax_error(shell):
@@ -385,7 +398,7 @@ def _check_fresh(options: Any) -> None:
     others = [name for name, value in given.items() if value]
     if others:
         raise UsageError(
-            f"--fresh and {', '.join(others)}: new workers run the whole cell with the names that "
+            f"--fresh and {', '.join(others)}: new ranks run the whole cell with the names that "
             "it uses, and end with it; leave one of them out"
         )
 
@@ -404,7 +417,7 @@ def _parse_names(text: str | None) -> tuple[str, ...]:
     names = tuple((text or "").replace(",", " ").split())
     for name in names:
         if not name.isidentifier():
-            raise UsageError(f"{name!r} is no name; expected names such as model,loss")
+            raise UsageError(f"{name!r} is no name of a variable; expected some such as model,loss")
     return names
 
 
@@ -412,7 +425,7 @@ def _some_names(arguments: Sequence[str]) -> tuple[str, ...]:
     """``a,b`` and ``a b`` as names, of which there must be one."""
     names = _parse_names(",".join(arguments))
     if not names:
-        raise UsageError("no name is given; expected names such as model,loss")
+        raise UsageError("no variable is named; expected some such as model,loss")
     return names
 
 

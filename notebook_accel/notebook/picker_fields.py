@@ -38,7 +38,7 @@ __all__ = [
 
 # What stands before each setting, and what leaving it empty means.
 _LABELS = {
-    "num_processes": ("Processes", "one an accelerator, 1 without"),
+    "num_processes": ("Processes", "one for each accelerator, else 1"),
     "devices": ("Devices", "all that are visible"),
     "mixed_precision": ("Mixed precision", "as the function says"),
     "engine": ("Engine", "auto"),

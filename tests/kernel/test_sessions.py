@@ -228,7 +228,7 @@ def test_a_syntax_error_and_bad_options_reach_no_rank(book: Notebook, tmp_path: 
     for command in ("logs 9", "stacks 9", "pull --rank 9 pids"):
         assert "no rank 9: the session has the ranks 0 to 1" in book.fails(f"%accelerate {command}")
     for command in ("pull", "push"):
-        assert "expected names such as model,loss" in book.run(f"%accelerate {command}")
+        assert "expected some such as model,loss" in book.run(f"%accelerate {command}")
     assert "expected %accelerate stop, with nothing more" in book.run("%accelerate stop -n 4")
     before = book.run("%%accelerate\npids")
     (tmp_path / "launch.yaml").write_text("devices: [99]\n")

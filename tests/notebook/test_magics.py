@@ -48,7 +48,7 @@ def test_a_syntax_error_looks_as_in_any_other_cell(
     assert magic == (False, plain[1].replace("In[1]", "In[2]"))
 
 
-def test_a_shell_line_in_new_workers_is_refused_by_name(
+def test_a_shell_line_in_new_ranks_is_refused_by_name(
     shell: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     success, text = shown(shell, "%%accelerate --fresh\nx = 1\n!echo hi", capsys)
@@ -56,14 +56,14 @@ def test_a_shell_line_in_new_workers_is_refused_by_name(
     assert "line 3\n    !echo hi\n    ^\nSyntaxError: shell lines (!), magics (%)" in text
 
 
-def test_new_workers_refuse_what_only_a_session_does(
+def test_new_ranks_refuse_what_only_a_session_does(
     shell: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options in ("--ranks 0", "--bg --pull x", "--push x --no-push"):
         capsys.readouterr()
         shell.run_cell(f"%%accelerate --fresh {options}\n1")
         named = ", ".join(word for word in options.split() if word.startswith("-"))
-        assert f"--fresh and {named}: new workers" in "".join(capsys.readouterr())
+        assert f"--fresh and {named}: new ranks" in "".join(capsys.readouterr())
 
 
 def test_help_is_shown_and_the_cell_does_not_run(
@@ -75,7 +75,8 @@ def test_help_is_shown_and_the_cell_does_not_run(
         assert shown(shell, f"%accelerate {option}", capsys) == (True, text)
         assert "debug" in text
         assert "%%accelerate [-h]" in text
-        assert "Run the cell on every rank" in text
+        assert "Run the cell on several processes" in text
+        assert "%accelerate pull a,b " in text
 
 
 def test_what_the_line_magic_says_without_a_session(
