@@ -6,6 +6,7 @@ by what its prepared loaders and optimizers counted.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -273,6 +274,15 @@ def last_values(state: RunState) -> dict[str, dict[int, float]]:
 
 
 def spread(by_rank: Mapping[int, float]) -> str:
-    """ "0.5 to 1", the lowest and the highest value; "" where ranks agree."""
-    low, high = (wording.number(pick(by_rank.values())) for pick in (min, max))
-    return "" if low == high else f"{low} to {high}"
+    """ "0.5 to 1", the lowest and the highest value; "" where ranks agree.
+
+    Of ranks of which some have no number it is "0.5 and nan": a comparison would pass over that.
+    """
+    numbers = [value for value in by_rank.values() if not math.isnan(value)]
+    if not numbers:
+        return ""
+    low, high = (wording.number(pick(numbers)) for pick in (min, max))
+    text = low if low == high else f"{low} to {high}"
+    if len(numbers) < len(by_rank):
+        return f"{text} and nan"
+    return "" if low == high else text

@@ -153,6 +153,10 @@ def test_throughput_is_that_of_the_last_seconds() -> None:
 def test_spread_is_empty_where_ranks_agree() -> None:
     assert spread({0: 1.0, 1: 1.0}) == ""
     assert spread({0: 1.0, 1: 0.5}) == "0.5 to 1"
+    for hidden in ({0: 1.0, 1: math.nan, 2: 0.5}, {0: math.nan, 1: 0.5, 2: 1.0}):
+        assert spread(hidden) == "0.5 to 1 and nan"
+    assert spread({0: math.nan, 1: 2.0}) == "2 and nan"
+    assert spread({0: math.nan, 1: math.nan}) == ""
 
 
 def test_many_ranks_fold_and_failed_ones_stay() -> None:
