@@ -286,7 +286,7 @@ def read_index(folder: Path) -> Metadata:
     index = read_pickle(path, _INDEX_NAMES)
     if not isinstance(index, Metadata):
         raise NotebookAccelError(f"{path} holds a {type(index).__name__}, and no index of parts")
-    for name in {part.relative_path for part in (index.storage_data or {}).values()}:
+    for name in sorted({part.relative_path for part in (index.storage_data or {}).values()}):
         if Path(name).name != name:
             raise NotebookAccelError(
                 f"{path} names the file {name!r}, which does not lie beside it: load a checkpoint "
