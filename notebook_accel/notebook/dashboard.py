@@ -33,6 +33,9 @@ _CLOCK_SECONDS = 1.0
 # what it has counted: the end is sent again this much later. Only once, and before anybody can have
 # opened a fold: a page draws the summary anew, with its folds closed.
 _AGAIN_SECONDS = 0.3
+# To make the widgets of a panel, and to close them, takes as long as two ranks need for a short
+# function: a run that ends before has none, and costs its cell no more than its summary.
+_PANEL_SECONDS = 0.5
 # A cell that ends before looks like any other cell.
 _SLIM_SECONDS = 1.0
 
@@ -40,14 +43,16 @@ _SLIM_SECONDS = 1.0
 class Dashboard(View):
     """The live panel of one run: in the cell that launched it, and where ``run.show()`` ran.
 
-    It is drawn by a thread of its own, and by a cell's thread while that waits for the run, one at
-    a time (under a lock). Clicks change nothing on the page by themselves.
+    A run begins as one line, and gets the panel once it lasts. That is drawn by a thread of its
+    own, and by a cell's thread while that waits for the run, one at a time (under a lock). Clicks
+    change nothing on the page by themselves.
 
     Args:
         clicks: how clicks get through while a cell runs.
         waits: whether the cell waits for the run. Where it does not, what ranks display stands in
             the panel and below the summary: once the cell has ended, no output can be added to it.
-        is_cell: whether the run is a cell (``%%accelerate``): it gets a panel only when it lasts.
+        is_cell: whether the run is a cell (``%%accelerate``): of one that ends at once, a line is
+            left as of any other cell, and no summary.
         slot: where the panel goes; None is the output of the cell that opens the view.
     """
 
@@ -62,6 +67,7 @@ class Dashboard(View):
         self._clicks = clicks
         self._waits = waits
         self._is_cell = is_cell
+        self._panel_seconds = _SLIM_SECONDS if is_cell else _PANEL_SECONDS
         self._slot = DisplaySlot() if slot is None else slot
         self._panel: LivePanel | None = None
         self._lock = threading.RLock()
@@ -95,10 +101,7 @@ class Dashboard(View):
         self._opened_at = time.monotonic()
         # ipykernel 7.0 finds the cell of a thread by its context alone.
         context = contextvars.copy_context()
-        if self._is_cell:
-            self._slot.show(render_slim(run.state, now=run.state.now()).bundle)
-        else:
-            self._make_panel(run.state)
+        self._slot.show(render_slim(run.state, now=run.state.now()).bundle)
         threading.Thread(
             target=context.run, args=(self._keep_drawing,), name="notebook-accel-panel", daemon=True
         ).start()
@@ -130,10 +133,14 @@ class Dashboard(View):
                 return
             self._state = state
             self._has_ended = True
-            if self._panel is None:
+            if self._panel is None and self._is_cell:
                 self._slot.show(render_slim(state).bundle)
+                return
+            summary = self._summary(self._run, state, with_displays=not self._waits)
+            if self._panel is None:
+                self._slot.show(summary.bundle)
             else:
-                self._panel.finish(self._summary(self._run, state, with_displays=not self._waits))
+                self._panel.finish(summary)
 
     def reopen(self, run: Run) -> None:
         with self._lock:
@@ -182,6 +189,8 @@ class Dashboard(View):
         with self._lock:
             if self._panel is not None:
                 self._panel.send_again()
+            else:
+                self._slot.send_again()
 
     def _draw(self) -> None:
         """Draw what is known now, where it changed or the clock moves on."""
@@ -191,7 +200,7 @@ class Dashboard(View):
             if self._state is None or self._has_ended or now < self._drawn_at + wait:
                 return
             if self._panel is None:
-                if now >= self._opened_at + _SLIM_SECONDS:
+                if now >= self._opened_at + self._panel_seconds:
                     self._make_panel(self._state)
                 return
             # What changes while it is drawn, by a click, is drawn next time.

@@ -39,7 +39,8 @@ INSTALLED = "installed"
 OTHERS = ("6.31.0", "7.3.0")
 # Each line of ipykernel that people run, oldest first; the first is Colab's.
 MATRIX = ("6.17.1", "6.29.5", "6.31.0", "7.0.1", "7.3.0", "7.4.0")
-# A training that draws a bar, logs and prints; for the first cell of a notebook.
+# A training that draws a bar, logs and prints, and one that lasts until a file is there; for the
+# first cell of a notebook.
 TRAIN = """
 def train(steps):
     from tqdm.auto import tqdm
@@ -49,6 +50,12 @@ def train(steps):
         accelerator.log({"loss": 1 / (step + 1)}, step=step)
     print("done on", accelerator.process_index)
     return accelerator.process_index
+def train_until(file, steps):
+    import pathlib, time
+    result = train(steps)
+    while not pathlib.Path(file).exists():
+        time.sleep(0.01)
+    return result
 """
 # What Colab pins beside its ipykernel, and what these need that newer ones do not.
 _PINNED_BESIDE = {
@@ -149,6 +156,12 @@ class Kernel:
             self._take(message, reply if is_own else Reply())
             if is_own and message["content"].get("execution_state") == "idle":
                 return reply
+
+    @property
+    def shows_panel(self) -> bool:
+        """Whether an output shows a live panel now."""
+        view = "application/vnd.jupyter.widget-view+json"
+        return any(view in output["data"] for output in self.displays.values())
 
     def click(self, text: str, *, by_subshell: bool = True) -> None:
         """Click the button of that text; by a subshell where there are some, as JupyterLab does.

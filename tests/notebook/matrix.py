@@ -63,16 +63,17 @@ def run(kernel: Kernel, code: str) -> Reply:
     return reply
 
 
-def kinds(reply: Reply) -> list[set[str]]:
-    return [set(output["data"]) for output in reply.outputs]
-
-
-def test_a_blocking_cell_ends_with_results_and_a_summary(kernel: Kernel) -> None:
-    kernel.first.clear()
-    reply = run(kernel, "run = notebook_launcher(train, (20,), num_processes=2)")
-    assert "application/vnd.jupyter.widget-view+json" in kernel.first[0]
-    assert kinds(reply) == [{"text/html", "text/plain"}]
-    html = reply.outputs[0]["data"]["text/html"]
+def test_a_blocking_cell_ends_with_results_and_a_summary(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.displays.clear()
+    go_on = tmp_path / "go on"
+    launch = f"run = notebook_launcher(train_until, ({str(go_on)!r}, 20), num_processes=2)"
+    cell = kernel.start(launch)
+    assert kernel.listen_until(lambda: kernel.shows_panel, seconds=60)
+    go_on.touch()
+    reply = kernel.finish(cell, timeout=100)
+    (summary,) = kernel.displays.values()
+    assert set(summary["data"]) == {"text/html", "text/plain"}
+    html = summary["data"]["text/html"]
     for words in ("succeeded", "train: 20/20", "done on 0", "done on 1"):
         assert words in html
     assert reply.text == ""

@@ -47,6 +47,7 @@ class Page:
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Page:
     monkeypatch.setattr(dashboard, "_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(dashboard, "_PANEL_SECONDS", 0.0)
     return Page(monkeypatch)
 
 
@@ -75,6 +76,7 @@ class Shown:
         before = set(threading.enumerate())
         self.view.open(self.run)
         (self.thread,) = set(threading.enumerate()) - before
+        self.view._draw()
 
     @property
     def panel(self) -> Any:
@@ -88,6 +90,23 @@ class Shown:
     def await_last_message(self) -> None:
         self.thread.join(10)
         assert not self.thread.is_alive()
+
+
+def test_a_run_that_ends_at_once_has_a_summary_and_never_a_widget(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "_PANEL_SECONDS", 600.0)
+    before = len(widget_module._instances)
+    shown = Shown()
+    assert page.only["text/plain"].startswith("train: running, 2 ranks")
+    shown.end()
+    ended = dict(page.only)
+    assert "succeeded" in ended["text/html"]
+    assert "<table" in ended["text/html"]
+    page.shown.clear()
+    shown.await_last_message()
+    assert page.only == ended
+    assert len(widget_module._instances) == before
 
 
 def test_the_end_that_is_sent_again_leaves_a_newer_run_in_the_same_slot(page: Page) -> None:

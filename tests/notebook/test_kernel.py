@@ -70,26 +70,29 @@ def test_a_launch_that_fails_does_not_say_for_ever_that_it_starts(kernel: Kernel
     run(kernel, "os.environ['NOTEBOOK_ACCEL_RUNS'] = runs_folder")
 
 
-def test_the_live_panel_gives_way_to_a_summary(kernel: Kernel) -> None:
-    kernel.first.clear()
-    reply = run(kernel, "run = notebook_launcher(train, (20,), num_processes=2)")
-    (shown,) = kernel.first
-    assert "application/vnd.jupyter.widget-view+json" in shown
-    assert kinds(reply) == [{"text/html", "text/plain"}]
-    html = reply.outputs[0]["data"]["text/html"]
-    for words in ("succeeded", "train: 20/20", "data:image/svg+xml", "done on 0", "done on 1"):
-        assert words in html
-    assert reply.text == ""
-    assert run(kernel, "print(run.results)").text == "[0, 1]\n"
-
-
-def test_the_summary_is_sent_again_and_widgets_do_not_pile_up(kernel: Kernel) -> None:
+def test_the_live_panel_gives_way_to_a_summary_that_is_sent_again(
+    kernel: Kernel, tmp_path: Path
+) -> None:
     count = "import comm; print(len(comm.get_comm_manager().comms))"
     before = int(run(kernel, count).text)
-    run(kernel, "notebook_launcher(train, (2,), num_processes=1)")
+    kernel.displays.clear()
+    go_on = tmp_path / "go on"
+    launch = f"run = notebook_launcher(train_until, ({str(go_on)!r}, 20), num_processes=2)"
+    cell = kernel.start(launch)
+    assert kernel.listen_until(lambda: kernel.shows_panel, seconds=30)
+    go_on.touch()
+    reply = kernel.finish(cell)
+    (summary,) = kernel.displays.values()
+    assert set(summary["data"]) == {"text/html", "text/plain"}
+    html = summary["data"]["text/html"]
+    for words in ("succeeded", "train: 20/20", "data:image/svg+xml", "done on 0", "done on 1"):
+        assert words in html
+    assert (reply.text, reply.outputs) == ("", [])
     kernel.seen.clear()
     assert kernel.listen_until(lambda: _sent(kernel, "update_display_data") >= 1, seconds=20)
+    # Widgets do not pile up.
     assert int(run(kernel, count).text) - before <= 5
+    assert run(kernel, "print(run.results)").text == "[0, 1]\n"
 
 
 def _sent(kernel: Kernel, kind: str) -> int:
