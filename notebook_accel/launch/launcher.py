@@ -377,6 +377,8 @@ def _prepare_launch(request: CallRequest, notices: list[str]) -> Callable[[], Ru
     def begin() -> Run:
         with _new_run(request, plan.world_size, (*notices, *plan.notices)) as new:
             engine.launch(request, new, plan, packed)
+            # Only now, while the ranks start.
+            new.folder.remove_old()
         return new.run
 
     return begin
@@ -444,7 +446,7 @@ def _new_run(
         undo.callback(request.view.launch_failed)
         if session is not None:
             preflight.check_files_of_kernel()
-        folder = RunFolder.make(remove_old=session is None)
+        folder = RunFolder.make(remove_old=False)
         undo.callback(folder.remove)
         if session is not None:
             folder.link_logs(session, world_size)

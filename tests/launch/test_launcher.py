@@ -23,7 +23,7 @@ import pytest
 from notebook_accel import ConfigError, LaunchError, NotebookAccelError, RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import run_list
-from notebook_accel.launch.control.run_folder import RunFolder
+from notebook_accel.launch.control.run_folder import RunFolder, run_folders
 from notebook_accel.launch.engines import base, local
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.run_list import find_run, runs
@@ -589,9 +589,20 @@ def test_a_run_whose_handle_is_held_outlives_all_newer_ones(tmp_path: Path) -> N
         print("still here")
         rank.current().metric({"loss": 1.0}, 0)
 
-    run = on_cpu(train, n=1)
+    root = tmp_path / "runs"
+    at_open: list[int] = []
+
+    class Counting(View):
+        def open(self, run: Run) -> None:
+            at_open.append(len(run_folders(root)))
+
+    for _ in range(60):
+        RunFolder.make(root, remove_old=False)
+    run = on_cpu(train, n=1, view=Counting())
+    # Old ones go, but not before the ranks are on their way: nobody waits for that.
+    assert (at_open, len(run_folders(root))) == ([61], 50)
     for _ in range(120):
-        RunFolder.make(tmp_path / "runs")
+        RunFolder.make(root)
     assert run.logs(0) == "still here\n"
     assert len(run.metrics) == 1
     shutil.rmtree(run.log_dir)

@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 from uuid import uuid4
 
 import pytest
@@ -117,6 +117,16 @@ def test_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         date_new_runs(monkeypatch, f"20260101-0000{number:02d}")
         made.append(ended(tmp_path).name)
     assert names(tmp_path) == made[-KEPT:]
+
+
+def test_old_ones_that_cannot_be_looked_at_are_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_folder: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert RunFolder.make(tmp_path).path.is_dir()
 
 
 def test_one_that_is_too_large_takes_no_place_of_older_ones(
