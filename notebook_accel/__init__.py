@@ -23,12 +23,12 @@ def __getattr__(name: str) -> Any:
     """Give a public name, the version, or a module: ``accelerate.utils.set_seed`` needs no import
     of ``accelerate.utils``, which Accelerate's own start has done."""
     if name in __all__:
-        found = _fetch(name)
         if name == "notebook_launcher":
             from notebook_accel.notebook.warming import warm_kernel
 
+            # First: the process imports while this one does.
             warm_kernel()
-        return found
+        return _fetch(name)
     if name == "__version__":
         return importlib.metadata.version("notebook-accel")
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):

@@ -58,8 +58,16 @@ def test_the_environment_turns_it_off() -> None:
 
 def test_a_script_starts_nothing_before_it_launches() -> None:
     code = """
-import psutil
+import sys, psutil
+from notebook_accel.notebook import warming
+plain, was_imported = warming.warm_kernel, []
+def warm():
+    was_imported.append("notebook_accel.notebook.launcher" in sys.modules)
+    plain()
+warming.warm_kernel = warm
 from notebook_accel import notebook_launcher
 assert psutil.Process().children() == []
+# A kernel's template imports while the kernel does.
+assert was_imported == [False]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=SLOW)
