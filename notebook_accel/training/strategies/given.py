@@ -141,7 +141,8 @@ class TakesSpreadModels(Strategy):
         return super().restore_gradients(model, {}, own)
 
     def drop_unreduced(self, optimizer: Optimizer) -> None:
-        if not has_parts(_weights_of(optimizer)):
+        # Asked by every zero_grad: all weights are looked at only where there is something to drop.
+        if not (self._in_parts or self._unreduced) or not has_parts(_weights_of(optimizer)):
             return
         from notebook_accel.training.strategies import pending
 
