@@ -127,18 +127,21 @@ def gather(tensor: Any, *, group: dist.ProcessGroup | None = None) -> Any:
         TypeError: a leaf is not a tensor.
         DistributedOperationException: the tensors differ, in debug mode.
     """
-    _require_agreement("gather", tensor, group)
+    facts = _facts(group)
+    if facts.compares:
+        require_agreement("gather", tensor, group)
     if type(tensor) is torch.Tensor:
-        return _gather(tensor, group)
+        return _gather(tensor, group, facts)
 
     def gather(leaf: torch.Tensor) -> torch.Tensor:
-        return _gather(leaf, group)
+        return _gather(leaf, group, facts)
 
     return recursively_apply(gather, tensor, error_on_other_type=True)
 
 
-def _gather(leaf: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    facts = _facts(group)
+def _gather(
+    leaf: torch.Tensor, group: dist.ProcessGroup | None, facts: _GroupFacts
+) -> torch.Tensor:
     leaf = leaf if leaf.ndim else leaf.reshape(1)
     if facts.size == 1:
         return leaf
@@ -218,7 +221,7 @@ def _gather_rows(
     longest = max(sizes)
     padded = tensor.new_zeros((longest, *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor.detach()
-    gathered = torch.split(_gather(padded, group), longest or 1)
+    gathered = torch.split(_gather(padded, group, _facts(group)), longest or 1)
     return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=False)])
 
 
@@ -230,7 +233,8 @@ def _exchange_shapes(
     for row, tensor in zip(table[0], tensors, strict=True):
         row[0] = tensor.ndim
         row[1 : 1 + tensor.ndim] = torch.tensor(tensor.shape)
-    return [[tuple(row[1 : 1 + row[0]]) for row in rows] for rows in _gather(table, group).tolist()]
+    tables = _gather(table, group, _facts(group)).tolist()
+    return [[tuple(row[1 : 1 + row[0]]) for row in rows] for rows in tables]
 
 
 def _refuse_other_differences(shapes: list[list[tuple[int, ...]]]) -> None:
