@@ -268,7 +268,7 @@ class LaunchedContext(RankContext):
         if (start, total) != self._pass:
             self._pass = start, total
             row.pass_start = start
-            row.total_batches = total or 0
+            row.total_batches = int(total or 0)
         if not self._board.stop_asked:
             row.passed_batches = batches
         elif not row.reads and self._board.leaves(self.local_rank, "batches"):

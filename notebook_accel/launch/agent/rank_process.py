@@ -230,7 +230,7 @@ class RankProcess:
         if self.alive:
             self._gauges.read(now)
         row, gauges = self.row, self._gauges
-        sample = {
+        sample: dict[str, Any] = {
             "batches": row.batches,
             "total_batches": row.total_batches or None,
             "pass_start": row.pass_start,
