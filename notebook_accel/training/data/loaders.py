@@ -254,7 +254,8 @@ class PreparedLoader(ResumableLoader):
                 if not stack or stack[-1] is not position:
                     active.put_on_top(position)
                 position.num_given += 1
-                del ahead[:1]
+                if ahead:
+                    del ahead[0]
                 yield batch
                 batch = following if receive is None else receive(following)
             if batch is not _NO_BATCH:
