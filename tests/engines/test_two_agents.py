@@ -168,7 +168,7 @@ class TestTwoAgents(EngineContract):
         with pytest.MonkeyPatch.context() as patch:
             from notebook_accel.launch.control.pool import RankPool
 
-            patch.setattr(RankPool, "_send_to_others", die)
+            patch.setattr(RankPool, "_release_for_others", die)
             with pytest.raises(WorkerError) as caught:
                 self.launch(train, n=4)
         assert (caught.value.rank, caught.value.ranks) == (None, [0, 1, 2, 3])
