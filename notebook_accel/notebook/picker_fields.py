@@ -71,7 +71,7 @@ class Row:
         widget.add_class("na-field")
         # The label belongs to the widget for a screen reader: its own description, widened by CSS.
         widget.description = label
-        widget.style.description_width = "225px"
+        widget.style.description_width = "240px"
         self._note = ipywidgets.HTML()
         self._note.add_class("na-note")
         self._about = about
