@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from importlib import metadata
 from shutil import copytree
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import nbformat
 import pytest
@@ -120,9 +121,13 @@ RESULTS = {
 
 
 class Hasty(NotebookClient):
-    """Unless it is told to, it waits for no message that is late, as on a busy machine."""
+    """On a busy machine; unless it is told to, it waits for no message that is late."""
 
     iopub_timeout = Integer(0)
+
+    def process_message(self, *message: Any) -> Any:
+        time.sleep(0.002)
+        return super().process_message(*message)
 
 
 @pytest.mark.timeout(240)
