@@ -13,6 +13,7 @@ from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.launch.view.summary import hang_line
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.live_panel import LivePanel
+from notebook_accel.notebook.lost_panel import LostPanelText
 from notebook_accel.notebook.panel import Details
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
 from notebook_accel.notebook.snapshot import render_line, render_slim, render_snapshot
@@ -38,6 +39,8 @@ _AGAIN_SECONDS = 0.3
 _PANEL_SECONDS = 0.5
 # A cell that ends before looks like any other cell.
 _SLIM_SECONDS = 1.0
+# A run that lasts so long may outlive its page, and the page the kernel.
+_LASTING_SECONDS = 30.0
 
 
 class Dashboard(View):
@@ -69,6 +72,8 @@ class Dashboard(View):
         self._is_cell = is_cell
         self._panel_seconds = _SLIM_SECONDS if is_cell else _PANEL_SECONDS
         self._slot = DisplaySlot() if slot is None else slot
+        self._has_own_slot = slot is None
+        self._lost_text: LostPanelText | None = None
         self._panel: LivePanel | None = None
         self._lock = threading.RLock()
         self._has_changed = False
@@ -101,7 +106,13 @@ class Dashboard(View):
         self._opened_at = time.monotonic()
         # ipykernel 7.0 finds the cell of a thread by its context alone.
         context = contextvars.copy_context()
-        self._slot.show(render_slim(run.state, now=run.state.now()).bundle)
+        self._lost_text = LostPanelText(run)
+        line = render_slim(run.state, now=run.state.now()).bundle
+        # Until there is a panel, the line hides the text.
+        html = f"{line['text/html']}{self._lost_text.hiding_style}"
+        self._slot.show({**line, "text/html": html})
+        if not self._waits and self._has_own_slot:
+            self._show_lost_text()
         threading.Thread(
             target=context.run, args=(self._keep_drawing,), name="notebook-accel-panel", daemon=True
         ).start()
@@ -120,6 +131,8 @@ class Dashboard(View):
         self._clicks.pump()
         self._draw()
         self._show_new_displays()
+        if self._waits and time.monotonic() >= self._opened_at + _LASTING_SECONDS:
+            self._show_lost_text()
 
     def stop_waiting(self) -> None:
         self._clicks.stop_pumping()
@@ -133,6 +146,9 @@ class Dashboard(View):
                 return
             self._state = state
             self._has_ended = True
+            if self._lost_text is not None:
+                # First, since what stands in the slot hides it no longer.
+                self._lost_text.clear()
             if self._panel is None and self._is_cell:
                 self._slot.show(render_slim(state).bundle)
                 return
@@ -166,7 +182,14 @@ class Dashboard(View):
 
     def _make_panel(self, state: RunState) -> None:
         assert self._run is not None, "a panel shows a run"
-        panel = LivePanel(self._run, slot=self._slot, clicks=self._clicks, stop=self._ask_stop)
+        assert self._lost_text is not None, "a run is opened before it has a panel"
+        panel = LivePanel(
+            self._run,
+            slot=self._slot,
+            clicks=self._clicks,
+            stop=self._ask_stop,
+            hiding_style=self._lost_text.hiding_style,
+        )
         panel.read(state)
         panel.draw(state, self._details(state, panel))
         panel.show(
@@ -175,6 +198,12 @@ class Dashboard(View):
             "kernel it shows what was kept."
         )
         self._panel = panel
+
+    def _show_lost_text(self) -> None:
+        """Say what to type if the panel is lost. Only the launching cell's thread may call this."""
+        with self._lock:
+            if self._lost_text is not None and not self._has_ended:
+                self._lost_text.show()
 
     def _keep_drawing(self) -> None:
         guarded = GuardedView(self)
@@ -187,6 +216,8 @@ class Dashboard(View):
 
     def _send_end_again(self) -> None:
         with self._lock:
+            if self._lost_text is not None:
+                self._lost_text.clear()
             if self._panel is not None:
                 self._panel.send_again()
             else:

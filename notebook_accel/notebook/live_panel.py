@@ -85,12 +85,20 @@ class LivePanel:
         slot: where in a cell's output it goes.
         clicks: how clicks get through.
         stop: called when Stop is clicked.
+        hiding_style: hides what is said below the panel to those who lose it.
     """
 
     def __init__(
-        self, run: Run, *, slot: DisplaySlot, clicks: ClicksAfterTheCell, stop: Callable[[], None]
+        self,
+        run: Run,
+        *,
+        slot: DisplaySlot,
+        clicks: ClicksAfterTheCell,
+        stop: Callable[[], None],
+        hiding_style: Markup,
     ) -> None:
         self._run = run
+        self._hiding_style = hiding_style
         self._slot = slot
         self._hang: Hang | None = None
         self._kill_asked = -math.inf
@@ -125,7 +133,8 @@ class LivePanel:
         self._metrics = MetricsView(clicks)
         self._log = LogView(run.state, clicks, saved=self._saved_log)
         self._style = ipywidgets.HTML(
-            str(style_element()), layout=ipywidgets.Layout(display="none")
+            f"{style_element()}{self._hiding_style}",
+            layout=ipywidgets.Layout(display="none"),
         )
         for widget, name in (
             (self._title, "na-head"),
@@ -229,7 +238,8 @@ class LivePanel:
         self._box.children = (self._body,)
         show = f"{run_list.expression(self._run.id)}.show()"
         note = element("div", _ENDED_NOTE.format(show=show), style="opacity:.65;font-size:13px")
-        self._body.value = f"{_ENDED_STYLE}{snapshot.bundle['text/html']}{note}"
+        style = f"{_ENDED_STYLE}{self._hiding_style}"
+        self._body.value = f"{style}{snapshot.bundle['text/html']}{note}"
         self._box.remove_class("na-panel")
         self._box.add_class("na-ended")
         self._log.close()

@@ -99,8 +99,9 @@ def test_a_background_run_leaves_the_notebook_free_and_its_output_where_it_was_s
 
 
 def shown_last(kernel: Kernel) -> str:
-    """What the last display of the kernel holds now, as HTML."""
-    return str(list(kernel.displays.values())[-1]["data"].get("text/html", ""))
+    """What the last displays of the kernel hold now, as HTML: a panel, and what is below it."""
+    last = list(kernel.displays.values())[-2:]
+    return "".join(display["data"].get("text/html", "") for display in last)
 
 
 @pytest.mark.parametrize("by_subshell", [True, False])

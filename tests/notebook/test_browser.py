@@ -162,8 +162,10 @@ def test_a_blocked_cell_shows_its_ranks_live_and_stops_by_mouse_also_in_a_page_t
     wait_for_summary(output)
     notebook.save()
     saved = json.loads((lab.folder / f"{version}.ipynb").read_text())
-    (shown,) = saved["cells"][2]["outputs"]
+    shown, *below = saved["cells"][2]["outputs"]
     assert sorted(shown["data"]) == ["text/html", "text/plain"]
+    # Of what stands below the panel of a run that lasts, nothing is left.
+    assert not any(text for output in below for text in output["data"].values())
 
     # The panel that is reloaded moves and stops as well, and shows the summary in its own place.
     notebook.run(2)
@@ -336,3 +338,8 @@ def test_after_a_restart_in_mid_run_the_panel_looks_dead_and_says_what_to_type(
     # The summaries of runs that ended are as they were.
     assert notebook.count_broken_links() == 0
     notebook.wait_until_idle()
+    # A page that is opened now says that it finds no such panel; what to type is below.
+    said = output.get_by_text("draws what was kept")
+    assert not said.is_visible()
+    notebook.reload()
+    said.wait_for(timeout=30_000)

@@ -260,10 +260,34 @@ def test_where_no_cell_waits_the_panel_has_what_a_rank_displays(page: Page) -> N
     shown.view.poll()
     shown.end()
     shown.view.print_end()
-    html = page.only["text/html"]
+    html = next(iter(page.shown.values()))["text/html"]
     for words in ("succeeded", "<i>of 0</i>", "rank 1 displayed something else"):
         assert words in html
     shown.await_last_message()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_to_type_if_the_panel_is_lost_stands_below_it_until_the_end(
+    page: Page, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """A cell that waits for its run can still add it, and does where the run lasts."""
+    shown = Shown(waits=waits)
+    assert len(page.placed) == 2 - waits
+    monkeypatch.setattr(dashboard, "_LASTING_SECONDS", 0.0)
+    shown.view.poll()
+    shown.view.poll()
+    panel, text = page.shown.values()
+    assert WIDGET in panel
+    assert "find_run('calm-otter').show() draws what was kept" in text["text/plain"]
+    (its_class,) = re.findall("class='(na-lost-.*?)'", text["text/html"])
+    hidden = f".{its_class} {{ display: none; }}"
+    assert hidden in shown.panel._style.value
+    shown.end()
+    assert hidden in shown.panel._body.value, "a page that was reloaded has both still"
+    shown.await_last_message()
+    summary, text = page.shown.values()
+    assert "succeeded" in summary["text/html"]
+    assert not any(text.values())
 
 
 def test_where_a_cell_waits_what_a_rank_displays_is_an_output_of_its_own(page: Page) -> None:

@@ -287,7 +287,7 @@ def test_what_rank_0_displays_stands_below_the_panel(kernel: Kernel) -> None:
 
 def test_what_a_run_in_the_background_displays_stands_in_its_own_cell(kernel: Kernel) -> None:
     code = "run = notebook_launcher(draw, num_processes=2, block=False)"
-    (panel,) = run(kernel, code).outputs
+    panel, lost = run(kernel, code).outputs
     # A cell that waits for it has no part of it.
     assert run(kernel, "_ = run.wait()").outputs == []
     html = panel["data"]["text/html"]
@@ -297,6 +297,8 @@ def test_what_a_run_in_the_background_displays_stands_in_its_own_cell(kernel: Ke
     (found,) = re.findall(r"rank 1 displayed something else: (.*show\(1\))", unescape(html))
     shown = [output["data"] for output in run(kernel, found).outputs]
     assert "<i>from 1</i>" in [data.get("text/html") for data in shown]
+    # The text for those who lose the panel is gone with it.
+    assert not any(lost["data"].values())
 
 
 # ---- the magic -----------------------------------------------------------------------------
