@@ -87,7 +87,7 @@ def test_without_the_library_the_error_says_how_to_get_it(monkeypatch: pytest.Mo
         Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin())
 
 
-def test_a_device_without_fp16_is_told_before_anything_is_prepared(
+def test_where_deepspeed_does_not_train_in_fp16_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = SimpleNamespace(is_fp16_supported=lambda: None)
@@ -98,6 +98,13 @@ def test_a_device_without_fp16_is_told_before_anything_is_prepared(
     with pytest.raises(ConfigError, match=r"fp16 on the cpu of this machine; use .*bf16"):
         Accelerator(**asked, mixed_precision="fp16")
     assert Accelerator(**asked, mixed_precision="bf16").deepspeed_engine_wrapped is None
+    device.is_fp16_supported = lambda: True
+    asked["deepspeed_plugin"] = DeepSpeedPlugin(zero_stage=0)
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="zero_stage=0: DeepSpeed divides gradients by a loss"):
+        Accelerator(**asked, mixed_precision="fp16").prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1)
+        )
 
 
 class Counting(torch.nn.Module):

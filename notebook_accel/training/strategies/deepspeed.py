@@ -151,6 +151,13 @@ class DeepSpeedZero(Strategy):
         placeholder = optimizer if isinstance(optimizer, DummyOptim) else None
         schedule = next((one for one in call.schedulers if isinstance(one, DummyScheduler)), None)
         _check_sections(plugin.deepspeed_config, optimizer, schedule, call.schedulers)
+        if self.precision.name == "fp16" and plugin.zero_stage == 0:
+            # Its engine multiplies the loss for ZeRO's optimizers alone (seen in 0.19.8).
+            raise ConfigError(
+                'mixed_precision="fp16" and zero_stage=0: DeepSpeed divides gradients by a loss '
+                "scale there that the loss was never multiplied by, so that weights hardly move. "
+                'Use zero_stage=1 or more, or mixed_precision="bf16"'
+            )
         plugin.set_moe_leaf_modules(model)
         config = complete(
             plugin,
