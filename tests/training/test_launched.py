@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -10,8 +11,11 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, notebook_launcher
 
+OF_TRAINING = ("torch.", "notebook_accel.")
+
 
 def train() -> dict[str, Any]:
+    known = set(sys.modules)
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -37,6 +41,7 @@ def train() -> dict[str, Any]:
         "wrapped": model,
         "optimizer": optimizer,
         "schedule": schedule,
+        "imported": [name for name in set(sys.modules) - known if name.startswith(OF_TRAINING)],
     }
 
 
@@ -44,6 +49,8 @@ def test_a_launched_training_reports_and_comes_back_plain() -> None:
     run = notebook_launcher(train, num_processes=2, view="none")
     for result in run:
         assert result["type"] == "DistributedDataParallel"
+        # What every training needs, the process has from which its rank was forked.
+        assert result["imported"] == []
         assert type(result["wrapped"]) is nn.Linear
         assert type(result["optimizer"]) is torch.optim.AdamW
         assert type(result["schedule"]) is torch.optim.lr_scheduler.StepLR

@@ -36,21 +36,25 @@ if TYPE_CHECKING:
 
 __all__ = ["serve"]
 
-# torch._dynamo: the first optimizer of a process imports it, 2 s in every rank otherwise.
+# torch._dynamo: the first optimizer of a process imports it, 2 s in every rank otherwise. Of the
+# standard library, what a bar (multiprocessing.synchronize) and a connection (encodings.idna) need.
 _PRELOADED = (
     "torch",
     "torch._dynamo",
     "torch.distributed",
     "torch.multiprocessing",
+    "multiprocessing.synchronize",
     "torch.nn.parallel",
     "torch.utils.data",
     "numpy",
+    "encodings.idna",
     "cloudpickle",
     "psutil",
     "tqdm.auto",
     "notebook_accel.launch.agent.agent",
     "notebook_accel.launch.worker.bars",
     "notebook_accel.training.accelerator",
+    "notebook_accel.training.strategies.ddp",
 )
 # A template that was warmed may wait as long as its notebook is open; it watches the kernel.
 _IDLE_SECONDS = 1e7
@@ -78,6 +82,10 @@ def serve(fd: int, kernel_pid: int) -> None:
         gc.disable()
         for name in _PRELOADED:
             import_module(name)
+        # The first such block of a process imports more (torch 2.13): every optimizer's step has
+        # one, and it would take each rank some 5 ms.
+        with import_module("torch").autograd.profiler.record_function("template"):
+            pass
         gc.enable()
         gc.collect()
         gc.freeze()
