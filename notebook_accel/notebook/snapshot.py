@@ -80,7 +80,7 @@ _CELL = (
 )
 _HEAD = f"{_CELL};font-weight:normal;opacity:.65"
 # Pixels of each column, the gap included; the progress takes what is left, up to so many a letter.
-_WIDTHS = {"rank": 46, "state": 98, "progress": 86, "rate": 108, "memory": 72}
+_WIDTHS = {"rank": 46, "state": 106, "progress": 80, "rate": 108, "memory": 72}
 _OF_CHARACTER = 7
 _MONO = "font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
 _TEXT = (
