@@ -19,7 +19,7 @@ PROBES = sorted(
 
 @pytest.mark.parametrize("name", PROBES)
 def test_a_probe_agrees_with_accelerate(name: str) -> None:
-    ours, theirs = getattr(availability, name), getattr(peer, name)
+    ours, theirs = getattr(availability, name), getattr(peer.imports, name)
     assert ours() == bool(theirs())
     for argument, parameter in inspect.signature(theirs).parameters.items():
         if parameter.default is False:

@@ -45,6 +45,8 @@ class PlayedAgent:
     def __init__(self, *ranks: int) -> None:
         ours, theirs = socket.socketpair()
         self.killed = threading.Event()
+        # The pool's thread kills, and the test's may be in the middle of a message.
+        self._speaking = threading.Lock()
         self.channel = Channel(theirs)
         self._ranks = ranks
         self.link = AgentLink(
@@ -59,7 +61,8 @@ class PlayedAgent:
 
     def _be_killed(self) -> None:
         self.killed.set()
-        self.channel.close()
+        with self._speaking:
+            self.channel.close()
 
     def next(self) -> wire.Message:
         """The next message that the pool sends."""
@@ -74,7 +77,8 @@ class PlayedAgent:
 
     def tell(self, kind: type[wire.Message], /, **fields: Any) -> None:
         """Say something, about the first call if nothing else is given."""
-        self.channel.send(kind(**{"run": RUN, "call": 1, **fields}))
+        with self._speaking:
+            self.channel.send(kind(**{"run": RUN, "call": 1, **fields}))
 
     def get_ready(self) -> None:
         """The ranks' processes are there."""
