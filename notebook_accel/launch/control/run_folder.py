@@ -137,7 +137,8 @@ class RunFolder:
     def remove_old(self) -> None:
         """Remove old runs beside this one, which takes 10 ms and more with fifty of them.
 
-        What cannot be removed or looked at now, a later launch will find.
+        What cannot be removed or looked at now, a later launch will find; a folder may be entered
+        and not be listed, or this process be out of descriptors.
         """
         with contextlib.suppress(OSError):
             _remove_old(self.path.parent, beside=self)
@@ -409,10 +410,9 @@ def _is_locked(path: Path) -> bool:
 
 def _remove_old(root: Path, *, beside: RunFolder) -> None:
     """Remove runs that nobody holds, beyond the newest; what we did not make is left alone."""
-    with contextlib.suppress(OSError):  # a folder that may be entered, and not be listed
-        for entry in os.listdir(root):
-            if _KERNEL.fullmatch(entry):
-                _is_locked(root / entry)
+    for entry in os.listdir(root):
+        if _KERNEL.fullmatch(entry):
+            _is_locked(root / entry)
     kept, num_bytes = 1, 0  # the new run will be among those that stay
     for folder in reversed(run_folders(root)):
         if folder.id == beside.id or folder.is_held:

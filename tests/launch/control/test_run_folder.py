@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 from uuid import uuid4
 
 import pytest
@@ -117,16 +117,6 @@ def test_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         date_new_runs(monkeypatch, f"20260101-0000{number:02d}")
         made.append(ended(tmp_path).name)
     assert names(tmp_path) == made[-KEPT:]
-
-
-def test_old_ones_that_cannot_be_looked_at_are_in_nobodys_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_folder: object) -> NoReturn:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(os, "listdir", refuse)
-    assert RunFolder.make(tmp_path).path.is_dir()
 
 
 def test_one_that_is_too_large_takes_no_place_of_older_ones(
@@ -461,14 +451,15 @@ def test_a_run_that_another_kernel_removes_meanwhile_hides_no_other(
     assert [found.id for found in run_folders(tmp_path)] == [stays.id]
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE])
 def test_a_folder_that_cannot_be_listed_takes_new_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def refuse(_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "listdir", refuse)
-    monkeypatch.setattr(os, "scandir", refuse)
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refuse)
     assert RunFolder.make(tmp_path).path.is_dir()
 
 
