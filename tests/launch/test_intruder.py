@@ -94,8 +94,10 @@ def test_another_user_reads_nothing_of_a_run_and_cannot_take_its_port(shared: Pa
 
         print("a secret of mine", flush=True)
         rank.current().metric({"loss": 1.0}, 0)
-        with open(f"{folder}/{os.environ['RANK']}", "w") as file:
+        # Under its name once it is written, for the reader waits for the name.
+        with open(f"{folder}/new{os.environ['RANK']}", "w") as file:
             file.write(os.environ["MASTER_PORT"])
+        os.rename(file.name, f"{folder}/{os.environ['RANK']}")
         while not os.path.exists(f"{folder}/go"):
             time.sleep(0.01)
         return 1
