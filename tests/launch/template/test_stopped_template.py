@@ -166,9 +166,11 @@ def test_launches_of_two_threads_with_other_variables(monkeypatch: pytest.Monkey
     assert list(handle._templates.values()) == [template()]
 
 
-# The template is made by a thread that ends: it has another parent then, of the same process.
+# The template is made by a thread that ends: it has another parent then, of the same process. The
+# pids are told once the system has ended that thread, which may be a moment after its join: its end
+# wakes the template, which must not be stopped yet.
 _KERNEL = """
-import sys, threading, time
+import os, sys, threading, time
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.template.handle import template
@@ -179,11 +181,15 @@ def begin():
     run = launch(time.sleep, (1000,), config=config, view=View(), block=False)
     while run.status != "running":
         time.sleep(0.01)
-    print(template().pid, *run.pids, flush=True)
+    pids.extend([template().pid, *run.pids])
 
+pids = []
 thread = threading.Thread(target=begin)
 thread.start()
 thread.join()
+while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+    time.sleep(0.01)
+print(*pids, flush=True)
 time.sleep(1000)
 """
 
