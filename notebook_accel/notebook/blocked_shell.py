@@ -24,6 +24,8 @@ _QUESTIONS = {"kernel_info_request", "comm_info_request"}
 _OF_COMMS = {"comm_open", "comm_msg", "comm_close"}
 # The comm by which a page asks for the state of all widgets (ipywidgets 8).
 _CONTROL_TARGET = "jupyter.widget.control"
+# A thread that takes messages in gets its turn within milliseconds, on a busy machine too.
+_TAKE_SECONDS = 5.0
 
 
 class BlockedShell:
@@ -31,9 +33,11 @@ class BlockedShell:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._loop = kernel.shell_channel_thread.io_loop
+        self._thread = kernel.shell_channel_thread
         self._lock = threading.Lock()
         self._waiting: set[object] = set()
+        # Set once messages come here.
+        self._is_receiving = threading.Event()
         # What the cell answers to: the kernel is busy with that.
         self._cell: Any = None
         # Comms of widgets whose clicks are let through.
@@ -46,14 +50,24 @@ class BlockedShell:
         self._clickable.add(comm)
 
     def start(self, waiting: object) -> None:
-        """Answer from now on, until ``stop`` was called with everything that waits."""
+        """Answer from now on, until ``stop`` was called with everything that waits.
+
+        What comes after this call is answered: it waits until the other thread has taken over.
+        That one may be about to read a message as it did before, and would queue it behind the
+        cell.
+        """
         with self._lock:
             if waiting in self._waiting:
                 return
             self._cell = self._kernel.get_parent("shell")
             if not self._waiting:
-                self._loop.add_callback(self._take, self._receive)
+                self._is_receiving = threading.Event()
+                self._hand_messages_to(self._receive, self._is_receiving)
             self._waiting.add(waiting)
+            is_receiving = self._is_receiving
+        # A click that is answered here may wait for a run.
+        if threading.current_thread() is not self._thread:
+            is_receiving.wait(_TAKE_SECONDS)
 
     def stop(self, waiting: object) -> None:
         """``waiting`` waits no longer: where nothing does, leave all messages to ipykernel."""
@@ -62,10 +76,14 @@ class BlockedShell:
                 return
             self._waiting.remove(waiting)
             if not self._waiting:
-                self._loop.add_callback(self._take, self._kernel.shell_channel_thread_main)
+                self._hand_messages_to(self._kernel.shell_channel_thread_main, threading.Event())
 
-    def _take(self, receive: Any) -> None:
-        self._kernel.shell_stream.on_recv(receive, copy=False)
+    def _hand_messages_to(self, receive: Any, done: threading.Event) -> None:
+        def hand_over() -> None:
+            self._kernel.shell_stream.on_recv(receive, copy=False)
+            done.set()
+
+        self._thread.io_loop.add_callback(hand_over)
 
     async def _receive(self, message: Any) -> None:
         if self._is_to_answer(message):

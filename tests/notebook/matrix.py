@@ -110,6 +110,7 @@ def test_stop_ends_a_blocked_cell_and_queued_cells_run_in_order(
 ) -> None:
     ready, order = tmp_path / "ready", tmp_path / "order"
     kernel.buttons.clear()
+    kernel.displays.clear()
     launch = "run = notebook_launcher(until_stopped, ({!r},), num_processes=2)"
     cell = kernel.start(launch.format(str(ready)))
     queued = [
@@ -119,7 +120,7 @@ def test_stop_ends_a_blocked_cell_and_queued_cells_run_in_order(
         for name in ("first", "second")
     ]
     assert kernel.listen_until(ready.exists, seconds=60)
-    assert kernel.listen_until(lambda: "Stop" in kernel.buttons, seconds=30)
+    assert kernel.listen_until(lambda: kernel.shows_panel, seconds=30)
     assert kernel.answers_new_page(seconds=10)
     kernel.click("Stop", by_subshell=by_subshell)
     reply = kernel.finish(cell, timeout=60)
@@ -135,10 +136,12 @@ def test_stop_ends_a_cell_in_the_background_that_another_one_waits_for(
 ) -> None:
     ready = tmp_path / "ready"
     kernel.buttons.clear()
+    kernel.displays.clear()
     run(kernel, f"%%accelerate -n 2 --bg --push until_stopped\nuntil_stopped({str(ready)!r})")
     waiting = kernel.start("%%accelerate\nrank + 40")
     assert kernel.listen_until(ready.exists, seconds=60)
-    assert kernel.listen_until(lambda: "Stop" in kernel.buttons, seconds=30)
+    # A person sees a button once the panel is shown.
+    assert kernel.listen_until(lambda: kernel.shows_panel, seconds=30)
     kernel.click("Stop")
     reply = kernel.finish(waiting, timeout=60)
     assert "41" in reply.text + str(reply.outputs)

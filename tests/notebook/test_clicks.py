@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
+import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 import pytest
@@ -18,6 +20,9 @@ from notebook_accel.notebook.clicks import (
     find_kernel,
 )
 from tests.notebook.test_markup import Tags
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CONNECTION = {"IPKernelApp": {"connection_file": "/run/kernel-0a1b-2c.json"}}
 
@@ -224,6 +229,24 @@ def test_while_a_cell_waits_pages_are_answered_on_the_main_shell() -> None:
     assert kernel.handled == ["click", "page", "states", "question", "still"]
     assert kernel.passed_on == ["before", "by subshell", "of another", "cell", "after"]
     assert kernel.states == ["busy", "idle", "busy"] * 5
+
+
+def test_a_cell_waits_once_the_thread_that_takes_messages_in_has_taken_over() -> None:
+    kernel = NewKernel()
+    later: queue.Queue[Callable[[], None]] = queue.Queue()
+    kernel.shell_channel_thread.io_loop.add_callback = later.put
+    clicks = ClicksBySubshell(kernel)
+    waits = threading.Thread(target=clicks.pump)
+    waits.start()
+    hand_over = later.get(timeout=20)
+    # As one that reads what came, before it gets to that.
+    waits.join(0.05)
+    assert waits.is_alive()
+    hand_over()
+    waits.join(20)
+    assert not waits.is_alive()
+    kernel.send("kernel_info_request", "question")
+    assert kernel.handled == ["question"]
 
 
 def test_where_a_server_interrupts_its_button_says_so() -> None:
