@@ -52,7 +52,7 @@ class ClicksAfterTheCell:
         return True
 
     def let_through(self, widget: Any) -> None:
-        """Let clicks on ``widget`` through; called right after the widget was made."""
+        """Let clicks on ``widget`` through; called before a page shows the widget."""
 
     def pump(self) -> None:
         """Handle the clicks that wait; called again and again by the thread of the cell."""

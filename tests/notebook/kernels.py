@@ -157,17 +157,43 @@ class Kernel:
             if is_own and message["content"].get("execution_state") == "idle":
                 return reply
 
+    def train_with_panel(self, folder: Path, *, timeout: float = 60) -> tuple[Reply, str]:
+        """Launch a training of :data:`TRAIN` on two ranks, which ends once its panel was seen.
+
+        Returns:
+            The reply of its cell, and the HTML of the summary, the only display that is left.
+        """
+        self.displays.clear()
+        go_on = folder / "go on"
+        launch = f"run = notebook_launcher(train_until, ({str(go_on)!r}, 20), num_processes=2)"
+        cell = self.start(launch)
+        self.wait_for_panel(seconds=timeout)
+        go_on.touch()
+        reply = self.finish(cell, timeout=timeout)
+        (summary,) = self.displays.values()
+        assert set(summary["data"]) == {"text/html", "text/plain"}
+        return reply, summary["data"]["text/html"]
+
     @property
     def shows_panel(self) -> bool:
         """Whether an output shows a live panel now."""
         view = "application/vnd.jupyter.widget-view+json"
         return any(view in output["data"] for output in self.displays.values())
 
+    def wait_for_panel(self, *, seconds: float = 60) -> None:
+        """Take what comes until an output shows a live panel, whose buttons a page can click then.
+
+        The buttons are made before, and nobody sees them yet. On ipykernel 7.4 a click that is sent
+        so early goes to the main shell: there it waits for the cell, which may wait for the click.
+        """
+        assert self.listen_until(lambda: self.shows_panel, seconds=seconds), "no panel is shown"
+
     def click(self, text: str, *, by_subshell: bool = True) -> None:
         """Click the button of that text; by a subshell where there are some, as JupyterLab does.
 
         With ``by_subshell=False`` as a page that knows no subshells.
         """
+        assert self.shows_panel, "a page has no button of a panel that it does not show"
         data = {"method": "custom", "content": {"event": "click"}}
         content = {"comm_id": self.buttons[text], "data": data}
         message = self.client.session.msg("comm_msg", content)

@@ -64,16 +64,7 @@ def run(kernel: Kernel, code: str) -> Reply:
 
 
 def test_a_blocking_cell_ends_with_results_and_a_summary(kernel: Kernel, tmp_path: Path) -> None:
-    kernel.displays.clear()
-    go_on = tmp_path / "go on"
-    launch = f"run = notebook_launcher(train_until, ({str(go_on)!r}, 20), num_processes=2)"
-    cell = kernel.start(launch)
-    assert kernel.listen_until(lambda: kernel.shows_panel, seconds=60)
-    go_on.touch()
-    reply = kernel.finish(cell, timeout=100)
-    (summary,) = kernel.displays.values()
-    assert set(summary["data"]) == {"text/html", "text/plain"}
-    html = summary["data"]["text/html"]
+    reply, html = kernel.train_with_panel(tmp_path, timeout=100)
     for words in ("succeeded", "train: 20/20", "done on 0", "done on 1"):
         assert words in html
     assert reply.text == ""
@@ -109,7 +100,6 @@ def test_stop_ends_a_blocked_cell_and_queued_cells_run_in_order(
     kernel: Kernel, tmp_path: Path, by_subshell: bool
 ) -> None:
     ready, order = tmp_path / "ready", tmp_path / "order"
-    kernel.buttons.clear()
     kernel.displays.clear()
     launch = "run = notebook_launcher(until_stopped, ({!r},), num_processes=2)"
     cell = kernel.start(launch.format(str(ready)))
@@ -120,7 +110,7 @@ def test_stop_ends_a_blocked_cell_and_queued_cells_run_in_order(
         for name in ("first", "second")
     ]
     assert kernel.listen_until(ready.exists, seconds=60)
-    assert kernel.listen_until(lambda: kernel.shows_panel, seconds=30)
+    kernel.wait_for_panel(seconds=30)
     assert kernel.answers_new_page(seconds=10)
     kernel.click("Stop", by_subshell=by_subshell)
     reply = kernel.finish(cell, timeout=60)
@@ -135,13 +125,11 @@ def test_stop_ends_a_cell_in_the_background_that_another_one_waits_for(
     kernel: Kernel, tmp_path: Path
 ) -> None:
     ready = tmp_path / "ready"
-    kernel.buttons.clear()
     kernel.displays.clear()
     run(kernel, f"%%accelerate -n 2 --bg --push until_stopped\nuntil_stopped({str(ready)!r})")
     waiting = kernel.start("%%accelerate\nrank + 40")
     assert kernel.listen_until(ready.exists, seconds=60)
-    # A person sees a button once the panel is shown.
-    assert kernel.listen_until(lambda: kernel.shows_panel, seconds=30)
+    kernel.wait_for_panel(seconds=30)
     kernel.click("Stop")
     reply = kernel.finish(waiting, timeout=60)
     assert "41" in reply.text + str(reply.outputs)

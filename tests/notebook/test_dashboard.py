@@ -7,6 +7,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import ipywidgets
 import pytest
 from ipywidgets.widgets import widget as widget_module
 
@@ -177,6 +178,39 @@ def test_the_panel_says_where_clicks_wait(
     assert (on_panel in advice, bool(advice)) == (True, bool(on_panel))
     assert set(shown.panel._advice) <= set(shown.panel._box.children)
     assert shown.panel._stop.tooltip.endswith(on_stop)
+    shown.end()
+    shown.await_last_message()
+
+
+def inputs(widget: Any) -> list[Any]:
+    """What a person can use of a tree of widgets: all but its boxes and what is only read."""
+    if isinstance(widget, ipywidgets.Box):
+        return [found for child in widget.children for found in inputs(child)]
+    return [] if isinstance(widget, ipywidgets.HTML) else [widget]
+
+
+def test_all_that_can_be_clicked_is_let_through_before_a_page_shows_it(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On ipykernel 7.4 an earlier click waits for the cell, and the cell maybe for the click."""
+    let_through: list[Any] = []
+    found: list[tuple[list[Any], list[Any]]] = []
+
+    class Clicks(ClicksAfterTheCell):
+        def let_through(self, widget: Any) -> None:
+            let_through.append(widget)
+
+    def update(bundle: dict[str, Any], **more: Any) -> None:
+        if WIDGET in bundle:
+            panel = widget_module._instances[bundle[WIDGET]["model_id"]]
+            found.append((inputs(panel), [*let_through]))
+        page.update(bundle, **more)
+
+    monkeypatch.setattr(display_slot, "update_display", update)
+    shown = Shown(clicks=Clicks)
+    ((clickable, let_through_by_then),) = found
+    assert {shown.panel._stop, shown.panel._log._search} <= set(clickable)
+    assert set(clickable) <= set(let_through_by_then)
     shown.end()
     shown.await_last_message()
 

@@ -75,16 +75,7 @@ def test_the_live_panel_gives_way_to_a_summary_that_is_sent_again(
 ) -> None:
     count = "import comm; print(len(comm.get_comm_manager().comms))"
     before = int(run(kernel, count).text)
-    kernel.displays.clear()
-    go_on = tmp_path / "go on"
-    launch = f"run = notebook_launcher(train_until, ({str(go_on)!r}, 20), num_processes=2)"
-    cell = kernel.start(launch)
-    assert kernel.listen_until(lambda: kernel.shows_panel, seconds=30)
-    go_on.touch()
-    reply = kernel.finish(cell)
-    (summary,) = kernel.displays.values()
-    assert set(summary["data"]) == {"text/html", "text/plain"}
-    html = summary["data"]["text/html"]
+    reply, html = kernel.train_with_panel(tmp_path)
     for words in ("succeeded", "train: 20/20", "data:image/svg+xml", "done on 0", "done on 1"):
         assert words in html
     assert (reply.text, reply.outputs) == ("", [])
