@@ -166,6 +166,8 @@ class Dashboard(View):
             else:
                 # Not one more panel: each would be drawn, and sent, five times a second.
                 self._slot.place()
+                if self._lost_text is not None:
+                    self._lost_text.place()
 
     def show_displays(self, run: Run, rank: int) -> None:
         show_displays(run.state, rank)

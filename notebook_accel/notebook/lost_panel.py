@@ -38,8 +38,14 @@ class LostPanelText:
         self.hiding_style = Markup(f"<style>.{self._class} {{ display: none; }}</style>")
 
     def show(self) -> None:
-        """Put the text into the output of the cell that runs now; only its own thread may."""
+        """Put the text into the output of the launching cell, once; only its own thread may."""
+        if self._slot is None:
+            self.place()
+
+    def place(self) -> None:
+        """Put the text into the output of the cell that runs now, also where it is in others."""
         if self._slot is not None:
+            self._slot.place()
             return
         self._slot = DisplaySlot()
         text = (
@@ -51,6 +57,6 @@ class LostPanelText:
         self._slot.show({"text/html": str(html), "text/plain": text})
 
     def clear(self) -> None:
-        """Take the text away: the run has left something better."""
+        """Take the text away, wherever it stands: the run has left something better."""
         if self._slot is not None:
             self._slot.clear()

@@ -155,10 +155,15 @@ def test_shown_in_another_cell_a_live_run_has_the_same_panel_there(page: Page) -
     before = len(widget_module._instances)
     shown.view.reopen(shown.run)
     assert len(widget_module._instances) == before
-    assert page.placed == [*page.shown, *page.shown]
-    assert page.only[WIDGET]["model_id"] == shown.panel._box.model_id
+    panel, text = page.shown
+    assert page.shown[panel][WIDGET]["model_id"] == shown.panel._box.model_id
+    # What to type stands there as well, should the panel be lost.
+    assert "find_run('calm-otter').show() draws" in page.shown[text]["text/plain"]
+    shown.view.reopen(shown.run)
+    assert page.placed == [panel, panel, text, panel, text]
     shown.end()
-    assert "succeeded" in page.only["text/html"]
+    assert "succeeded" in page.shown[panel]["text/html"]
+    assert not any(page.shown[text].values())
     shown.await_last_message()
 
 
