@@ -20,6 +20,8 @@ import inspect
 import itertools
 import math
 import os
+import stat
+import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -216,7 +218,8 @@ class LaunchConfig:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the settings that differ from the defaults as YAML.
 
-        The file's folder is made, and a file that is there is replaced.
+        The file's folder is made, and a file that is there is replaced as a whole: it keeps its
+        mode, and stays as it was where the new one cannot be written.
 
         Raises:
             ConfigError: the path begins with "~", and there is no such home folder.
@@ -224,7 +227,12 @@ class LaunchConfig:
         """
         file = _expanded(path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(self.to_yaml(), encoding="utf-8")
+        if file.exists() and not file.is_file():
+            # A device or a pipe must not become a file.
+            file.write_text(self.to_yaml(), encoding="utf-8")
+        else:
+            # A link stays: what it leads to is replaced.
+            _replace_text(file.resolve(), self.to_yaml())
 
     def to_yaml(self) -> str:
         """The settings that differ from the defaults as YAML."""
@@ -467,6 +475,23 @@ def _expanded(path: str | os.PathLike[str]) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise ConfigError(f"{os.fspath(path)!r}: there is no such home folder") from None
+
+
+def _replace_text(file: Path, text: str) -> None:
+    """Write a file of which nobody ever reads a part; one that is there keeps its mode."""
+    mode: int | None = None
+    with contextlib.suppress(FileNotFoundError), file.open("r+b") as old:
+        # What may not be written raises here, and so is not replaced either.
+        mode = stat.S_IMODE(os.fstat(old.fileno()).st_mode)
+    part = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        # Not by tempfile, whose files are for their owner alone: a new file heeds the umask.
+        part.write_text(text, encoding="utf-8")
+        if mode is not None:
+            part.chmod(mode)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

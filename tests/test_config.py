@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
+import stat
 from dataclasses import FrozenInstanceError, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,9 +18,6 @@ from notebook_accel import ConfigError
 from notebook_accel.config import LaunchConfig, default_config_path, resolve, write_basic_config
 from notebook_accel.plugin_options import PLUGINS
 from notebook_accel.setting_checks import check_enough_devices
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FULL = LaunchConfig(
     num_processes=2,
@@ -274,6 +274,37 @@ def test_only_what_differs_is_saved(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     LaunchConfig(num_processes=1, devices=[1]).save(path)
     assert path.read_text() == "num_processes: 1\ndevices:\n- 1\n"
+
+
+def test_a_file_is_replaced_whole_and_keeps_its_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "settings"
+    path, link = folder / "config.yaml", folder / "link.yaml"
+    umask = os.umask(0o027)
+    try:
+        LaunchConfig(num_processes=2).save(path)
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640, "as the umask says"
+    path.chmod(0o604)
+    link.symlink_to(path)
+    with path.open() as reader:
+        LaunchConfig(num_processes=3).save(link)
+        assert reader.read() == "num_processes: 2\n", "who reads it meanwhile has the old one whole"
+    assert link.is_symlink()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o604
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "disk full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        LaunchConfig(num_processes=4).save(path)
+    assert LaunchConfig.load(path) == LaunchConfig(num_processes=3)
+    assert sorted(os.listdir(folder)) == ["config.yaml", "link.yaml"]
+    LaunchConfig().save(os.devnull)
+    assert not os.path.isfile(os.devnull)
 
 
 def test_a_path_in_the_home_folder(tmp_path: Path) -> None:
