@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import re
 import warnings
+from collections import OrderedDict
 from functools import cache
 from typing import Any
 
@@ -26,6 +27,7 @@ from notebook_accel import (
     utils,
 )
 from notebook_accel.training.optimizer import AcceleratedOptimizer
+from notebook_accel.training.strategies.recipe import fill_empty
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
     FLOAT_ERROR,
@@ -190,6 +192,20 @@ def test_weights_that_nobody_has_read_are_filled(inside: list[dict[str, Any]]) -
     expected = {name: value.tolist() for name, value in model.state_dict().items()}
     for result in inside:
         assert result["filled"] == [expected, expected]
+
+
+def test_a_tied_weight_is_filled_by_the_module_that_has_it_first() -> None:
+    def fill_by_kind(module: Any) -> None:
+        kind = torch.nn.Embedding
+        torch.nn.init.constant_(module.weight, 1.0 if isinstance(module, kind) else 2.0)
+
+    with torch.device("meta"):
+        words, head = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False)
+    head.weight = words.weight
+    model = torch.nn.Sequential(OrderedDict(words=words, head=head))
+    fill_empty(model, torch.device("cpu"), blocks(param_init_fn=fill_by_kind))
+    assert head.weight is words.weight
+    assert head.weight.tolist() == torch.ones(3, 2).tolist()
 
 
 def test_a_subclass_brings_its_own_parts_of_prepare(inside: list[dict[str, Any]]) -> None:

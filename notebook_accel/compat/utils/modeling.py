@@ -46,16 +46,16 @@ from notebook_accel.training.big_modeling.tensors import (
 from notebook_accel.training.big_modeling.tensors import (
     set_module_tensor_to_device as set_module_tensor_to_device,
 )
-from notebook_accel.training.big_modeling.ties import (
-    check_tied_parameters_in_config as check_tied_parameters_in_config,
-)
-from notebook_accel.training.big_modeling.ties import (
-    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
-)
-from notebook_accel.training.big_modeling.ties import find_tied_parameters as find_tied_parameters
-from notebook_accel.training.big_modeling.ties import retie_parameters as retie_parameters
 from notebook_accel.training.mixed_precision import get_grad_scaler as get_grad_scaler
 from notebook_accel.training.mixed_precision import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
 from notebook_accel.training.model_parts import is_peft_model as is_peft_model
+from notebook_accel.training.ties import (
+    check_tied_parameters_in_config as check_tied_parameters_in_config,
+)
+from notebook_accel.training.ties import (
+    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
+)
+from notebook_accel.training.ties import find_tied_parameters as find_tied_parameters
+from notebook_accel.training.ties import retie_parameters as retie_parameters

@@ -21,7 +21,7 @@ from notebook_accel.training.big_modeling.offload_store import (
     extract_submodules_state_dict,
     offload_state_dict,
 )
-from notebook_accel.training.big_modeling.ties import (
+from notebook_accel.training.ties import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
     find_tied_parameters,

@@ -26,7 +26,7 @@ from notebook_accel.training.big_modeling.sizes import (
     get_max_layer_size,
     is_whole,
 )
-from notebook_accel.training.big_modeling.ties import find_tied_parameters
+from notebook_accel.training.ties import find_tied_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

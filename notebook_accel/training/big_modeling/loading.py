@@ -31,9 +31,9 @@ from notebook_accel.training.big_modeling.offload_store import (
     save_offload_index,
 )
 from notebook_accel.training.big_modeling.tensors import set_module_tensor_to_device
-from notebook_accel.training.big_modeling.ties import find_tied_parameters, retie_parameters
 from notebook_accel.training.checkpoint.atomic import complete_version
 from notebook_accel.training.checkpoint.state_files import check_regular, explain, read_state
+from notebook_accel.training.ties import find_tied_parameters, retie_parameters
 
 if TYPE_CHECKING:
     import os

@@ -23,7 +23,7 @@ from notebook_accel.training.big_modeling.inference import infer_auto_device_map
 from notebook_accel.training.big_modeling.loading import load_checkpoint_in_model
 from notebook_accel.training.big_modeling.memory_limits import get_balanced_memory
 from notebook_accel.training.big_modeling.tensors import set_module_tensor_to_device
-from notebook_accel.training.big_modeling.ties import find_tied_parameters, retie_parameters
+from notebook_accel.training.ties import find_tied_parameters, retie_parameters
 
 if TYPE_CHECKING:
     import os

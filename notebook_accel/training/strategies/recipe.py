@@ -25,6 +25,7 @@ import torch
 from notebook_accel.training import collectives
 from notebook_accel.training.compiling import compile_in_place
 from notebook_accel.training.strategies import dtensors, fsdp, tensor
+from notebook_accel.training.ties import retie_parameters, tied_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,14 +114,14 @@ def fill_empty(model: Module, device: torch.device, plugin: FullyShardedDataPara
     Where all ranks then start from rank 0's weights (:func:`start_alike`), the values that others
     made are replaced.
     """
-    ties = tensor.names_of_each_weight(model)
+    ties = tied_names(model)
     for part in [part for part in model.modules() if _is_empty(part)]:
         part.to_empty(device=device, recurse=False)
         fill = plugin.param_init_fn or getattr(type(part), "reset_parameters", None)
         if fill is not None:
             fill(part)
-    # Each name of a weight got memory of its own.
-    tensor.tie_again(model, ties)
+    # Each name of a weight got memory of its own; the first one's is kept.
+    retie_parameters(model, ties)
 
 
 def start_alike(model: Module) -> None:

@@ -19,14 +19,15 @@ from torch.distributed.tensor.parallel import (
 )
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.ties import retie_parameters, tied_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
-__all__ = ["divide_layers", "names_of_each_weight", "tie_again"]
+__all__ = ["divide_layers"]
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -79,9 +80,10 @@ def divide_layers(model: Module, mesh: DeviceMesh, plan: Mapping[str, Any] | Non
             f"the tp_plan names {', '.join(map(repr, plan))}, and {type(model).__name__} has no "
             f"module of such a name; it has {', '.join(name for name, _ in model.named_children())}"
         )
-    ties = names_of_each_weight(model)
+    ties = tied_names(model)
     parallelize_module(model, mesh, styles)
-    tie_again(model, ties)
+    _check_alike(model, ties)
+    retie_parameters(model, ties)
 
 
 def _as_style(name: str, given: Any) -> ParallelStyle:
@@ -110,19 +112,10 @@ def _check_divisible(name: str, part: Module, style: Any, size: int) -> None:
         )
 
 
-def names_of_each_weight(model: Module) -> list[list[str]]:
-    """The names of weights that have several."""
-    names: dict[int, list[str]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(weight), []).append(name)
-    return [several for several in names.values() if len(several) > 1]
-
-
-def tie_again(model: Module, ties: list[list[str]]) -> None:
-    """Give the names of one weight the same new weight again."""
+def _check_alike(model: Module, ties: Sequence[Sequence[str]]) -> None:
+    """Refuse one weight that is divided in several ways, by its names."""
     for names in ties:
-        owners = [(model.get_submodule(name.rpartition(".")[0]), name) for name in names]
-        weights = [getattr(owner, name.rpartition(".")[2]) for owner, name in owners]
+        weights = [model.get_parameter(name) for name in names]
         layouts = {weight.placements if isinstance(weight, DTensor) else None for weight in weights}
         if len(layouts) > 1:
             raise ConfigError(
@@ -130,5 +123,3 @@ def tie_again(model: Module, ties: list[list[str]]) -> None:
                 "different ways: divide both alike (an embedding rowwise, its head colwise), or "
                 "neither"
             )
-        for owner, name in owners[1:]:
-            setattr(owner, name.rpartition(".")[2], weights[0])

@@ -1,4 +1,4 @@
-"""One tensor of a module on a device: values, types, ties and refusals."""
+"""One tensor of a module on a device: values, types and refusals."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ from notebook_accel.training.big_modeling.tensors import (
     id_tensor_storage,
     named_module_tensors,
     set_module_tensor_to_device,
-)
-from notebook_accel.training.big_modeling.ties import (
-    check_tied_parameters_in_config,
-    check_tied_parameters_on_same_device,
-    find_tied_parameters,
-    retie_parameters,
 )
 from tests.training.big_modeling.models import Language
 
@@ -101,35 +95,3 @@ def test_tensors_that_share_memory_have_one_id() -> None:
     assert id_tensor_storage(whole) == peer.id_tensor_storage(whole)
     assert id_tensor_storage(whole) != id_tensor_storage(whole.clone())
     assert id_tensor_storage(torch.empty(3, device="meta"))[1] == 0
-
-
-def test_tied_weights_are_found_and_tied_again() -> None:
-    model = Language()
-    ties = find_tied_parameters(model)
-    assert ties == peer.find_tied_parameters(model) == [["embed.weight", "lmhead.weight"]]
-    for name in ties[0]:
-        set_module_tensor_to_device(model, name, "meta")
-    retie_parameters(model, ties)
-    assert model.embed.weight is not model.lmhead.weight
-    set_module_tensor_to_device(model, "lmhead.weight", "cpu", value=torch.ones(10, 4))
-    retie_parameters(model, ties)
-    assert model.embed.weight is model.lmhead.weight
-    assert model.embed.weight.device.type == "cpu"
-
-
-def test_tied_weights_on_two_devices_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    ties = find_tied_parameters(Language())
-    check_tied_parameters_on_same_device(ties, {"embed": 0, "": 0})
-    assert not caplog.records
-    check_tied_parameters_on_same_device(ties, {"embed": 0, "lmhead": 1})
-    assert "lmhead.weight" in caplog.text
-
-
-def test_a_configuration_says_that_weights_are_tied() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=9, n_positions=4, n_embd=4, n_layer=1, n_head=1)
-    model = GPT2LMHeadModel(config)
-    assert check_tied_parameters_in_config(model)
-    assert peer.check_tied_parameters_in_config(model)
-    assert not check_tied_parameters_in_config(Language())

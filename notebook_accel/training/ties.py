@@ -17,6 +17,7 @@ __all__ = [
     "ensure_weights_retied",
     "find_tied_parameters",
     "retie_parameters",
+    "tied_names",
 ]
 
 _log = logging.getLogger(__name__)
@@ -28,10 +29,19 @@ def find_tied_parameters(model: Module) -> list[list[str]]:
     Returns:
         a sorted list of names for each parameter that has more than one.
     """
+    return [sorted(group) for group in tied_names(model)]
+
+
+def tied_names(model: Module) -> list[list[str]]:
+    """The same groups, each in the order of the model's modules.
+
+    The first name is that of the module whose initial values a tied weight has: of the embedding,
+    where ``head.weight = embedding.weight`` was said.
+    """
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    return [sorted(group) for group in names.values() if len(group) > 1]
+    return [group for group in names.values() if len(group) > 1]
 
 
 def retie_parameters(model: Module, tied_params: Sequence[Sequence[str]]) -> None:
@@ -41,7 +51,7 @@ def retie_parameters(model: Module, tied_params: Sequence[Sequence[str]]) -> Non
 
     Args:
         model: whose weights were loaded or moved name by name.
-        tied_params: as :func:`find_tied_parameters` gave them before.
+        tied_params: as :func:`find_tied_parameters` or :func:`tied_names` gave them before.
     """
     for group in tied_params:
         found = (model.get_parameter(name) for name in group)
