@@ -8,8 +8,9 @@ ones and average their gradients; ``tp_size`` ranks compute the layers of a stag
                                                     pp  0: [ rank 0, rank 1 ]  first stages
                                                         1: [ rank 2, rank 3 ]  last stages
 
-How a model is cut and how a batch passes through is in ``stages``. What is here gives the rest of
-``training`` the whole: weights, states of optimizers and norms of gradients of all stages.
+How a model is cut is in ``stages``, how a batch passes through in ``micro_batches``. What is here
+gives the rest of ``training`` the whole: weights, states of optimizers and norms of gradients of
+all stages.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from notebook_accel.training.nested import recursively_apply
 from notebook_accel.training.strategies import dtensors, stages
 from notebook_accel.training.strategies.given import has_parts
 from notebook_accel.training.strategies.mesh import MeshParallel
+from notebook_accel.training.strategies.micro_batches import Pipeline, add_up_gradients
 from notebook_accel.training.strategies.pending import local_part
 
 if TYPE_CHECKING:
@@ -154,13 +156,13 @@ class PipelineParallel(MeshParallel):
         loss = pipeline.forward_backward(model, inputs, targets, loss_function, for_backward)
         pipeline.has_added_up = pipeline.exchanges_gradients
         if pipeline.exchanges_gradients:
-            stages.add_up_gradients(pipeline.shared_weights, self._group)
+            add_up_gradients(pipeline.shared_weights, self._group)
             if self.data_group.size > 1:
                 assert self.data_group.process_group is not None
                 own = [weight for weight in pipeline.own_weights if not _is_sharded(weight)]
                 weights = [*pipeline.shared_weights, *own]
                 group, size = self.data_group.process_group, self.data_group.size
-                stages.add_up_gradients(weights, group, divide_by=size)
+                add_up_gradients(weights, group, divide_by=size)
         return loss
 
     def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
@@ -331,7 +333,7 @@ def _is_sharded(weight: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _exchanging(pipeline: stages.Pipeline, enabled: bool) -> Iterator[None]:
+def _exchanging(pipeline: Pipeline, enabled: bool) -> Iterator[None]:
     before, pipeline.exchanges_gradients = pipeline.exchanges_gradients, enabled
     try:
         yield

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: how a model is cut, and how a batch goes through it.
+"""Stages of a pipeline: how a model is cut. How a batch goes through them is in ``micro_batches``.
 
 The blocks of a model (the children of an ``nn.Sequential``, the layers of a Transformers decoder)
 are divided into stages; a rank keeps the blocks of its stages and drops the others'::
@@ -18,45 +18,27 @@ gradients (often none), which are added up before the step: tied embeddings and 
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training import collectives
 from notebook_accel.training.models import ReplacedForward, forward_of
-from notebook_accel.training.nested import find_batch_size, leaves, recursively_apply
-from notebook_accel.training.random_states import get_random_states, set_random_states
 from notebook_accel.training.strategies import blocks
-from notebook_accel.training.strategies.pending import local_part
-from notebook_accel.training.strategies.request import call_model
+from notebook_accel.training.strategies.micro_batches import (
+    SCHEDULES,
+    Pipeline,
+    StageEnds,
+    weights_outside,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
 
     from notebook_accel.training.parallelism import ParallelismConfig
 
-__all__ = ["PLAIN_LOOP", "Pipeline", "add_up_gradients", "cut", "pipeline_of"]
-
-# The class of a schedule, and how many stages each rank has.
-_SCHEDULES: dict[str, tuple[Callable[..., Any], int]] = {
-    "1F1B": (Schedule1F1B, 1),
-    "GPipe": (ScheduleGPipe, 1),
-    "Interleaved1F1B": (ScheduleInterleaved1F1B, 2),
-}
+__all__ = ["PLAIN_LOOP", "cut", "pipeline_of"]
 
 PLAIN_LOOP = (
     "a pipeline (pp_size > 1) runs forward, loss and backward together: in place of "
@@ -83,12 +65,12 @@ def cut(
     Raises:
         ConfigError: the model has not enough blocks, or two stages share a weight.
     """
-    num_stages = mesh.size() * _SCHEDULES[parallelism.pp_schedule][1]
+    num_stages = mesh.size() * SCHEDULES[parallelism.pp_schedule][1]
     prefix, container = blocks.find(model, num_stages)
     parts = blocks.list_of(container)
     ends = blocks.balance([blocks.count_weights(block) for _, block in parts], num_stages)
     ranges = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    blocks.refuse_shared_weights(prefix, parts, ranges, _outside(model, prefix).keys())
+    blocks.refuse_shared_weights(prefix, parts, ranges, weights_outside(model, prefix).keys())
     own_stages = range(mesh.get_local_rank(), num_stages, mesh.size())
     pipeline = Pipeline(
         schedule=parallelism.pp_schedule,
@@ -107,19 +89,6 @@ def cut(
         here.__dict__["forward"] = _BlockForward(here, pipeline, index)
     model.__dict__["forward"] = _PipelinedForward(model, pipeline)
     return [block for index, (_, block) in enumerate(parts) if index in kept]
-
-
-def _outside(model: nn.Module, prefix: str) -> dict[int, nn.Parameter]:
-    """The weights outside of the blocks, by id.
-
-    By name, not by what model.parameters() gives: ranks that drop the first name of a tied weight
-    would have another order, and exchange one weight's gradient for another's.
-    """
-    return {
-        id(weight): weight
-        for name, weight in model.named_parameters(remove_duplicate=False)
-        if not name.startswith(prefix)
-    }
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
@@ -141,27 +110,6 @@ class _OnOtherStage(nn.Module):
         """Take nothing and miss nothing, so that whole weights load into a model with gaps."""
 
 
-class _StageEnds(BaseException):
-    """Ends the forward of a stage that is not the last.
-
-    No Exception, so that a model's own ``except Exception`` lets it pass.
-    """
-
-    def __init__(self, hidden: Any) -> None:
-        super().__init__()
-        self.hidden = hidden
-
-
-@dataclass
-class _Running:
-    """The forward of a stage that runs now."""
-
-    blocks: range
-    is_last: bool
-    received: torch.Tensor | None
-    seen: list[int] = field(default_factory=list)
-
-
 class _BlockForward(ReplacedForward):
     """The forward of one block, which knows whether the block belongs to the stage that runs."""
 
@@ -181,7 +129,7 @@ class _BlockForward(ReplacedForward):
             # A copy: a block may change in place what it is given, and torch refuses that for
             # a tensor whose gradient is sent back.
             return None if running.received is None else running.received.clone()
-        raise _StageEnds(args[0] if args else next(iter(kwargs.values()), None))
+        raise StageEnds(args[0] if args else next(iter(kwargs.values()), None))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (forward_of, (self.module, self.replaced))
@@ -204,339 +152,3 @@ class _PipelinedForward(ReplacedForward):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (forward_of, (self.module, self.replaced))
-
-
-@dataclass
-class _MicroBatch:
-    """A part of a batch. All have one size: the last ones are filled up with the batch's last
-    sample, which then counts for nothing in the loss."""
-
-    inputs: Any
-    targets: Any
-    size: int
-    num_real: int
-
-
-class Pipeline:
-    """Runs batches through the stages of one model.
-
-    Attributes:
-        own_stages: the stages of this rank.
-        own_weights: weights that only this rank of the pipeline has; empty until note_weights.
-        shared_weights: weights that every rank of the pipeline has, likewise.
-        sharded_blocks: modules of this rank whose weights are in parts.
-        exchanges_gradients: whether the next batch is the last of its window.
-        before_backward: called before each stage's backward of a micro-batch.
-        has_added_up: whether all ranks of the pipeline have the same gradients of what they share.
-        running: the stage whose forward runs now.
-    """
-
-    def __init__(
-        self,
-        *,
-        schedule: str,
-        ranges: Sequence[range],
-        own_stages: range,
-        num_microbatches: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        prefix: str,
-        model_name: str,
-    ) -> None:
-        self.schedule = schedule
-        self.ranges = ranges
-        self.own_stages = own_stages
-        self.num_microbatches = num_microbatches
-        self.group = group
-        self.device = device
-        self.prefix = prefix
-        self.blocks_name = prefix.removesuffix(".") or model_name
-        self.sharded_blocks: list[FSDPModule] = []
-        self.own_weights: list[nn.Parameter] = []
-        self.shared_weights: list[nn.Parameter] = []
-        self.exchanges_gradients = True
-        self.has_added_up = False
-        self.running: _Running | None = None
-        self.before_backward: Callable[[], None] = lambda: None
-        self._micro_batches: list[_MicroBatch] = []
-        self._losses: dict[int, torch.Tensor] = {}
-        self._loss_function: Callable[[Any, Any], torch.Tensor] | None = None
-        self._for_backward: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
-        self._built_for: Any = None
-        self._built: Any = None
-
-    @property
-    def has_last_stage(self) -> bool:
-        """Whether this rank computes the outputs of the whole model."""
-        return len(self.ranges) - 1 in self.own_stages
-
-    def note_weights(self, model: nn.Module) -> None:
-        """Note which weights the model has, now that nothing replaces them any more."""
-        outside = _outside(model, self.prefix)
-        self.shared_weights = list(outside.values())
-        self.own_weights = [part for part in model.parameters() if id(part) not in outside]
-        self.sharded_blocks = [part for part in model.modules() if isinstance(part, FSDPModule)]
-
-    def forward_backward(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        targets: Any,
-        loss_function: Callable[[Any, Any], torch.Tensor],
-        for_backward: Callable[[torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        """Run forward, loss and backward of one batch, micro-batch by micro-batch.
-
-        Args:
-            model: the one that was cut.
-            inputs: of the batch; every rank of the pipeline has them.
-            targets: likewise.
-            loss_function: gives the mean over a batch.
-            for_backward: turns a loss into what backward begins with.
-
-        Returns:
-            the mean loss over the batch, without gradient, on every rank.
-        """
-        self._micro_batches = self._divide(inputs, targets)
-        self._loss_function, self._for_backward = loss_function, for_backward
-        self._losses = {}
-        try:
-            # Which micro-batch a stage runs; the batch itself each rank has.
-            numbers = torch.arange(self.num_microbatches)
-            first = (numbers,) if 0 in self.own_stages else ()
-            self._schedule_for(model).step(
-                *first, number=numbers, target=numbers, return_outputs=False
-            )
-            loss = torch.zeros((), device=self.device)
-            if self.has_last_stage:
-                loss += torch.stack([*self._losses.values()]).sum()
-        finally:
-            self._micro_batches, self._loss_function, self._losses = [], None, {}
-        dist.broadcast(loss, src=self._rank_of(len(self.ranges) - 1), group=self.group)
-        return loss
-
-    def _divide(self, inputs: Any, targets: Any) -> list[_MicroBatch]:
-        size = find_batch_size(inputs)
-        if not size:
-            raise ConfigError(
-                "forward_backward divides a batch into micro-batches, and found no tensor with a "
-                f"sample in the inputs ({type(inputs).__name__}): expected tensors whose first "
-                "dimension is the batch's"
-            )
-        width = math.ceil(size / self.num_microbatches)
-
-        def take(values: Any, samples: slice | list[int]) -> Any:
-            return recursively_apply(
-                lambda part: part[samples] if part.ndim and len(part) == size else part, values
-            )
-
-        found = []
-        for start in range(0, width * self.num_microbatches, width):
-            end = start + width
-            num_real = min(max(size - start, 0), width)
-            real = slice(start, end)  # costs no copy
-            filled = real if end <= size else [min(index, size - 1) for index in range(start, end)]
-            found.append(_MicroBatch(take(inputs, filled), take(targets, real), width, num_real))
-        return found
-
-    def _schedule_for(self, model: nn.Module) -> Any:
-        """The schedule, made anew where micro-batches have other shapes: stages agree on those
-        of what they send each other once."""
-        shapes = [
-            (tuple(part.shape), part.dtype)
-            for part in leaves(self._micro_batches[0].inputs)
-            if isinstance(part, torch.Tensor)
-        ]
-        if self._built is None or self._built_for != shapes:
-            stages = [
-                _StageWithShards(
-                    self,
-                    _Stage(self, model, index),
-                    index,
-                    len(self.ranges),
-                    self.device,
-                    group=self.group,
-                )
-                for index in self.own_stages
-            ]
-            kind, per_rank = _SCHEDULES[self.schedule]
-            self._built = kind(
-                stages if per_rank > 1 else stages[0],
-                n_microbatches=self.num_microbatches,
-                loss_fn=lambda loss, _: loss,  # the last stage gives the loss itself
-                scale_grads=False,
-            )
-            self._built_for = shapes
-        return self._built
-
-    def run_micro_batch(
-        self, model: nn.Module, stage: int, number: int, received: torch.Tensor | None
-    ) -> Any:
-        """What a stage makes of a micro-batch: hidden states, or at the last stage the loss."""
-        batch = self._micro_batches[number]
-        outputs = self._run(stage, received, lambda: call_model(model, batch.inputs))
-        if stage < len(self.ranges) - 1:
-            return outputs
-        loss = self._mean_loss(outputs, batch)
-        self._losses[number] = loss.detach()
-        return self._for_backward(loss)
-
-    def _mean_loss(self, outputs: Any, batch: _MicroBatch) -> torch.Tensor:
-        """This micro-batch's share of the batch's mean."""
-        assert self._loss_function is not None
-        if not batch.num_real:
-            tensors = [part for part in leaves(outputs) if isinstance(part, torch.Tensor)]
-            # Nothing, but backward must run through all stages. No number is multiplied by 0:
-            # an infinite one (of a mask) would give NaN.
-            nothing = (part.flatten()[:0].sum() for part in tensors if part.requires_grad)
-            return sum(nothing, torch.zeros(()))
-        if batch.num_real < batch.size:
-            outputs = recursively_apply(
-                lambda part: (
-                    part[: batch.num_real] if part.ndim and len(part) == batch.size else part
-                ),
-                outputs,
-            )
-        total = sum(each.num_real for each in self._micro_batches)
-        return self._loss_function(outputs, batch.targets) * (batch.num_real / total)
-
-    def _run(self, stage: int, received: torch.Tensor | None, forward: Callable[[], Any]) -> Any:
-        is_last = stage == len(self.ranges) - 1
-        running = self.running = _Running(self.ranges[stage], is_last, received)
-        outputs = None
-        try:
-            outputs = forward()
-            ended = is_last
-        except _StageEnds as end:
-            outputs, ended = end.hidden, True
-        finally:
-            self.running = None
-        if not ended or running.seen != list(running.blocks):
-            raise ConfigError(
-                f"stage {stage} of the pipeline has blocks {list(running.blocks)} of "
-                f"{self.blocks_name}, and the forward ran {running.seen} of them: expected a model "
-                "that runs all its blocks once, one after the other"
-            )
-        if not is_last and not isinstance(outputs, torch.Tensor):
-            raise ConfigError(
-                f"the blocks of {self.blocks_name} pass a {type(outputs).__name__} on: expected "
-                "blocks that take hidden states (one tensor) as first argument and give them"
-            )
-        return outputs
-
-    def evaluate(self, forward: Callable[[], Any]) -> Any:
-        """The outputs of the whole model for a batch, on every rank; all of them call it.
-
-        Args:
-            forward: calls the model.
-        """
-        outputs = None
-        for stage in range(len(self.ranges)):
-            owner = self._rank_of(stage)
-            if stage in self.own_stages:
-                outputs = self._run(stage, outputs, forward)
-            outputs = self._spread(outputs, owner)
-        return outputs
-
-    def _rank_of(self, stage: int) -> int:
-        """The rank, of all, that has a stage."""
-        return dist.get_global_rank(self.group, stage % dist.get_world_size(self.group))
-
-    def _spread(self, values: Any, source: int) -> Any:
-        """``values`` of the rank ``source`` on every rank of the pipeline, on its device."""
-        is_source = dist.get_rank() == source
-        form = None
-        if is_source:
-            form = recursively_apply(lambda part: part.to("meta"), values)
-        found = [form]
-        collectives.broadcast_object_list(found, source, group=self.group)
-        if not is_source:
-            values = recursively_apply(
-                lambda part: torch.empty_like(part, device=self.device), found[0]
-            )
-        tensors = [part for part in leaves(values) if isinstance(part, torch.Tensor)]
-        for part in tensors:
-            collectives.broadcast(
-                part.contiguous() if is_source else part, source, group=self.group
-            )
-        return values
-
-
-class _StageWithShards(PipelineStage):
-    """Torch's stage, which lets blocks in parts reduce their gradients once a batch.
-
-    Torch's own does so where the stage's module itself was given to ``fully_shard``; here only
-    the blocks inside it were.
-    """
-
-    def __init__(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.pipeline = pipeline
-        self.num_done = 0
-
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        # Counted here: what torch calls the last backward depends on the schedule.
-        self.num_done = self.num_done % self.pipeline.num_microbatches + 1
-        self.pipeline.before_backward()
-        is_last = self.num_done == self.pipeline.num_microbatches
-        for block in self.pipeline.sharded_blocks:
-            block.set_requires_gradient_sync(
-                is_last and self.pipeline.exchanges_gradients, recurse=False
-            )
-        super().backward_one_chunk(*args, **kwargs)
-
-
-class _Stage(nn.Module):
-    """One stage as torch's schedules call it."""
-
-    def __init__(self, pipeline: Pipeline, model: nn.Module, index: int) -> None:
-        super().__init__()
-        self.pipeline = pipeline
-        self.model = model
-        self.index = index
-        self.is_trial = True
-
-    def forward(self, given: torch.Tensor, *, number: torch.Tensor) -> Any:
-        # Stage 0 has nothing to receive: ``given`` is the number of its micro-batch again.
-        received = given if self.index else None
-        if not self.is_trial:
-            return self.pipeline.run_micro_batch(self.model, self.index, int(number), received)
-        # Torch runs a stage once more, to learn the shapes: running averages and random numbers
-        # must not see it, or a resumed training would part from one that was never stopped.
-        self.is_trial = False
-        states = get_random_states(self.pipeline.device)
-        before = [buffer.clone() for buffer in self.model.buffers()]
-        outputs = self.pipeline.run_micro_batch(self.model, self.index, int(number), received)
-        set_random_states(states, self.pipeline.device)
-        with torch.no_grad():
-            for buffer, was in zip(self.model.buffers(), before, strict=True):
-                if not torch.equal(buffer, was):
-                    buffer.copy_(was)
-        return outputs
-
-
-def add_up_gradients(
-    weights: Sequence[nn.Parameter], group: dist.ProcessGroup, divide_by: int = 1
-) -> None:
-    """Add up the gradients of weights that every rank of a group has, in place.
-
-    A weight that no rank used keeps no gradient.
-    """
-    weights = [weight for weight in weights if weight.requires_grad]
-    if not weights:
-        return
-    device = weights[0].device  # of all: a rank computes on one
-    is_used = torch.tensor([float(weight.grad is not None) for weight in weights], device=device)
-    dist.all_reduce(is_used, dist.ReduceOp.MAX, group=group)
-    used = [weight for weight, flag in zip(weights, is_used.tolist(), strict=True) if flag]
-    for weight in used:
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-    # Of a weight in parts (tensor parallelism) each rank has the same part as its peers.
-    own = [local_part(weight.grad) for weight in used if weight.grad is not None]
-    sums = [part.contiguous() for part in own]
-    for work in [dist.all_reduce(part, group=group, async_op=True) for part in sums]:
-        work.wait()
-    with torch.no_grad():
-        for part, total in zip(own, sums, strict=True):
-            part.copy_(total.div_(divide_by) if divide_by > 1 else total)
