@@ -31,8 +31,7 @@ from notebook_accel import (
     NotebookAccelError,
     ProjectConfiguration,
 )
-from notebook_accel.training import checkpoint
-from notebook_accel.training.checkpoint import atomic, weights
+from notebook_accel.training.checkpoint import atomic, training_progress, weights
 from notebook_accel.training.random_states import get_random_states, set_random_states
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
@@ -179,7 +178,7 @@ def test_a_state_that_is_there_is_replaced_in_one_step(
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "get_random_states", fail)
+        patch.setattr(training_progress, "get_random_states", fail)
         with pytest.raises(OSError, match="disk full"):
             parts[0].save_state(folder)
     assert torch.equal(load_file(folder / "model.safetensors")["part"], before["part"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections import OrderedDict
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
@@ -39,36 +38,24 @@ from notebook_accel.training.checkpoint.pieces import (
 from notebook_accel.training.checkpoint.roles import Follow, Lead, Role
 from notebook_accel.training.checkpoint.start import (
     Start,
-    as_plain,
     candidates,
     find_damage,
-    loader_of,
-    num_steps_of,
-    random_states_file,
-    read_random_states,
-    read_start,
 )
-from notebook_accel.training.checkpoint.state_files import explain, on_host, read_state
+from notebook_accel.training.checkpoint.state_files import on_host, read_state
+from notebook_accel.training.checkpoint.training_progress import TrainingProgress
 from notebook_accel.training.checkpoint.weights import numbered, save_model
 from notebook_accel.training.collectives import broadcast_object_list, gather_object
-from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.notices import notice, notice_once
-from notebook_accel.training.random_states import get_random_states, set_random_states
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from notebook_accel.training.prepare import Preparation
     from notebook_accel.training.settings import ProjectConfiguration
 
 __all__ = ["Checkpoints"]
-
-# Of a loader's state: what every rank writes for itself, and what is left out of loader.bin.
-# Generators are in both: a rank without a file of its own takes rank 0's.
-_OF_RANK = ("generators", "random", "reader")
-_NOT_OF_ALL = ("random", "reader")
 
 
 class Checkpoints:
@@ -85,6 +72,7 @@ class Checkpoints:
         self.save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._prepared = preparation
+        self._progress = TrainingProgress(preparation)
         self._plan = preparation.plan
         self._project = project
         self.numbering = Numbering(project)
@@ -273,7 +261,7 @@ class Checkpoints:
         for name, item in self._stateful():
             item.load_state_dict(_read(folder / name, options))
         self._load_scaler(folder, options)
-        self._load_random_states(folder, on_host(options))
+        self._progress.load(folder, on_host(options))
         for known in self._prepared.optimizers:
             known.drop_gradients()  # of a window of before: it is not the checkpoint's
         window = self._plan.accumulation
@@ -315,7 +303,7 @@ class Checkpoints:
             if not damage:
                 damage = self._agree(self._try_to_load(one))
                 if not damage:
-                    return self._go_on_from(one)
+                    return self._progress.start_in(one)
                 failed.append(damage)
             notice(f"resume_or_start() passes over {one}: {damage}")
         if failed:
@@ -357,29 +345,6 @@ class Checkpoints:
             return describe(error)
         return None
 
-    def _go_on_from(self, folder: Path) -> Start:
-        start, index = read_start(folder, self._plan.topology.process_index)
-        loaders = dict(enumerate(self._prepared_loaders()))
-        if index not in loaders:
-            return start
-        # Asked of the loader, since it counts in batches of the ranks that there are now.
-        epoch, batch, samples = loaders[index].progress()
-        return replace(start, epoch=epoch, batch=batch, samples=samples)
-
-    def _stands(self) -> dict[str, Any]:
-        """Where training stands, by the loader from whose batches steps were made."""
-        loaders = self._prepared_loaders()
-        steps = [known.num_steps for known in self._prepared.optimizers]
-        step = max(steps, default=0)
-        if not loaders:
-            return as_plain(Start(step=step), None, steps)
-        trained = self._plan.accumulation.trained_on
-        # Not "if trained": that asks a loader for its length, and a stream has none.
-        known = [trained is not None and one.is_part_of(trained) for one in loaders]
-        index = known.index(True) if any(known) else 0
-        epoch, batch, samples = loaders[index].progress()
-        return as_plain(Start(epoch=epoch, batch=batch, step=step, samples=samples), index, steps)
-
     @property
     def _parts(self) -> PreparedParts:
         return PreparedParts(
@@ -405,9 +370,7 @@ class Checkpoints:
         if writes:
             for name, item in self._stateful():
                 yield state_file(item.state_dict(), name, type(item).__name__)
-            for name, loader in self._stateful_loaders():
-                of_all = {k: v for k, v in loader.state_dict().items() if k not in _NOT_OF_ALL}
-                yield state_file(of_all, name, "the data loader")
+            yield from self._progress.pieces_of_all()
             if strategy.scaling is not None:
                 scale = strategy.scaling.scaler.state_dict()
                 yield state_file(scale, "scaler.pt", "the loss scale")
@@ -420,16 +383,7 @@ class Checkpoints:
         gradients = collect_gradients(strategy, self._parts.models, optimizers)
         if gradients is not None:
             yield state_file(gradients, gradients_file(here.process_index), "the gradients")
-        states = get_random_states(here.device)
-        states["step"] = self._plan.accumulation.step
-        states |= self._stands()
-        states["loaders"] = [
-            {k: v for k, v in loader.state_dict().items() if k in _OF_RANK}
-            for _, loader in self._stateful_loaders()
-        ]
-
-        name = random_states_file(here.process_index)
-        yield state_file(states, name, "random numbers and datasets")
+        yield self._progress.own_piece()
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
         """The files of everything that has a ``state_dict``, models and optimizers aside."""
@@ -437,14 +391,6 @@ class Checkpoints:
             yield numbered("scheduler", index, ".bin"), scheduler
         for index, item in enumerate(self.custom):
             yield f"custom_checkpoint_{index}.pkl", item
-
-    def _prepared_loaders(self) -> list[PreparedLoader]:
-        return [one for one in self._prepared.loaders if isinstance(one, PreparedLoader)]
-
-    def _stateful_loaders(self) -> Iterator[tuple[str, PreparedLoader]]:
-        """The files of the prepared loaders, which say how far each one is."""
-        for index, loader in enumerate(self._prepared_loaders()):
-            yield numbered("loader", index, ".bin"), loader
 
     def _load_scaler(self, folder: Path, options: dict[str, Any]) -> None:
         scaling = self._plan.strategy.scaling
@@ -454,64 +400,6 @@ class Checkpoints:
             scaling.scaler.load_state_dict(_read(folder / "scaler.pt", options))
         else:
             notice_once("no scaler", f"{folder} has no loss scale: it begins anew")
-
-    def _load_random_states(self, folder: Path, options: dict[str, Any]) -> None:
-        here = self._plan.topology
-        own = read_random_states(folder, here.process_index, options)
-        if own is None:
-            notice_once(
-                "no random states",
-                f"{folder} has no random states for rank {here.process_index}: fewer ranks took "
-                "part when it was written; they stay as they are",
-            )
-        else:
-            try:
-                set_random_states(own, here.device)
-            except Exception as error:
-                path = folder / random_states_file(here.process_index)
-                raise NotebookAccelError(explain(path, error)) from error
-        # Where training stands is rank 0's word for all that see it, as a loader's position is:
-        # ranks that disagree about their window would wait for each other.
-        stands = read_random_states(folder, 0, options) or own
-        if stands is not None:
-            self._plan.accumulation.step = stands.get("step", 0)
-            optimizers = self._prepared.optimizers
-            steps = num_steps_of(stands, len(optimizers))
-            for known, num_steps in zip(optimizers, steps, strict=True):
-                known.num_steps = num_steps
-            loaders, index = dict(enumerate(self._prepared_loaders())), loader_of(stands)
-            if index in loaders:  # a save before the next step speaks of it, too
-                self._plan.accumulation.trained_on = loaders[index]
-        self._load_loaders(folder, (own or {}).get("loaders", []), options)
-
-    def _load_loaders(
-        self, folder: Path, own: Sequence[Mapping[str, Any]], options: dict[str, Any]
-    ) -> None:
-        """Let each loader go on where it was.
-
-        The position is rank 0's for all: ranks that disagree about it would wait for each other.
-        The random numbers are each rank's own, where it saved some, and so is how far its dataset
-        is, where that says so itself.
-        """
-        for index, (name, loader) in enumerate(self._stateful_loaders()):
-            # A checkpoint of Accelerate has none, and one may have been made before this loader.
-            if not (folder / name).exists():
-                if (folder / numbered("dl_state_dict", index, ".bin")).exists():
-                    notice_once(
-                        "no positions",
-                        f"{folder} has the positions of data loaders as Accelerate keeps them "
-                        "(dl_state_dict.bin), and they are not read: each begins its epoch anew",
-                    )
-                continue
-            if loader.is_iterated:
-                notice(
-                    f"load_state() leaves loader {index + 1} of those prepared where it is: a loop "
-                    "over it is under way, or a name still holds its iterator. Leave the loop, or "
-                    "delete that name, before load_state()"
-                )
-                continue
-            of_all = read_state(folder / name, options)
-            loader.load_state_dict({**of_all, **dict(*own[index : index + 1])})
 
 
 def _add_hook(

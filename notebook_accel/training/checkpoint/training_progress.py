@@ -1,0 +1,168 @@
+"""How far a training is, in a checkpoint: random numbers, window, steps, and the place of loaders.
+
+Rank 0 writes where each loader is, for all; every rank writes what is its own::
+
+    loader.bin, loader_1.bin, ...   rank 0: the epoch, and the batches given in it
+    random_states_0.pkl, ...        each rank: its random states, the batch of the window, the
+                                    steps, and of each loader what this rank reads it by
+
+What ranks have to agree on (window, steps, place) all take from rank 0's files, where they see
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.training.checkpoint.pieces import Piece, state_file
+from notebook_accel.training.checkpoint.start import (
+    Start,
+    as_plain,
+    loader_of,
+    num_steps_of,
+    random_states_file,
+    read_random_states,
+    read_start,
+)
+from notebook_accel.training.checkpoint.state_files import explain, read_state
+from notebook_accel.training.checkpoint.weights import numbered
+from notebook_accel.training.data.loaders import PreparedLoader
+from notebook_accel.training.notices import notice, notice_once
+from notebook_accel.training.random_states import get_random_states, set_random_states
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from notebook_accel.training.prepare import Preparation
+
+__all__ = ["TrainingProgress"]
+
+# Of a loader's state: what every rank writes for itself, and what is left out of loader.bin.
+# Generators are in both: a rank without a file of its own takes rank 0's.
+_OF_RANK = ("generators", "random", "reader")
+_NOT_OF_ALL = ("random", "reader")
+
+
+class TrainingProgress:
+    """How far the training of one ``Accelerator`` is."""
+
+    def __init__(self, preparation: Preparation) -> None:
+        self._prepared = preparation
+        self._plan = preparation.plan
+
+    def pieces_of_all(self) -> Iterator[Piece]:
+        """The files that rank 0 writes for all: where each prepared loader is."""
+        for name, loader in self._loader_files():
+            of_all = {k: v for k, v in loader.state_dict().items() if k not in _NOT_OF_ALL}
+            yield state_file(of_all, name, "the data loader")
+
+    def own_piece(self) -> Piece:
+        """The file that each rank writes for itself."""
+        here = self._plan.topology
+        states = get_random_states(here.device)
+        states["step"] = self._plan.accumulation.step
+        states |= self._stands()
+        states["loaders"] = [
+            {k: v for k, v in loader.state_dict().items() if k in _OF_RANK}
+            for _, loader in self._loader_files()
+        ]
+        name = random_states_file(here.process_index)
+        return state_file(states, name, "random numbers and datasets")
+
+    def _stands(self) -> dict[str, Any]:
+        """Where training stands, by the loader from whose batches steps were made."""
+        loaders = self._loaders()
+        steps = [known.num_steps for known in self._prepared.optimizers]
+        step = max(steps, default=0)
+        if not loaders:
+            return as_plain(Start(step=step), None, steps)
+        trained = self._plan.accumulation.trained_on
+        # Not "if trained": that asks a loader for its length, and a stream has none.
+        known = [trained is not None and one.is_part_of(trained) for one in loaders]
+        index = known.index(True) if any(known) else 0
+        epoch, batch, samples = loaders[index].progress()
+        return as_plain(Start(epoch=epoch, batch=batch, step=step, samples=samples), index, steps)
+
+    def start_in(self, folder: Path) -> Start:
+        """What :meth:`load` went on from, as ``resume_or_start`` gives it."""
+        start, index = read_start(folder, self._plan.topology.process_index)
+        loaders = dict(enumerate(self._loaders()))
+        if index not in loaders:
+            return start
+        # Asked of the loader, since it counts in batches of the ranks that there are now.
+        epoch, batch, samples = loaders[index].progress()
+        return replace(start, epoch=epoch, batch=batch, samples=samples)
+
+    def _loaders(self) -> list[PreparedLoader]:
+        return [one for one in self._prepared.loaders if isinstance(one, PreparedLoader)]
+
+    def _loader_files(self) -> Iterator[tuple[str, PreparedLoader]]:
+        """The files of the prepared loaders, which say how far each one is."""
+        for index, loader in enumerate(self._loaders()):
+            yield numbered("loader", index, ".bin"), loader
+
+    def load(self, folder: Path, options: dict[str, Any]) -> None:
+        """Go on from there: random states, window, steps, and the place of each loader.
+
+        Raises:
+            NotebookAccelError: a file could not be read, or its random states could not be set.
+        """
+        here = self._plan.topology
+        own = read_random_states(folder, here.process_index, options)
+        if own is None:
+            notice_once(
+                "no random states",
+                f"{folder} has no random states for rank {here.process_index}: fewer ranks took "
+                "part when it was written; they stay as they are",
+            )
+        else:
+            try:
+                set_random_states(own, here.device)
+            except Exception as error:
+                path = folder / random_states_file(here.process_index)
+                raise NotebookAccelError(explain(path, error)) from error
+        # Where training stands is rank 0's word for all that see it, as a loader's position is:
+        # ranks that disagree about their window would wait for each other.
+        stands = read_random_states(folder, 0, options) or own
+        if stands is not None:
+            self._plan.accumulation.step = stands.get("step", 0)
+            optimizers = self._prepared.optimizers
+            steps = num_steps_of(stands, len(optimizers))
+            for known, num_steps in zip(optimizers, steps, strict=True):
+                known.num_steps = num_steps
+            loaders, index = dict(enumerate(self._loaders())), loader_of(stands)
+            if index in loaders:  # a save before the next step speaks of it, too
+                self._plan.accumulation.trained_on = loaders[index]
+        self._load_loaders(folder, (own or {}).get("loaders", []), options)
+
+    def _load_loaders(
+        self, folder: Path, own: Sequence[Mapping[str, Any]], options: dict[str, Any]
+    ) -> None:
+        """Let each loader go on where it was.
+
+        The position is rank 0's for all: ranks that disagree about it would wait for each other.
+        The random numbers are each rank's own, where it saved some, and so is how far its dataset
+        is, where that says so itself.
+        """
+        for index, (name, loader) in enumerate(self._loader_files()):
+            # A checkpoint of Accelerate has none, and one may have been made before this loader.
+            if not (folder / name).exists():
+                if (folder / numbered("dl_state_dict", index, ".bin")).exists():
+                    notice_once(
+                        "no positions",
+                        f"{folder} has the positions of data loaders as Accelerate keeps them "
+                        "(dl_state_dict.bin), and they are not read: each begins its epoch anew",
+                    )
+                continue
+            if loader.is_iterated:
+                notice(
+                    f"load_state() leaves loader {index + 1} of those prepared where it is: a loop "
+                    "over it is under way, or a name still holds its iterator. Leave the loop, or "
+                    "delete that name, before load_state()"
+                )
+                continue
+            of_all = read_state(folder / name, options)
+            loader.load_state_dict({**of_all, **dict(*own[index : index + 1])})
