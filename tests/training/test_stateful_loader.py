@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from typing import TYPE_CHECKING, Any
 
+import accelerate
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from notebook_accel import Accelerator, ConfigError, DataLoaderConfiguration, skip_first_batches
+from notebook_accel.training.data import DataLoaderDispatcher, DataLoaderShard
 from tests.training.harness import run_ranks
 from tests.training.loading import lists, numbers, prepare
 from tests.training.single import fresh_rank  # noqa: F401
@@ -155,6 +158,38 @@ def test_without_a_state_of_their_own_loaders_count() -> None:
     assert lists(resumed) == [[3, 4, 5], [6, 7, 8], [9]]
 
 
+class Shifted(DataLoaderShard):
+    """Derived from ours, with batches of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch + 100 for batch in super().__iter__())
+
+
+@pytest.mark.parametrize(
+    ("kind", "peer"),
+    [
+        (DataLoaderShard, accelerate.data_loader.DataLoaderShard),
+        (DataLoaderDispatcher, accelerate.data_loader.DataLoaderDispatcher),
+        (Shifted, None),
+    ],
+)
+def test_a_loader_that_is_made_by_hand_goes_on_as_accelerates_does(kind: Any, peer: Any) -> None:
+    for each in (kind, peer) if peer else (kind,):
+        loader, resumed = (
+            each(Resumable(10), use_stateful_dataloader=True, batch_size=3) for _ in range(2)
+        )
+        running = iter(loader)
+        assert [next(running).tolist()[0] % 100 for _ in range(2)] == [0, 3]
+        resumed.load_state_dict(loader.state_dict())
+        assert [batch.tolist()[0] % 100 for batch in resumed] == [6, 9]
+        assert resumed.dataset.read == [6, 7, 8, 9], "what came before was not read again"
+        assert isinstance(resumed, StatefulDataLoader)
+    again = pickle.loads(pickle.dumps(kind(range(4), use_stateful_dataloader=True)))
+    assert isinstance(again, kind)
+    assert isinstance(again, StatefulDataLoader)
+    assert [batch.item() % 100 for batch in again] == [0, 1, 2, 3]
+
+
 def in_two_ranks(folder: str) -> dict[str, Any]:
     """Dispatched, and torchdata's own loader given to ``prepare``; through checkpoints."""
     found: dict[str, Any] = {}
@@ -198,4 +233,6 @@ def test_torchdata_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
     with pytest.raises(ConfigError, match="pip install torchdata"):
         prepare(numbers(4), **STATEFUL)
+    with pytest.raises(ConfigError, match="pip install torchdata"):
+        DataLoaderShard(range(4), use_stateful_dataloader=True)
     assert torch.is_tensor(next(iter(prepare(numbers(4)))))

@@ -66,7 +66,8 @@ class DataLoaderDispatcher(PreparedLoader):
         dataset: as torch's DataLoader.
         split_batches: whether each batch is divided over the ranks.
         skip_batches: batches at the start of each epoch that are left out.
-        use_stateful_dataloader: True is refused; ``prepare_data_loader`` takes it.
+        use_stateful_dataloader: make it torchdata's ``StatefulDataLoader`` too, whose arguments it
+            then takes as well.
         _drop_last: as ``drop_last``.
         _non_blocking: copy to the device while the loop computes.
         slice_fn: takes a rank's part out of what rank 0 has read for all: called with the batch, a
@@ -76,7 +77,7 @@ class DataLoaderDispatcher(PreparedLoader):
         **kwargs: further arguments of torch's DataLoader.
 
     Raises:
-        ConfigError: torchdata's loader is asked for.
+        ConfigError: torchdata's loader is asked for, and torchdata is not installed.
     """
 
     def __init__(
@@ -92,12 +93,16 @@ class DataLoaderDispatcher(PreparedLoader):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
+        if use_stateful_dataloader:
+            # Imported here: its class is made of this one.
+            from notebook_accel.training.data.stateful import StatefulDispatcher, make_stateful
+
+            make_stateful(self, StatefulDispatcher)
         if _drop_last:
             kwargs["drop_last"] = True
         self._make_by_hand(
             dataset,
             kwargs,
-            use_stateful_dataloader=use_stateful_dataloader,
             torch_device_mesh=torch_device_mesh,
             iteration=iteration,
             device=topology.topology().device,

@@ -1,4 +1,4 @@
-"""Copies of loaders that are of a class of ours and still of the user's.
+"""Loaders that are of a class of ours and still of the user's.
 
 A loader may be of a class that a library or the user derived from ``DataLoader``, whose overrides
 must go on to hold. Its prepared copy is of a class made for the purpose, with both as its bases; no
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-__all__ = ["copy_as"]
+__all__ = ["add_classes", "copy_as"]
 
 Loader = TypeVar("Loader", bound=DataLoader[Any])
 
@@ -26,6 +26,15 @@ def copy_as(kind: type[Loader], loader: DataLoader[Any]) -> Loader:
     return new
 
 
+def add_classes(loader: DataLoader[Any], first: Any, last: Any) -> None:
+    """Let a loader be of two more classes: ``first`` comes before its own, ``last`` after them.
+
+    Its ``__init__`` may be running: what is called from then on is looked up in all of them.
+    """
+    own: Any = type(loader)
+    loader.__class__ = _joined(_joined(first, own), last)
+
+
 @lru_cache
 def _joined(kind: Any, other: Any) -> Any:
     """A class that is both: one of them if it derives from the other, else a new one."""
@@ -36,11 +45,23 @@ def _joined(kind: Any, other: Any) -> Any:
 
 
 def _reduce_joined(loader: DataLoader[Any], protocol: int) -> tuple[Any, ...]:  # noqa: ARG001
-    """Pickle a loader of a class that no module has: by the two that it joins."""
-    kind, other = type(loader).__bases__
-    return _make_joined, (kind, other), {**vars(loader), "_iterator": None}
+    """Pickle a loader of a class that no module has: by those that it joins."""
+    return _make_joined, (_parts(type(loader)),), {**vars(loader), "_iterator": None}
 
 
-def _make_joined(kind: Any, other: Any) -> Any:
-    joined = _joined(kind, other)
+def _parts(kind: Any) -> Any:
+    """A class that a module has; for one that joins two, the pair of their parts."""
+    if vars(kind).get("__reduce_ex__") is not _reduce_joined:
+        return kind
+    first, second = kind.__bases__
+    return _parts(first), _parts(second)
+
+
+def _make_joined(parts: Any) -> Any:
+    joined = _of_parts(parts)
     return joined.__new__(joined)
+
+
+def _of_parts(parts: Any) -> Any:
+    """The class that :func:`_parts` was asked for."""
+    return _joined(*map(_of_parts, parts)) if isinstance(parts, tuple) else parts

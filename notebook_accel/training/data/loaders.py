@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from notebook_accel.errors import ConfigError, RunStopped
+from notebook_accel.errors import RunStopped
 from notebook_accel.launch.rank import current
 from notebook_accel.training.collectives import num_ranks, this_rank
 from notebook_accel.training.data.active import LoaderProgress, Position, active_loaders
@@ -68,7 +68,6 @@ class PreparedLoader(ResumableLoader):
         dataset: Any,
         arguments: dict[str, Any],
         *,
-        use_stateful_dataloader: bool,
         torch_device_mesh: DeviceMesh | None,
         iteration: int,
         **options: Any,
@@ -78,20 +77,10 @@ class PreparedLoader(ResumableLoader):
         Args:
             dataset: as torch's DataLoader.
             arguments: further ones of torch's DataLoader.
-            use_stateful_dataloader: refused.
             torch_device_mesh: the ranks, where several hold one model together.
             iteration: number of the first epoch.
             **options: of :class:`LoaderOptions`.
-
-        Raises:
-            ConfigError: torchdata's loader is asked for.
         """
-        if use_stateful_dataloader:
-            raise ConfigError(
-                f"{type(self).__name__}(use_stateful_dataloader=True): only prepare() and "
-                "prepare_data_loader() make such loaders; pass it to the latter, or in a "
-                "DataLoaderConfiguration to the Accelerator"
-            )
         if arguments.get("generator") is None:
             # Drawn, so that loaders made one after the other have orders of their own.
             seed = int(torch.empty((), dtype=torch.int64).random_())

@@ -27,7 +27,8 @@ class DataLoaderShard(PreparedLoader):
         rng_types: random states that every rank takes from rank 0 at the start of a pass.
         synchronized_generator: the generator that the order comes from.
         skip_batches: batches at the start of each epoch that are left out.
-        use_stateful_dataloader: True is refused; ``prepare_data_loader`` takes it.
+        use_stateful_dataloader: make it torchdata's ``StatefulDataLoader`` too, whose arguments it
+            then takes as well.
         _drop_last: without effect; ``drop_last`` counts.
         _non_blocking: copy to the device while the loop computes.
         torch_device_mesh: the ranks, where several hold one model together and read the same.
@@ -35,7 +36,7 @@ class DataLoaderShard(PreparedLoader):
         **kwargs: further arguments of torch's DataLoader.
 
     Raises:
-        ConfigError: torchdata's loader is asked for.
+        ConfigError: torchdata's loader is asked for, and torchdata is not installed.
     """
 
     def __init__(
@@ -52,10 +53,14 @@ class DataLoaderShard(PreparedLoader):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
+        if use_stateful_dataloader:
+            # Imported here: its class is made of this one.
+            from notebook_accel.training.data.stateful import StatefulShard, make_stateful
+
+            make_stateful(self, StatefulShard)
         self._make_by_hand(
             dataset,
             kwargs,
-            use_stateful_dataloader=use_stateful_dataloader,
             torch_device_mesh=torch_device_mesh,
             iteration=iteration,
             device=device,

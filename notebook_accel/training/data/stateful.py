@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
-from notebook_accel.training.data.joined import copy_as
+from notebook_accel.training.data.joined import add_classes, copy_as
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.resuming import ResumableLoader
 from notebook_accel.training.data.shard import DataLoaderShard
@@ -32,7 +32,7 @@ from notebook_accel.training.data.shard import DataLoaderShard
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["StatefulDispatcher", "StatefulShard", "as_stateful", "is_stateful"]
+__all__ = ["StatefulDispatcher", "StatefulShard", "as_stateful", "is_stateful", "make_stateful"]
 
 
 def is_stateful(loader: DataLoader[Any]) -> bool:
@@ -46,6 +46,27 @@ def as_stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
     Raises:
         ConfigError: torchdata is not installed.
     """
+    new = copy_as(_class_of_torchdata(), loader)
+    # What its __init__ sets beside what DataLoader's does.
+    vars(new).update(
+        snapshot_every_n_steps=1, next_iter_state=None, _initial_iter_for_state_dict=False
+    )
+    return new
+
+
+def make_stateful(loader: PreparedLoader, kind: type[PreparedLoader]) -> None:
+    """Let a loader that is made by hand be of ``kind``, and torchdata's too.
+
+    Its ``__init__`` calls this before those of its base classes. A class that the user derived from
+    ours stays among them.
+
+    Raises:
+        ConfigError: torchdata is not installed.
+    """
+    add_classes(loader, kind, _class_of_torchdata())
+
+
+def _class_of_torchdata() -> type[DataLoader[Any]]:
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError as error:
@@ -54,12 +75,7 @@ def as_stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
             f"imported ({error}): pip install torchdata, or leave it out"
         ) from error
     kind: type[DataLoader[Any]] = StatefulDataLoader
-    new = copy_as(kind, loader)
-    # What its __init__ sets beside what DataLoader's does.
-    vars(new).update(
-        snapshot_every_n_steps=1, next_iter_state=None, _initial_iter_for_state_dict=False
-    )
-    return new
+    return kind
 
 
 class _KeepsReaderState(PreparedLoader):
