@@ -2,20 +2,28 @@
 
 For each strategy two fresh ranks hold all its contenders and run blocks of steps in turn: torch's
 own DistributedDataParallel, ``fully_shard``, ``parallelize_module``, pipeline schedule, or
-``context_parallel`` over sharded weights, and ours. Accelerate is beside us with DDP, the one that
-it has without an accelerator. Quoted are medians over the turns: CPU time of both ranks together,
-and the ratio to the raw block of the same turn of CPU time and of wall time. Other work on the
-machine spoils wall time first. Our pipeline does more than the schedule alone: every rank gets the
-loss.
+``context_parallel`` over sharded weights, DeepSpeed's engine where it is installed (``make
+test-deepspeed`` gets it: ``build/deepspeed/bin/python benchmarks/strategies.py``), and ours.
+Accelerate is beside us with DDP, the one that it has without an accelerator. Quoted are medians
+over the turns: CPU time of both ranks together, and the ratio to the raw block of the same turn of
+CPU time and of wall time. Other work on the machine spoils wall time first. Our pipeline does more
+than the schedule alone: every rank gets the loss.
+
+``--scaling`` asks another question: how many samples a second two ranks with DDP train, over those
+of one rank without it, each with one thread. Ranks of one kind and of the other start in turn; the
+last column is our gain over torch's in the same turn.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import tempfile
 import time
 import warnings
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,16 +32,29 @@ from timing import arguments, in_turn, table
 from torch import multiprocessing, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.optim import Optimizer
 
-RAW = "torch"
+    Contenders = dict[str, Callable[[], Callable[[], object]]]
+    # What each took, turn by turn: CPU time and wall time of a step.
+    Turns = dict[str, list[tuple[float, float]]]
+
+RAW, OURS = "torch", "notebook_accel"
 NUM_RANKS = 2
 WORDS, WIDTH, HEADS, DEPTH = 512, 128, 4, 2
 BATCH, LENGTH = 8, 64
 NUM_MICROBATCHES = 4
 ATTEND = nn.functional.scaled_dot_product_attention  # before anybody replaces it
+# As our plugin fills it in; DeepSpeed's own defaults would clip, and print each tenth step.
+ZERO = {
+    "train_micro_batch_size_per_gpu": BATCH,
+    "zero_optimization": {"stage": 2},
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "gradient_clipping": 0.0,
+    "steps_per_print": float("inf"),
+}
 TENSOR_PLAN = {
     **{f"*.{name}": "colwise" for name in ("query", "key", "value", "up")},
     **{f"*.{name}": "rowwise" for name in ("out", "down")},
@@ -100,6 +121,11 @@ def plain_loop(
 
 def raw_loop(model: nn.Module) -> Callable[[], object]:
     return plain_loop(model, adamw(model), torch.Tensor.backward)
+
+
+def raw_alone() -> Callable[[], object]:
+    """One rank, whose gradients go nowhere."""
+    return raw_loop(transformer())
 
 
 def raw_ddp() -> Callable[[], object]:
@@ -272,17 +298,48 @@ def our_context() -> Callable[[], object]:
     return step
 
 
-STRATEGIES: dict[str, dict[str, Callable[[], Callable[[], object]]]] = {
-    "DDP": {RAW: raw_ddp, "notebook_accel": our_ddp, "accelerate": peer_ddp},
-    "FSDP2": {RAW: raw_fsdp, "notebook_accel": our_fsdp},
-    "tensor parallelism": {RAW: raw_tensor, "notebook_accel": our_tensor},
-    "pipeline, 1F1B": {RAW: raw_pipeline, "notebook_accel": our_pipeline},
-    "context parallelism": {RAW: raw_context, "notebook_accel": our_context},
+def raw_deepspeed() -> Callable[[], object]:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    # On a CPU it would compile what its inference exchanges by, as it starts: that takes a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    model = transformer()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=ZERO)
+    inputs, targets = batch()
+
+    def step() -> None:
+        engine.backward(loss_of(engine(inputs), targets))
+        engine.step()
+
+    return step
+
+
+def our_deepspeed() -> Callable[[], object]:
+    from notebook_accel import DeepSpeedPlugin
+
+    return with_accelerator(our_accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2)))
+
+
+DEEPSPEED = "DeepSpeed, ZeRO stage 2"
+STRATEGIES: dict[str, Contenders] = {
+    "DDP": {RAW: raw_ddp, OURS: our_ddp, "accelerate": peer_ddp},
+    "FSDP2": {RAW: raw_fsdp, OURS: our_fsdp},
+    "tensor parallelism": {RAW: raw_tensor, OURS: our_tensor},
+    "pipeline, 1F1B": {RAW: raw_pipeline, OURS: our_pipeline},
+    "context parallelism": {RAW: raw_context, OURS: our_context},
+    DEEPSPEED: {RAW: raw_deepspeed, OURS: our_deepspeed},
+}
+# By the number of ranks; our DDP is a plain model where there is one.
+SCALING: dict[int, Contenders] = {
+    1: {RAW: raw_alone, OURS: our_ddp},
+    NUM_RANKS: {RAW: raw_ddp, OURS: our_ddp},
 }
 
 
 def measure(step: Callable[[], object], count: int) -> tuple[float, float]:
-    """CPU time and wall time of one step, of a block that both ranks begin together."""
+    """CPU time and wall time of one step, of a block that all ranks begin together."""
     dist.barrier()
     cpu, wall = time.process_time(), time.perf_counter()
     for _ in range(count):
@@ -290,31 +347,50 @@ def measure(step: Callable[[], object], count: int) -> tuple[float, float]:
     return (time.process_time() - cpu) / count, (time.perf_counter() - wall) / count
 
 
-def be_rank(rank: int, name: str, folder: str, repeats: int, count: int) -> None:
-    """What each rank does for one strategy; rank 0 prints the table."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+def be_rank(
+    rank: int, contenders: Contenders, num_ranks: int, folder: str, repeats: int, count: int
+) -> None:
+    """What each rank does; rank 0 writes what all of them measured into the folder."""
+    sizes = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, **sizes}
     os.environ.update({key: str(value) for key, value in numbers.items()})
     os.environ.update(ACCELERATE_USE_CPU="true", GLOO_SOCKET_IFNAME="lo")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of torch, about patterns that no layer of a part fits
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    steps = {contender: make() for contender, make in STRATEGIES[name].items()}
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
+    steps = {contender: make() for contender, make in contenders.items()}
     spent = in_turn(steps, lambda step: measure(step, count), repeats)
-    of_ranks: list[Any] = [None] * NUM_RANKS
+    of_ranks: list[Any] = [None] * num_ranks
     dist.all_gather_object(of_ranks, spent)
     if rank == 0:
-        print(f"\n{name}:\n{table(rows(of_ranks))}", flush=True)
+        Path(folder, "spent").write_text(json.dumps(of_ranks))
     dist.destroy_process_group()
 
 
-def rows(of_ranks: list[dict[str, list[tuple[float, float]]]]) -> list[dict[str, str]]:
+def spend(
+    contenders: Contenders, repeats: int, count: int, num_ranks: int = NUM_RANKS
+) -> list[Turns]:
+    """What contenders take in fresh ranks, one list entry a rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = contenders, num_ranks, folder, repeats, count
+        multiprocessing.start_processes(be_rank, given, nprocs=num_ranks, start_method="fork")
+        found: list[Turns] = json.loads(Path(folder, "spent").read_text())
+    return found
+
+
+def by_turn(of_ranks: list[Turns], name: str) -> list[tuple[float, float]]:
+    """CPU time of all ranks together and wall time of the slowest, turn by turn."""
+    turns = zip(*(spent[name] for spent in of_ranks), strict=True)
+    return [(sum(cpu for cpu, _ in ranks), max(wall for _, wall in ranks)) for ranks in turns]
+
+
+def rows(of_ranks: list[Turns]) -> list[dict[str, str]]:
     """The lines of a table, from what each rank measured."""
     cpu, wall = {}, {}
     for name in of_ranks[0]:
-        turns = list(zip(*(spent[name] for spent in of_ranks), strict=True))
-        cpu[name] = [sum(own for own, _ in ranks) for ranks in turns]
-        wall[name] = [max(own for _, own in ranks) for ranks in turns]
+        cpu[name], wall[name] = zip(*by_turn(of_ranks, name), strict=True)
     return [
         {
             "": name,
@@ -326,22 +402,55 @@ def rows(of_ranks: list[dict[str, list[tuple[float, float]]]]) -> list[dict[str,
     ]
 
 
-def ratio(spent: dict[str, list[float]], name: str) -> float:
-    """The median over the turns of what a contender took over torch."""
+def ratio(spent: Mapping[str, Sequence[float]], name: str) -> float:
+    """The median over the turns of what a contender has over what torch has."""
     pairs = zip(spent[name], spent[RAW], strict=True)
     return statistics.median(own / base for own, base in pairs)
+
+
+def scaling(rounds: int, repeats: int, count: int) -> list[dict[str, str]]:
+    """Samples a second of one rank and of two, and what the second one gains."""
+    rates: dict[int, dict[str, list[float]]] = {
+        num_ranks: {name: [] for name in contenders} for num_ranks, contenders in SCALING.items()
+    }
+    for _ in range(rounds):
+        for num_ranks, contenders in SCALING.items():
+            of_ranks = spend(contenders, repeats, count, num_ranks)
+            for name in contenders:
+                wall = statistics.median(wall for _, wall in by_turn(of_ranks, name))
+                rates[num_ranks][name].append(num_ranks * BATCH / wall)
+    alone, together = rates[1], rates[NUM_RANKS]
+    gains = {
+        name: [both / one for one, both in zip(alone[name], together[name], strict=True)]
+        for name in alone
+    }
+    return [
+        {
+            "": name,
+            "1 rank, samples/s": f"{statistics.median(alone[name]):.0f}",
+            "2 ranks, samples/s": f"{statistics.median(together[name]):.0f}",
+            "gain": f"{statistics.median(gains[name]):.3f}",
+            "times torch's": f"{ratio(gains, name):.3f}",
+        }
+        for name in gains
+    ]
 
 
 def main() -> None:
     parser = arguments(__doc__, repeats=40)
     parser.add_argument("--only", choices=STRATEGIES, help="measure this strategy alone")
+    parser.add_argument("--scaling", action="store_true", help="two ranks against one, by DDP")
     options = parser.parse_args()
     repeats, count = (3, 3) if options.quick else (options.repeats, 5)
+    if options.scaling:
+        rounds = 1 if options.quick else 10
+        print(table(scaling(rounds, max(3, repeats // 4), count)))
+        return
     for name in [options.only] if options.only else STRATEGIES:
-        with tempfile.TemporaryDirectory() as folder:
-            multiprocessing.start_processes(
-                be_rank, (name, folder, repeats, count), nprocs=NUM_RANKS, start_method="fork"
-            )
+        if name == DEEPSPEED and find_spec("deepspeed") is None:
+            print(f"\n{name}: DeepSpeed is not installed")
+        else:
+            print(f"\n{name}:\n{table(rows(spend(STRATEGIES[name], repeats, count)))}", flush=True)
 
 
 if __name__ == "__main__":
