@@ -1,26 +1,26 @@
 """What a training step costs beyond the raw loop: CPU time on one thread, one process.
 
 A tiny MLP, so that the wrappers show. All contenders live in one process and take turns, block by
-block; quoted are medians over the blocks, and ratios to the raw block of the same turn. The second
-table does the same for a loader's batches alone. Peers: accelerate and Lightning Fabric.
+block; quoted are medians over the blocks, and ratios to the raw block of the same turn. A second
+raw loop among them shows how far two that are alike come apart on this machine. The second table
+does the same for a loader's batches alone. Peers: accelerate and Lightning Fabric.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from timing import arguments, table
+from timing import arguments, in_turn, table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-RAW = "raw loop"
+RAW, AGAIN = "raw loop", "raw loop, once more"
 
 
 def tiny() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -126,6 +126,7 @@ def loaders() -> dict[str, Callable[[int], None]]:
 
     return {
         RAW: reading(batches()),
+        AGAIN: reading(batches()),
         "notebook_accel": reading(Accelerator(cpu=True).prepare(batches())),
         "accelerate": reading(Peer(cpu=True).prepare(batches())),
         "lightning fabric": reading(
@@ -138,6 +139,7 @@ def steps() -> dict[str, Callable[[int], None]]:
     """A block for each loop."""
     return {
         RAW: raw(),
+        AGAIN: raw(),
         "notebook_accel": ours(),
         "notebook_accel, in accumulate": ours(accumulates=True),
         "accelerate": accelerate(),
@@ -150,17 +152,13 @@ def measure(
     blocks: dict[str, Callable[[int], None]], *, repeats: int, count: int
 ) -> list[dict[str, str]]:
     """CPU time of one step, over the raw one."""
-    spent: dict[str, list[float]] = {name: [] for name in blocks}
-    for block in blocks.values():
+
+    def spend(block: Callable[[int], None]) -> float:
+        start = time.process_time()
         block(count)
-    gc.collect()
-    gc.disable()
-    for _ in range(repeats):
-        for name, block in blocks.items():
-            start = time.process_time()
-            block(count)
-            spent[name].append((time.process_time() - start) / count)
-    gc.enable()
+        return (time.process_time() - start) / count
+
+    spent = in_turn(blocks, spend, repeats)
     return [row(name, spent) for name in blocks]
 
 
