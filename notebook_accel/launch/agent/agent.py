@@ -111,6 +111,8 @@ class Agent:
         self._board = Scoreboard(len(launch.ranks), has_others=self._has_others)
         self._logs = rank_logs(launch, channel)
         self._ranks: list[RankProcess] = []
+        # Those whose process ended, until they are reaped; then only their numbers are kept.
+        self._ended: list[RankProcess] = []
         self._reaped: list[int] = []
         self._selector = selectors.DefaultSelector()
         self._ports = RunPorts(launch)
@@ -157,13 +159,15 @@ class Agent:
         self._watch(self._kernel, self._kernel_gone)
         for rank in self._ranks:
             self._watch(rank.channel.fileno(), partial(self._relay, rank))
-            self._watch(rank.exit_fd, partial(self._reap, rank))
+            self._watch(rank.exit_fd, partial(self._ended.append, rank))
         # What came together with Launch was read with it: nothing would wake us for that.
         self._from_kernel()
         while any(rank.alive for rank in self._ranks):
             tick = _TICK_SECONDS if self._stop_asked is None else _STOP_TICK_SECONDS
             for key, _ in self._selector.select(tick):
                 key.data()
+            if self._ended:
+                self._reap_ended()
             self._tick()
             if self._may_pause:
                 # What a rank said wakes the selector at once. One pause for all ranks: a message
@@ -427,29 +431,39 @@ class Agent:
         """Whether ranks here were interrupted before ``when``, a time of this machine's clock."""
         return self._interrupted_at is not None and when >= self._interrupted_at
 
-    def _reap(self, rank: RankProcess) -> None:
-        """A rank's process ended: pass on its last words, end what it started, tell the kernel."""
-        self._unwatch(rank.exit_fd)
-        if not rank.channel.closed:
-            self._relay_rest(rank)
-            self._unwatch(rank.channel.fileno())
-        was_in_call = rank.is_in_call
-        if was_in_call and rank.broken and not rank.ended_by_agent:
-            self._report_broken(rank)
-        exitcode = rank.reap()
-        self._reaped += [rank.pid]
-        self._reaped += processes.kill_descendants(
-            keep=[other.pid for other in self._ranks if other.alive]
-        )
+    def _reap_ended(self) -> None:
+        """Processes of ranks ended: pass on last words, end what they started, tell the kernel.
+
+        All at once: to find what they started, every process of the machine is looked at.
+        """
+        exits: list[tuple[RankProcess, bool, int]] = []
+        for rank in self._ended:
+            self._unwatch(rank.exit_fd)
+            if not rank.channel.closed:
+                self._relay_rest(rank)
+                self._unwatch(rank.channel.fileno())
+            was_in_call = rank.is_in_call
+            if was_in_call and rank.broken and not rank.ended_by_agent:
+                self._report_broken(rank)
+            exits.append((rank, was_in_call, rank.reap()))
+            self._reaped.append(rank.pid)
+        self._ended.clear()
+        alive = [rank.pid for rank in self._ranks if rank.alive]
+        self._reaped += processes.kill_descendants(keep=alive)
+        if not alive:
+            # Before the kernel hears of it: the next launch may want the same port.
+            self._ports.close()
+        for rank, was_in_call, exitcode in exits:
+            self._tell_end(rank, was_in_call=was_in_call, exitcode=exitcode)
+
+    def _tell_end(self, rank: RankProcess, *, was_in_call: bool, exitcode: int) -> None:
+        """Tell the kernel how a rank's process ended; in a call that is a failure of the rank."""
         for message in rank.last_messages():
             self._channel.post(message)
         self._logs.end(rank.rank)
         # Once its function has returned, or all have ended the call, a bad exit code fails nobody.
         is_failure = was_in_call or (exitcode and not (rank.has_returned or self._board.all_ended))
         rank.row.call_over = 1
-        if not any(other.alive for other in self._ranks):
-            # Before the kernel hears of it: the next launch may want the same port.
-            self._ports.close()
         if is_failure and not rank.ended_by_agent:
             self._rank_failed()
         self._post(

@@ -346,3 +346,41 @@ def test_only_living_ranks_are_killed_when_the_kernel_goes(monkeypatch: pytest.M
     of_two._logs = of_two._channel = SimpleNamespace(close=lambda: None)
     of_two._kernel_gone()
     assert (killed, cleaned_up) == ([12], [11])
+
+
+def test_ranks_that_end_together_take_one_look_for_what_they_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The look is at every process of the machine: for 128 ranks it would be taken 128 times."""
+    kept: list[list[int]] = []
+    told: list[tuple[int, int]] = []
+
+    def kill_descendants(keep: list[int]) -> list[int]:
+        kept.append(keep)
+        return [99]
+
+    class Rank(SimpleNamespace):
+        alive, is_in_call, has_returned, ended_by_agent = True, False, True, False
+        exit_fd, channel = -1, SimpleNamespace(closed=True)
+
+        def reap(self) -> int:
+            self.alive = False
+            return 0
+
+        def last_messages(self) -> tuple[()]:
+            return ()
+
+    monkeypatch.setattr(processes, "kill_descendants", kill_descendants)
+    agent: Any = object.__new__(Agent)
+    agent._ranks = [
+        Rank(rank=number, pid=10 + number, row=SimpleNamespace()) for number in range(4)
+    ]
+    agent._ended, agent._reaped = agent._ranks[:3], []
+    agent._interrupted_at = None
+    agent._logs = SimpleNamespace(end=lambda _: None)
+    agent._unwatch = lambda _: None
+    agent._post = lambda _, rank, exitcode, **more: told.append((rank, exitcode))
+    agent._reap_ended()
+    assert kept == [[13]]
+    assert told == [(0, 0), (1, 0), (2, 0)]
+    assert (agent._reaped, agent._ended) == ([10, 11, 12, 99], [])
