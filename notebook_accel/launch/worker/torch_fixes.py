@@ -87,7 +87,13 @@ def _has_gloo(group: Any) -> bool:
 
 
 def _wait_until_all_have(group: Any, store: Any) -> None:
-    """Wait until every rank of ``group`` has come here; ``store`` is the group's own."""
+    """Wait until every rank of ``group`` has come here; ``store`` is the group's own.
+
+    A rank that fails after the others have their group never comes. Where its error ends its call,
+    the agent ends this wait a second later (agent/ending.py). Where the function catches it, the
+    wait lasts until the store's time-out: the other cannot tell us sooner, since torch gave it no
+    store of this group, and the one that it has may be what failed, and as slow to answer.
+    """
     # A store may have served a group of the same name before.
     generation, place = divmod(store.add("made", 1) - 1, group.size())
     all_have = f"made by all, {generation}"
