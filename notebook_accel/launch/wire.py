@@ -74,7 +74,7 @@ __all__ = [
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 4
+VERSION = 5
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -151,9 +151,17 @@ class Bar(Message, frozen=True, kw_only=True):
 
 
 class Displayed(Message, frozen=True, kw_only=True):
-    """Something that the rank displayed, by MIME type; binary data in base64, as Jupyter has it."""
+    """Something that the rank displayed, by MIME type; binary data in base64, as Jupyter has it.
+
+    Attributes:
+        data: what is shown.
+        display_id: by which it may be replaced later; "" where it may not.
+        replaces: whether it only takes the place of what was displayed by that id.
+    """
 
     data: dict[str, str]
+    display_id: str = ""
+    replaces: bool = False
 
 
 class Notice(Message, frozen=True, kw_only=True):

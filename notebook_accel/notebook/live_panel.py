@@ -26,7 +26,7 @@ from notebook_accel.notebook.log_view import LogView, close_widget
 from notebook_accel.notebook.markup import Markup, element
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.panel import Details, render_panel, render_stacks, render_title
-from notebook_accel.notebook.rank_displays import first_asked, render_displays
+from notebook_accel.notebook.rank_displays import first_asked, render_displays, seconds_to_wait
 from notebook_accel.notebook.snapshot import AskedStacks
 from notebook_accel.notebook.style import style_element
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from notebook_accel.launch.control.hang import Hang
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.state import Display, RunState
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
     from notebook_accel.notebook.display_slot import DisplaySlot
@@ -47,9 +47,6 @@ _STOP_TOOLTIP = (
     "The kernel's own Interrupt ends them as well."
 )
 _TITLE_SECONDS = 1.0
-# Characters of what was displayed: each time that there is more of it, all of it is sent, and a
-# Jupyter server drops messages beyond 1 MB a second.
-_DISPLAYED_PER_SECOND = 300_000
 # So long after a click on Kill another one is part of it, since many people click twice; from then
 # on the button asks whether one is sure, and so long it waits for the answer.
 _DOUBLE_CLICK_SECONDS = 0.6
@@ -106,7 +103,8 @@ class LivePanel:
         self.asked_stacks: AskedStacks | None = None
         self._drawn_stacks: AskedStacks | None = None
         self._is_folder_asked = False
-        self._num_displays, self._displays_due = 0, 0.0
+        self._drawn_displays: tuple[Display, ...] = ()
+        self._displays_due = 0.0
         self._title, self._note, self._body, self._displays = (ipywidgets.HTML() for _ in range(4))
         tooltip = f"{_STOP_TOOLTIP} {clicks.tooltip}".rstrip()
         self._stop = ipywidgets.Button(description="Stop", tooltip=tooltip)
@@ -193,14 +191,15 @@ class LivePanel:
 
     def draw_displays(self, state: RunState) -> None:
         """Show what a rank displayed, where no cell waits that could have it as outputs."""
-        num_displays = first_asked(state).num_displays
+        displays = first_asked(state).displays
         now = time.monotonic()
-        if num_displays == self._num_displays or now < self._displays_due:
+        if displays is self._drawn_displays or now < self._displays_due:
             return
         # The second class is that of JupyterLab's own outputs: tables look as they do there.
         html = element("div", render_displays(state), class_="na-displays jp-RenderedHTMLCommon")
-        self._num_displays = num_displays
-        self._displays_due = now + max(1.0, len(html) / _DISPLAYED_PER_SECOND)
+        self._drawn_displays = displays
+        # Each time that there is more of it, all of it is sent.
+        self._displays_due = now + seconds_to_wait(len(html))
         self._displays.value = str(html)
 
     def _draw_buttons(self, state: RunState, now: float) -> None:

@@ -11,6 +11,7 @@ Ranks mostly display the same: those of one rank are shown, the others' on deman
 from __future__ import annotations
 
 import base64
+import time
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import run_list
@@ -21,13 +22,24 @@ from notebook_accel.notebook.markup import Markup, element, join, message_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from notebook_accel.launch.control.state import RankState, RunState
+    from notebook_accel.launch.control.state import Display, RankState, RunState
 
-__all__ = ["RankDisplays", "first_asked", "other_displays", "render_displays", "show_displays"]
+__all__ = [
+    "RankDisplays",
+    "first_asked",
+    "other_displays",
+    "render_displays",
+    "seconds_to_wait",
+    "show_displays",
+]
 
 # Of one piece of HTML: at a run's end it is sent twice at once, and a Jupyter server drops what is
 # more than 3 MB in 3 seconds.
 _MAX_BYTES = 700_000
+# What is sent again each time that some of it changed: so many characters a second, since a Jupyter
+# server drops messages beyond 1 MB a second, and at most once a second.
+_PER_SECOND = 300_000
+_REPLACE_SECONDS = 1.0
 _LABEL = "opacity:.65;font-size:13px;padding:0 7px"
 
 
@@ -35,27 +47,51 @@ class RankDisplays:
     """Shows what one rank displays, each thing once, below what the cell has shown so far.
 
     As an output of its own each keeps its MIME types: the page draws figures, HTML, Markdown and
-    LaTeX as it draws those of an ordinary cell, and saves them with the notebook.
+    LaTeX as it draws those of an ordinary cell, and saves them with the notebook. What the rank
+    replaces is replaced where it stands.
     """
 
     def __init__(self) -> None:
         self._num_shown = 0
+        # By number, what may be replaced: its slot, and the data that it shows.
+        self._replaceable: dict[int, tuple[DisplaySlot, Mapping[str, str]]] = {}
+        self._replace_due = 0.0
 
     def show_new(self, state: RunState) -> None:
         """Show what is new. Only the thread of the cell may call this."""
         rank = first_asked(state)
-        num_new = min(rank.num_displays - self._num_shown, len(rank.displays))
+        if state.has_ended or time.monotonic() >= self._replace_due:
+            self._replace(rank)
+        new = [display for display in rank.displays if display.number >= self._num_shown]
         self._num_shown = rank.num_displays
-        if num_new:
-            _show(rank, num_new, with_label=state.world_size > 1)
+        for display in new:
+            slot = _show(display, state, rank)
+            if display.display_id:
+                self._replaceable[display.number] = slot, display.data
+
+    def _replace(self, rank: RankState) -> None:
+        size = 0
+        for display in rank.displays:
+            slot, shown = self._replaceable.get(display.number, (None, None))
+            if slot is not None and shown is not display.data:
+                slot.show(display.data)
+                self._replaceable[display.number] = slot, display.data
+                size += sum(map(len, display.data.values()))
+        if size:
+            self._replace_due = time.monotonic() + seconds_to_wait(size)
+
+
+def seconds_to_wait(size: int) -> float:
+    """How long after so many characters the next ones may be sent, where they come in a loop."""
+    return max(_REPLACE_SECONDS, size / _PER_SECOND)
 
 
 def show_displays(state: RunState, rank: int) -> None:
     """Show all that is kept of what a rank displayed, as outputs of the cell that runs now."""
     found = state.ranks[rank]
-    if found.displays:
-        _show(found, len(found.displays), with_label=state.world_size > 1)
-    else:
+    for display in found.displays:
+        _show(display, state, found)
+    if not found.displays:
         _say(f"rank {rank} displayed nothing")
 
 
@@ -68,8 +104,8 @@ def render_displays(state: RunState) -> Markup:
     rank = first_asked(state)
     shown: list[Markup] = []
     room = _MAX_BYTES
-    for data in reversed(rank.displays):
-        html = element("div", _as_html(data), style="margin:4px 0;overflow-x:auto")
+    for display in reversed(rank.displays):
+        html = element("div", _as_html(display.data), style="margin:4px 0;overflow-x:auto")
         room -= message_bytes(html)
         if room < 0:
             break
@@ -86,8 +122,8 @@ def render_displays(state: RunState) -> Markup:
 
 def other_displays(state: RunState) -> str:
     """Which ranks displayed what the one that is shown did not, and how to see it; "" for none."""
-    shown = first_asked(state).displays
-    others = [rank.rank for rank in state.ranks if rank.displays not in ((), shown)]
+    shown = _contents(first_asked(state))
+    others = [rank.rank for rank in state.ranks if _contents(rank) not in ([], shown)]
     if not others:
         return ""
     show = f"{run_list.expression(state.run)}.show({others[0]})"
@@ -99,11 +135,17 @@ def first_asked(state: RunState) -> RankState:
     return next((rank for rank in state.ranks if rank.is_asked), state.ranks[0])
 
 
-def _show(rank: RankState, number: int, *, with_label: bool) -> None:
-    for data in rank.displays[-number:]:
-        if with_label:
-            _say(f"rank {rank.rank}")
-        DisplaySlot().show(data)
+def _contents(rank: RankState) -> list[dict[str, str]]:
+    return [display.data for display in rank.displays]
+
+
+def _show(display: Display, state: RunState, rank: RankState) -> DisplaySlot:
+    """Show it as an output of the cell that runs now; with a label, where there are more ranks."""
+    if state.world_size > 1:
+        _say(f"rank {rank.rank}")
+    slot = DisplaySlot()
+    slot.show(display.data)
+    return slot
 
 
 def _say(text: str) -> None:

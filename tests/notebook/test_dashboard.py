@@ -368,7 +368,10 @@ def test_what_is_displayed_in_a_loop_does_not_flood_the_page(
         (1004.5, "5"),
         (1005.1, "6"),
     ):
-        state = after(state, displayed(0, html))
+        data = {"text/html": html}
+        # Each in the place of the one before.
+        plot = wire.Displayed(rank=0, data=data, display_id="plot", replaces=True)
+        state = after(state, plot)
         shown.panel.draw_displays(state)
     assert sent == [1000.0, 1001.1, 1003.0, 1005.1]
     shown.end()

@@ -30,6 +30,8 @@ def draw():
     plt.plot([1, 2])
     plt.show()
     display(HTML("<i>from " + os.environ["RANK"] + "</i>"))
+    handle = display(HTML("<u>old</u>"), display_id=True)
+    handle.update(HTML("<u>new</u>"))
 def train_and_draw(steps):
     draw()
     return train(steps)
@@ -103,7 +105,9 @@ def test_a_run_of_an_earlier_kernel_is_drawn(kernel: Kernel) -> None:
     summary, *displayed = (output["data"] for output in shown.outputs)
     for words in ("succeeded", "alt='loss", "done on 1"):
         assert words in summary["text/html"]
-    assert "<i>from 0</i>" in [data.get("text/html") for data in displayed]
+    of_rank_0 = [data.get("text/html") for data in displayed]
+    assert {"<i>from 0</i>", "<u>new</u>"} <= {*of_rank_0}
+    assert "<u>old</u>" not in of_rank_0
     run(kernel, "[found] = [one for one in runs(everywhere=True) if one.id == run.id]")
     displayed = [output["data"] for output in run(kernel, "found.show(1)").outputs]
     assert "<i>from 1</i>" in [data.get("text/html") for data in displayed]
@@ -271,6 +275,8 @@ def test_what_rank_0_displays_stands_below_the_panel(kernel: Kernel) -> None:
         assert [data for data in shown if "image/png" in data] != []
         assert "<i>from 0</i>" in [data.get("text/html") for data in shown]
         assert "<i>from 1</i>" not in [data.get("text/html") for data in shown]
+        assert "<u>new</u>" in [data.get("text/html") for data in shown]
+        assert "<u>old</u>" not in [data.get("text/html") for data in shown]
         assert sum("succeeded" in data["text/plain"] for data in shown) == 1
     shown = [output["data"] for output in run(kernel, "run.show(1)").outputs]
     assert "<i>from 1</i>" in [data.get("text/html") for data in shown]
@@ -282,9 +288,10 @@ def test_what_a_run_in_the_background_displays_stands_in_its_own_cell(kernel: Ke
     # A cell that waits for it has no part of it.
     assert run(kernel, "_ = run.wait()").outputs == []
     html = panel["data"]["text/html"]
-    for words in ("succeeded", "data:image/png", "<i>from 0</i>"):
+    for words in ("succeeded", "data:image/png", "<i>from 0</i>", "<u>new</u>"):
         assert words in html
-    assert "<i>from 1</i>" not in html
+    for words in ("<i>from 1</i>", "<u>old</u>"):
+        assert words not in html
     (found,) = re.findall(r"rank 1 displayed something else: (.*show\(1\))", unescape(html))
     shown = [output["data"] for output in run(kernel, found).outputs]
     assert "<i>from 1</i>" in [data.get("text/html") for data in shown]

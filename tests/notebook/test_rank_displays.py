@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import base64
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from notebook_accel.launch import wire
 from notebook_accel.notebook import rank_displays
-from notebook_accel.notebook.rank_displays import other_displays, render_displays
+from notebook_accel.notebook.rank_displays import RankDisplays, other_displays, render_displays
 from notebook_accel.notebook.snapshot import render_slim, render_snapshot
-from tests.notebook.states import after, running
+from tests.notebook.states import after, running, succeeded
+from tests.notebook.test_dashboard import Page
 from tests.notebook.test_markup import HOSTILE, Tags
 
 if TYPE_CHECKING:
@@ -64,7 +66,11 @@ def test_the_newest_that_have_room_are_shown_and_the_others_counted(
 
 
 def test_ranks_that_displayed_something_else_are_named_in_the_summary() -> None:
-    same = [wire.Displayed(rank=rank, data={"text/html": "same"}) for rank in (0, 1)]
+    # Their ids, which each rank makes for itself, make no difference.
+    same = [
+        wire.Displayed(rank=rank, data={"text/html": "same"}, display_id=f"id of {rank}")
+        for rank in (0, 1)
+    ]
     state = after(running(4), *same)
     assert other_displays(state) == ""
     others = [wire.Displayed(rank=rank, data={"text/html": f"of {rank}"}) for rank in (2, 3)]
@@ -82,3 +88,22 @@ def test_the_summary_has_them_below_as_the_person_made_them() -> None:
     state = displaying(SCRIPT)
     assert SCRIPT in render_snapshot(state, with_displays=True).bundle["text/html"]
     assert SCRIPT not in render_snapshot(state).bundle["text/html"]
+
+
+def test_an_output_is_replaced_once_a_second_and_shows_the_last_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = Page(monkeypatch)
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(rank_displays, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    displays, state = RankDisplays(), running(1)
+    seen: list[str] = []
+    for clock.now, html in ((9.0, "1"), (9.1, "2"), (9.5, "3"), (10.2, "4"), (10.3, "5")):
+        plot = {"text/html": html}
+        state = after(state, wire.Displayed(rank=0, data=plot, display_id="x", replaces=html > "1"))
+        displays.show_new(state)
+        seen.append(page.only["text/html"])
+    assert seen == ["1", "2", "2", "4", "4"]
+    displays.show_new(succeeded(state))
+    assert page.only["text/html"] == "5"
+    assert len(page.placed) == 1

@@ -156,14 +156,15 @@ class HangWatch:
 
 def _has_moved(before: RankState, rank: RankState) -> bool:
     """Whether a rank made a step or said something between two states of it."""
-    if before.metrics is not rank.metrics or _counts(before) != _counts(rank):
+    has_said = before.metrics is not rank.metrics or before.displays is not rank.displays
+    if has_said or _counts(before) != _counts(rank):
         return True
     # A bar that is only drawn again, as tqdm does now and then, says nothing new.
     return before.bars is not rank.bars and _bars(before) != _bars(rank)
 
 
 def _counts(rank: RankState) -> tuple[Any, ...]:
-    return (rank.status, rank.batches, rank.steps, rank.log_end, rank.num_displays)
+    return (rank.status, rank.batches, rank.steps, rank.log_end)
 
 
 def _bars(rank: RankState) -> list[tuple[Any, ...]]:

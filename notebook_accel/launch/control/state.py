@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ENDED",
     "BarState",
+    "Display",
     "Failure",
     "ProcessState",
     "Progress",
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 ENDED = ("succeeded", "failed", "stopped")
-S = TypeVar("S", "RankState", "RunState", "BarState")
+S = TypeVar("S", "RankState", "RunState", "BarState", "Display")
 # Lines kept of each rank's output: as many as a live panel can show.
 _MAX_TAIL_LINES = 2000
 # Bars kept of each rank: a long training with one bar an epoch, each of which stays (leave=True),
@@ -78,6 +79,21 @@ class BarState(Progress):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Display:
+    """Something that a rank displayed.
+
+    Attributes:
+        number: how many things it had displayed before.
+        data: by MIME type; binary data in base64.
+        display_id: by which the rank may replace it; "" where it may not.
+    """
+
+    number: int
+    data: dict[str, str]
+    display_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProcessState:
     """What is known of the process of one rank.
 
@@ -118,7 +134,7 @@ class RankState:
         num_lines: lines of output that were ended so far, skipped ones included.
         skipped_lines: lines that only the file has.
         log_start, log_end: bytes of its file between which its output of this call lies.
-        displays: the newest of what it displayed, by MIME type; ``num_displays`` counts all.
+        displays: the newest of what it displayed; ``num_displays`` counts all.
         returned, returned_none: whether its function has returned; whether that was None.
         made_group: whether it was in a process group in this call; None where it did not tell.
         lost_group: whether it returned, but had been cut off from the other ranks meanwhile.
@@ -157,7 +173,7 @@ class RankState:
     skipped_lines: int = 0
     log_start: int | None = None
     log_end: int = 0
-    displays: tuple[dict[str, str], ...] = ()
+    displays: tuple[Display, ...] = ()
     num_displays: int = 0
     returned: bool = False
     returned_none: bool = False
@@ -335,13 +351,31 @@ def _(message: wire.Metric, state: RunState) -> RunState:
 @apply.register
 def _(message: wire.Displayed, state: RunState) -> RunState:
     def change(rank: RankState) -> RankState:
-        displays = (*rank.displays, message.data)[-_MAX_DISPLAYS:]
-        sizes = [sum(map(len, data.values())) for data in displays]
-        while len(sizes) > 1 and sum(sizes) > _MAX_DISPLAY_BYTES:
-            displays, sizes = displays[1:], sizes[1:]
+        new = Display(number=rank.num_displays, data=message.data, display_id=message.display_id)
+        same = [one for one in rank.displays if new.display_id and one.display_id == new.display_id]
+        # As in a notebook, all of one id show what came last.
+        displays = tuple(
+            _changed(one, data=new.data) if one in same else one for one in rank.displays
+        )
+        if message.replaces and same:
+            return _changed(rank, displays=_kept(displays))
+        # What replaces something of an earlier call is shown anew in this one.
+        displays = _kept((*displays, new))
         return _changed(rank, displays=displays, num_displays=rank.num_displays + 1)
 
     return change_rank(state, message.rank, change)
+
+
+def _kept(displays: tuple[Display, ...]) -> tuple[Display, ...]:
+    """As many as are kept: what may still be replaced goes last, and else the oldest first."""
+    kept = list(displays)
+    while len(kept) > _MAX_DISPLAYS or (len(kept) > 1 and _size(kept) > _MAX_DISPLAY_BYTES):
+        kept.remove(next((one for one in kept[:-1] if not one.display_id), kept[0]))
+    return tuple(kept)
+
+
+def _size(displays: list[Display]) -> int:
+    return sum(len(text) for one in displays for text in one.data.values())
 
 
 @apply.register

@@ -87,7 +87,8 @@ class PlainView(View):
 
     def show_displays(self, run: Run, rank: int) -> None:
         """Print the text of what a rank displayed: figures and HTML need a page."""
-        texts = [data.get("text/plain", ", ".join(data)) for data in run.state.ranks[rank].displays]
+        found = [one.data for one in run.state.ranks[rank].displays]
+        texts = [data.get("text/plain", ", ".join(data)) for data in found]
         title = f"rank {rank} displayed, as text (a notebook draws it):"
         lines = [_printable(line) for text in texts for line in text.split("\n")]
         self.write([title, *lines] if texts else [f"rank {rank} displayed nothing"])

@@ -15,6 +15,7 @@ from notebook_accel.launch import payload, wire
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.rank import KeptError
 from notebook_accel.launch.transport.packet import pack, unpack
+from notebook_accel.launch.worker import displays
 from notebook_accel.launch.worker.exit_codes import exit_code
 from notebook_accel.launch.worker.tracebacks import error_text, format_error, shorten
 
@@ -293,7 +294,8 @@ def _write_error(text: str) -> None:
 
 
 def _flush_output() -> None:
-    """What was printed in the call is in its file before the agent hears that it ended."""
+    """What was displayed and printed in the call goes out before the agent hears of its end."""
+    displays.flush()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -2,8 +2,10 @@
 
 In a notebook ``display(x)`` and ``plt.show()`` draw below the cell; a rank has no cell, and IPython
 would print a ``repr`` there. So the functions of that name are replaced in the modules that have
-them, right after their import; nothing is imported here. Values are turned into data by MIME type
-by the methods that Jupyter knows (``_repr_html_`` and the like), and text alone is printed.
+them, right after their import; nothing is imported here, unless somebody wants a handle
+(``display_id``). Values are turned into data by MIME type by the methods that Jupyter knows
+(``_repr_html_`` and the like). Text alone is printed, unless it has an id, by which it may be
+replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ import builtins
 import contextlib
 import io
 import sys
+import threading
+import time
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from notebook_accel.launch import rank, wire
 from notebook_accel.launch.system.token_bucket import TokenBucket
@@ -22,13 +28,15 @@ from notebook_accel.launch.worker.after_import import change_module
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["figure_png", "format_by", "install", "mime_bundle"]
+__all__ = ["display", "figure_png", "flush", "format_by", "install", "mime_bundle"]
 
 # A page with more of it stands still, and a notebook keeps it for good.
 _MAX_BYTES = 2_000_000
 # Figures in a loop: that many at once, and then one every two seconds.
 _BURST = 20
 _PER_SECOND = 0.5
+# What is replaced in a loop: so often at most, and `_MAX_BYTES` a second.
+_REPLACE_SECONDS = 0.2
 
 _METHODS = (
     ("_repr_html_", "text/html"),
@@ -51,7 +59,6 @@ def format_by(function: Callable[[Any], dict[str, Any]]) -> None:
 
 def install() -> None:
     """Have ``display`` and ``plt.show`` of this process send what they are given."""
-    display = _make_display()
     vars(builtins).update(display=display)
 
     def show(*_args: object, **_options: object) -> None:
@@ -75,30 +82,115 @@ def install() -> None:
         change_module(name, change)
 
 
-def _make_display() -> Callable[..., None]:
-    bucket = TokenBucket(_BURST, _PER_SECOND)
+def display(
+    *values: Any,
+    raw: bool = False,
+    display_id: str | bool | None = None,
+    update: bool = False,
+    **_options: object,
+) -> Any:
+    """As IPython's function of that name; gives a handle where there is a ``display_id``.
 
-    def display(*values: Any, raw: bool = False, **_options: object) -> None:
-        for value in values:
-            data = _sendable(value) if raw else mime_bundle(value)
-            if not data:
-                continue
-            text = str(data.get("text/plain", ""))
-            size = sum(map(len, data.values()))
-            context = rank.current()
-            if set(data) == {"text/plain"} or not isinstance(context, rank.LaunchedContext):
-                sys.stdout.write(f"{text}\n")
-            elif size > _MAX_BYTES:
-                megabytes, limit = size / 1e6, _MAX_BYTES / 1e6
-                sys.stdout.write(
-                    f"{text} (not shown: {megabytes:.1f} MB, the limit is {limit:.0f} MB)\n"
-                )
-            elif not bucket.try_take():
-                sys.stdout.write(f"{text} (not shown: this rank displays too much)\n")
-            else:
-                context.report(wire.Displayed, data=data)
+    Raises:
+        TypeError: ``update`` without a ``display_id``.
+    """
+    if update and not display_id:
+        raise TypeError("display_id required for update_display")
+    name = uuid4().hex if display_id is True else str(display_id or "")
+    if name and not values:
+        # A place for what comes later.
+        values, raw = ({},), True
+    for value in values:
+        data = _sendable(value) if raw else mime_bundle(value)
+        is_place = raw and name
+        if data or is_place:
+            _outbox.send(data, name, is_update=update)
+    return _handle(name) if name else None
 
-    return display
+
+class _Outbox:
+    """Sends what this rank displays, as much as a page can take."""
+
+    def __init__(self) -> None:
+        self._bucket = TokenBucket(_BURST, _PER_SECOND)
+        # The ids of what was sent, which alone can be replaced.
+        self._sent: set[str] = set()
+        # By id, what is to replace it once it is its turn: of several, what came last.
+        self._waiting: dict[str, dict[str, str]] = {}
+        self._turn = 0.0
+        # Reentrant: a signal handler of the user's may display something as well.
+        self._lock = threading.RLock()
+
+    def send(self, data: dict[str, str], display_id: str, *, is_update: bool) -> None:
+        """Send it, unless it is text alone, which is printed, or too much."""
+        text = str(data.get("text/plain", ""))
+        size = _size(data)
+        context = rank.current()
+        is_printed = set(data) == {"text/plain"} and not display_id
+        if is_printed or not isinstance(context, rank.LaunchedContext):
+            sys.stdout.write(f"{text}\n")
+        elif size > _MAX_BYTES:
+            megabytes, limit = size / 1e6, _MAX_BYTES / 1e6
+            sys.stdout.write(
+                f"{text} (not shown: {megabytes:.1f} MB, the limit is {limit:.0f} MB)\n"
+            )
+        elif is_update and display_id in self._sent:
+            self._replace(data, display_id, context)
+        elif not self._bucket.try_take():
+            sys.stdout.write(f"{text} (not shown: this rank displays too much)\n")
+        else:
+            self._sent.add(display_id)
+            self._waiting.pop(display_id, None)
+            context.report(wire.Displayed, data=data, display_id=display_id)
+
+    def _replace(
+        self, data: dict[str, str], display_id: str, context: rank.LaunchedContext
+    ) -> None:
+        # A forked child sends nothing, and may have a copy of a lock that somebody holds.
+        if not context.is_own_process:
+            return
+        with self._lock:
+            is_first = not self._waiting
+            self._waiting[display_id] = data
+            seconds = self._turn - time.monotonic()
+        if seconds <= 0:
+            self.send_waiting()
+        elif is_first:
+            timer = threading.Timer(seconds, self.send_waiting)
+            timer.daemon = True
+            # Where no thread can be started, it waits for the next one, or for the end of the call.
+            with contextlib.suppress(RuntimeError):
+                timer.start()
+
+    def send_waiting(self) -> None:
+        """Send what waits, whether or not it is its turn."""
+        context = rank.current()
+        if not isinstance(context, rank.LaunchedContext) or not context.is_own_process:
+            return
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+            if waiting:
+                size = sum(map(_size, waiting.values()))
+                self._turn = time.monotonic() + max(_REPLACE_SECONDS, size / _MAX_BYTES)
+            for display_id, data in waiting.items():
+                context.report(wire.Displayed, data=data, display_id=display_id, replaces=True)
+
+
+_outbox = _Outbox()
+
+
+def flush() -> None:
+    """Send what waits, since the call ends."""
+    _outbox.send_waiting()
+
+
+def _size(data: Mapping[str, str]) -> int:
+    return sum(map(len, data.values()))
+
+
+def _handle(display_id: str) -> Any:
+    """IPython's own handle, whose methods call the functions that are replaced here."""
+    return import_module("IPython.display").DisplayHandle(display_id)
 
 
 def mime_bundle(value: Any) -> dict[str, str]:

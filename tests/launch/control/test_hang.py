@@ -210,6 +210,12 @@ def test_a_hang_is_told_within_fifteen_seconds_and_taken_back(watched: Watched) 
 
 def test_a_run_that_moves_is_never_asked(watched: Watched) -> None:
     watched.go_on(60.0, steps=True)
+    # Or that only replaces what it shows.
+    for number in range(10):
+        plot = {"text/html": f"step {number}"}
+        shown = wire.Displayed(rank=1, data=plot, display_id="plot", replaces=number > 0)
+        watched.state = after(watched.state, shown)
+        watched.go_on(6.0)
     assert watched.num_asked == 0
 
 

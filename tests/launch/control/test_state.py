@@ -24,6 +24,7 @@ MESSAGES: list[wire.Message] = [
     wire.Raised(rank=0, kind="exception", type_name="E", text="", traceback=""),
     wire.RankEnded(rank=0, exitcode=0, wall=9.0),
     wire.Stacks(rank=0, text="here"),
+    wire.Displayed(rank=0, data={"text/html": "here"}, display_id="x"),
 ]
 
 
@@ -131,6 +132,39 @@ def test_bars_that_are_never_closed_are_bounded_too(state: RunState) -> None:
     state = after(state, *map(bar, range(1, 2000)))
     assert len(state.ranks[0].bars) <= 500
     assert state.ranks[0].bars[-1].bar == 1999
+
+
+# ---- displays ------------------------------------------------------------------------------
+
+
+def displayed(html: str, display_id: str = "", *, replaces: bool = False) -> wire.Displayed:
+    data = {"text/html": html}
+    return wire.Displayed(rank=0, data=data, display_id=display_id, replaces=replaces)
+
+
+def shown(state: RunState) -> list[tuple[int, str]]:
+    return [(one.number, one.data["text/html"]) for one in state.ranks[0].displays]
+
+
+def test_a_display_is_replaced_where_it_stands(state: RunState) -> None:
+    state = after(state, displayed("a", "x"), displayed("b"), displayed("c", "x", replaces=True))
+    assert shown(state) == [(0, "c"), (1, "b")]
+    # As in a notebook, what is displayed by the same id once more changes the first one too.
+    state = after(state, displayed("d", "x"))
+    assert shown(state) == [(0, "d"), (1, "b"), (2, "d")]
+    # What was displayed in an earlier call is shown anew in this one, and then replaced there.
+    state = after(state, displayed("e", "y", replaces=True), displayed("f", "y", replaces=True))
+    assert shown(state)[-1] == (3, "f")
+    assert state.ranks[0].num_displays == 4
+
+
+def test_what_may_be_replaced_is_kept_longest(state: RunState) -> None:
+    state = after(state, displayed("first", "x"), *(displayed("other") for _ in range(30)))
+    state = after(state, displayed("last", "x", replaces=True))
+    assert [number for number, _ in shown(state)] == [0, *range(12, 31)]
+    assert shown(state)[0] == (0, "last")
+    state = after(state, *(displayed("large" * 600_000) for _ in range(4)))
+    assert [number for number, _ in shown(state)] == [0, 33, 34]
 
 
 # ---- output --------------------------------------------------------------------------------

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import base64
 import io
+import os
+import queue
+import re
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from notebook_accel import notebook_launcher
+from notebook_accel.launch import rank
+from notebook_accel.launch.worker import displays
 from notebook_accel.launch.worker.displays import figure_png, mime_bundle
 
 
@@ -47,9 +53,9 @@ def test_a_figure_without_background_is_legible_on_a_dark_page(
     assert opacity_at_the_edge == is_opaque
 
 
-def draw() -> None:
+def draw() -> list[str]:
     import matplotlib.pyplot as plt
-    from IPython.display import HTML, Markdown
+    from IPython.display import HTML, Markdown, update_display
 
     plt.plot([1, 2, 3])
     plt.show()
@@ -60,16 +66,38 @@ def draw() -> None:
     display("plain")  # type: ignore[name-defined] # noqa: F821
     of_ipython(HTML("x" * 3_000_000))
     of_ipython({"image/png": b"png", "application/json": {"a": 1}, "text/plain": "x"}, raw=True)
+    handle = of_ipython(HTML("<i>first</i>"), display_id=True)
+    # A place that is filled later, and text, which is not printed where it may be replaced.
+    place = display(display_id="place")  # type: ignore[name-defined] # noqa: F821
+    of_ipython("step 1", display_id="text")
+    update_display("step 2", display_id="text")
+    place.update(HTML("<i>filled</i>"))
+    for number in range(100):
+        handle.update(HTML(f"<i>{number}</i>"))
+    return [f"{type(one).__module__}.{type(one).__name__}" for one in (handle, place)]
 
 
 def test_figures_and_rich_values_are_sent_and_text_is_printed() -> None:
     run = notebook_launcher(draw, num_processes=1, view="none")
-    figure, html, markdown, raw = run.state.ranks[0].displays
+    found = run.state.ranks[0].displays
+    figure, html, markdown, raw, *replaced = (one.data for one in found)
     assert base64.b64decode(figure["image/png"]).startswith(b"\x89PNG")
     assert html["text/html"] == "<i>html</i>"
     assert markdown["text/markdown"] == "**md**"
     assert raw == {"image/png": base64.b64encode(b"png").decode(), "text/plain": "x"}
+    # What came last for each id, though it came as often as nothing else may.
+    assert [data.get("text/html", data["text/plain"]) for data in replaced] == [
+        "<i>99</i>",
+        "<i>filled</i>",
+        "'step 2'",
+    ]
+    handles = run[0]
+    assert all(re.fullmatch(r"IPython\.core\.display\w*\.DisplayHandle", one) for one in handles)
+    kept = run._folder.load()
+    assert kept is not None
+    assert kept.ranks[0].displays == found, "and so it is kept on disk"
     log = run.logs(0)
+    assert "step" not in log
     assert "3\n'plain'\n" in log
     assert "not shown: 3.0 MB, the limit is 2 MB" in log
 
@@ -85,3 +113,27 @@ def test_of_a_flood_the_first_ones_are_sent() -> None:
     run = notebook_launcher(flood, num_processes=1, view="none")
     assert 20 <= run.state.ranks[0].num_displays < 30
     assert "this rank displays too much" in run.logs(0)
+
+
+def test_of_what_is_replaced_in_a_loop_the_last_is_sent_also_where_nothing_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: queue.Queue[str] = queue.Queue()
+
+    class Context(rank.LaunchedContext):
+        def __init__(self) -> None:
+            self._pid = os.getpid()
+
+        def report(self, message: object, /, **fields: Any) -> None:
+            sent.put(fields["data"]["text/plain"])
+
+    context = Context()
+    monkeypatch.setattr(rank, "current", lambda: context)
+    outbox = displays._Outbox()
+    for number in range(1000):
+        outbox.send({"text/plain": str(number)}, "x", is_update=number > 0)
+    texts = [sent.get(timeout=10)]
+    while texts[-1] != "999":
+        texts.append(sent.get(timeout=10))
+    assert texts[:2] == ["0", "1"]
+    assert len(texts) < 100
