@@ -7,16 +7,23 @@ others, are answered by the thread that takes messages in:
 
     page --> shell channel's thread --> BlockedShell._receive --> the kernel's own handlers
                                               |
-                                              +-- all else --> as ipykernel does
+                                              +-- all else --> queue of the main shell, as ipykernel
+
+What came while the cell did something else, before it waited, is in that queue: as the wait begins,
+the same messages are taken out of it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import threading
 import weakref
 from inspect import isawaitable
 from typing import Any
+
+import zmq
 
 __all__ = ["BlockedShell", "blocked_shell_of"]
 
@@ -38,6 +45,10 @@ class BlockedShell:
         self._waiting: set[object] = set()
         # Set once messages come here.
         self._is_receiving = threading.Event()
+        # Held while the other thread reads the main shell's queue; the main thread, whose socket
+        # that is, lets it do so.
+        self._queue_lock = threading.Lock()
+        self._may_read_queue = False
         # What the cell answers to: the kernel is busy with that.
         self._cell: Any = None
         # Comms of widgets whose clicks are let through.
@@ -52,22 +63,28 @@ class BlockedShell:
     def start(self, waiting: object) -> None:
         """Answer from now on, until ``stop`` was called with everything that waits.
 
-        What comes after this call is answered: it waits until the other thread has taken over.
-        That one may be about to read a message as it did before, and would queue it behind the
-        cell.
+        It waits itself until the other thread has taken over: that one may be about to read a
+        message as it did before, and would queue it behind the cell.
         """
+        is_main = threading.current_thread() is threading.main_thread()
         with self._lock:
             if waiting in self._waiting:
                 return
             self._cell = self._kernel.get_parent("shell")
+            self._may_read_queue = self._may_read_queue or is_main
             if not self._waiting:
                 self._is_receiving = threading.Event()
-                self._hand_messages_to(self._receive, self._is_receiving)
+                self._thread.io_loop.add_callback(self._take_over, self._is_receiving)
             self._waiting.add(waiting)
             is_receiving = self._is_receiving
-        # A click that is answered here may wait for a run.
-        if threading.current_thread() is not self._thread:
-            is_receiving.wait(_TAKE_SECONDS)
+        try:
+            # A click that is answered here may wait for a run.
+            if threading.current_thread() is not self._thread:
+                is_receiving.wait(_TAKE_SECONDS)
+        finally:
+            if is_main:
+                with self._queue_lock:
+                    self._may_read_queue = False
 
     def stop(self, waiting: object) -> None:
         """``waiting`` waits no longer: where nothing does, leave all messages to ipykernel."""
@@ -76,14 +93,36 @@ class BlockedShell:
                 return
             self._waiting.remove(waiting)
             if not self._waiting:
-                self._hand_messages_to(self._kernel.shell_channel_thread_main, threading.Event())
+                self._thread.io_loop.add_callback(
+                    self._kernel.shell_stream.on_recv,
+                    self._kernel.shell_channel_thread_main,
+                    copy=False,
+                )
 
-    def _hand_messages_to(self, receive: Any, done: threading.Event) -> None:
-        def hand_over() -> None:
-            self._kernel.shell_stream.on_recv(receive, copy=False)
-            done.set()
+    def _take_over(self, is_receiving: threading.Event) -> None:
+        try:
+            self._kernel.shell_stream.on_recv(self._receive, copy=False)
+            with self._queue_lock:
+                if self._may_read_queue:
+                    self._answer_queued()
+        finally:
+            is_receiving.set()
 
-        self._thread.io_loop.add_callback(hand_over)
+    def _answer_queued(self) -> None:
+        """Answer what is queued behind the cell; the rest goes back in its order.
+
+        A socket of zmq is for one thread at a time: the main thread waits meanwhile.
+        """
+        pair = self._thread.manager.get_shell_channel_to_subshell_pair(None)
+        queued = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                queued.append(pair.to_socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        for message in queued:
+            if self._is_to_answer(message):
+                asyncio.ensure_future(self._answer(message))  # noqa: RUF006 - ends in one step
+            else:
+                pair.from_socket.send_multipart(message, copy=False)
 
     async def _receive(self, message: Any) -> None:
         if self._is_to_answer(message):

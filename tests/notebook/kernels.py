@@ -204,7 +204,10 @@ class Kernel:
 
     def answers_new_page(self, *, seconds: float) -> bool:
         """Whether the kernel says in time who it is, as a page asks that comes to it."""
-        asked = self.client.kernel_info()
+        return self.answers(self.client.kernel_info(), seconds=seconds)
+
+    def answers(self, asked: str, *, seconds: float) -> bool:
+        """Whether the reply to a message of the shell comes in time."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
             while left := max(0.0, deadline - time.monotonic()):

@@ -103,6 +103,8 @@ def test_stop_ends_a_blocked_cell_and_queued_cells_run_in_order(
     kernel.displays.clear()
     launch = "run = notebook_launcher(until_stopped, ({!r},), num_processes=2)"
     cell = kernel.start(launch.format(str(ready)))
+    # As a page that is reloaded before there is anything that waits.
+    early = kernel.client.kernel_info()
     queued = [
         kernel.start(
             f"_ = pathlib.Path({str(order)!r}).open('a').write('{name} ' + run.status + '\\n')"
@@ -111,6 +113,7 @@ def test_stop_ends_a_blocked_cell_and_queued_cells_run_in_order(
     ]
     assert kernel.listen_until(ready.exists, seconds=60)
     kernel.wait_for_panel(seconds=30)
+    assert kernel.answers(early, seconds=10)
     assert kernel.answers_new_page(seconds=10)
     kernel.click("Stop", by_subshell=by_subshell)
     reply = kernel.finish(cell, timeout=60)
