@@ -16,14 +16,11 @@ the same messages are taken out of it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import threading
 import weakref
 from inspect import isawaitable
 from typing import Any
-
-import zmq
 
 __all__ = ["BlockedShell", "blocked_shell_of"]
 
@@ -115,9 +112,8 @@ class BlockedShell:
         """
         pair = self._thread.manager.get_shell_channel_to_subshell_pair(None)
         queued = []
-        with contextlib.suppress(zmq.Again):
-            while True:
-                queued.append(pair.to_socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        while pair.to_socket.poll(0):
+            queued.append(pair.to_socket.recv_multipart(copy=False))
         for message in queued:
             if self._is_to_answer(message):
                 asyncio.ensure_future(self._answer(message))  # noqa: RUF006 - ends in one step

@@ -940,7 +940,9 @@ class EngineContract:
         assert caught.value.ranks == [0]
         assert session.call(meet, (False,), view=View()).results == [2.0, 2.0]
 
-    @pytest.mark.parametrize("where", ["in Python", "in a collective", "in collectives, for ever"])
+    @pytest.mark.parametrize(
+        "where", ["in Python", "in a collective", "in collectives, for ever", "in another thread"]
+    )
     def test_a_call_that_is_interrupted_is_followed_by_a_good_one(
         self, session: Session, where: str, tmp_path: Path
     ) -> None:
@@ -952,8 +954,12 @@ class EngineContract:
 
             accelerator = Accelerator()
             __main__.kept = 5  # type: ignore[attr-defined]
+            if where == "in another thread":
+                # As of a main thread that is just about to sleep: it has the signal, and sleeps on.
+                threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             Path(folder, os.environ["RANK"]).touch()
-            if where == "in Python" or (
+            if where in ("in Python", "in another thread") or (
                 where == "in a collective" and accelerator.process_index == 1
             ):
                 time.sleep(600)

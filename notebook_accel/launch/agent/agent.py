@@ -36,6 +36,7 @@ from notebook_accel.launch.agent.rank_process import CLOSED, GARBAGE, RankProces
 from notebook_accel.launch.system import open_files, processes, scratch
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.scoreboard import FLAG_SECONDS, LeavePoint, Scoreboard
+from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 from notebook_accel.launch.worker.main import STACKS_SIGNAL
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def main(
         ProtocolError: the first message is another.
     """
     # A rank that was just forked, and has no handlers yet, inherits this.
-    for number in (signal.SIGINT, STACKS_SIGNAL):
+    for number in (signal.SIGINT, STACKS_SIGNAL, WAKE_SIGNAL):
         signal.signal(number, signal.SIG_IGN)
     processes.adopt_orphans()
     open_files.raise_to_hard_limit()
@@ -191,6 +192,7 @@ class Agent:
                 for message in rank.observe(now):
                     self._channel.post(message)
                 rank.check_connection(now)
+                rank.wake_if_unseen(now)
                 if rank.broken and not rank.ended_by_agent:
                     self._give_up(rank)
         self._answer_stop(now)

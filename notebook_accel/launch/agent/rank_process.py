@@ -13,6 +13,7 @@ from notebook_accel.launch.agent.ending import SETTLE_SECONDS
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.own_time import OwnTime
 from notebook_accel.launch.system.polling import is_readable
+from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 from notebook_accel.launch.worker.main import STACKS_SIGNAL
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ __all__ = ["CLOSED", "GARBAGE", "RankProcess"]
 # times a second. Its memory costs a look into /proc.
 _OUTPUT_SECONDS = 0.1
 _SAMPLE_SECONDS = 0.2
+# A rank that runs Python has seen its SIGINT by then.
+_WAKE_SECONDS = 0.25
 # A dump of stacks is whole once the file has not grown for this long.
 _STACKS_QUIET_SECONDS = 0.1
 _STACKS_SECONDS = 3.0
@@ -101,6 +104,7 @@ class RankProcess:
         self._stacks = stacks
         self._disconnect = disconnect
         self._stacks_asked: float | None = None
+        self._wakes_at = 0.0
         # The size of the file with the stacks, and when it was first found to be that.
         self._stacks_grew = (0, 0.0)
         self._next_output = 0.0
@@ -273,7 +277,19 @@ class RankProcess:
         """KeyboardInterrupt in the rank's call."""
         # Should the signal come before the rank has read the call, it finds this.
         self.row.interrupted_call = self._call
+        self._wakes_at = time.monotonic() + _WAKE_SECONDS
         self._signal(signal.SIGINT)
+
+    def wake_if_unseen(self, now: float) -> None:
+        """Have the rank look at the interrupt that it was sent, if it has not.
+
+        A SIGINT that comes while its main thread begins to sleep, or that the system gives to
+        another thread, is seen at the end of that sleep.
+        """
+        is_interrupted = self.is_in_call and self.row.interrupted_call == self._call > 0
+        if is_interrupted and self.row.seen_interrupt != self._call and now >= self._wakes_at:
+            self._wakes_at = now + _WAKE_SECONDS
+            self._signal(WAKE_SIGNAL)
 
     def disconnect(self) -> None:
         """Have the rank shut its connections to other ranks down, if it is stuck in native code."""

@@ -60,6 +60,7 @@ _FIELDS = (
     "waits_reads",
     "left_batches",
     "interrupted_call",
+    "seen_interrupt",
     "disconnected_call",
 )
 # The head of the board: whether a stop is asked, the counts at which ranks leave (0: unknown), and
@@ -118,6 +119,7 @@ class RankRow(ctypes.Structure):
         left_batches: 1 once its loop was ended.
         interrupted_call: number of the call that the agent interrupted last, for a rank that had
             not read that call then.
+        seen_interrupt: what ``interrupted_call`` was when the rank's main thread last saw a SIGINT.
         disconnected_call: number of the call in which the rank is to leave its group, if it is
             stuck.
     """
@@ -135,6 +137,7 @@ class RankRow(ctypes.Structure):
     waits_reads: int
     left_batches: int
     interrupted_call: int
+    seen_interrupt: int
     disconnected_call: int
 
     # A structure of C: each step of a training writes here, and a Python property would take three

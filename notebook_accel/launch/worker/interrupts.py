@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch import wire
     from notebook_accel.launch.transport.channel import Channel
+    from notebook_accel.launch.transport.scoreboard import RankRow
 
-__all__ = ["Interrupts", "Sender"]
+__all__ = ["WAKE_SIGNAL", "Interrupts", "Sender"]
+
+# Has a main thread that is about to sleep, or whose SIGINT another thread was given, look at what
+# came: Python runs its handlers between two of its instructions alone.
+WAKE_SIGNAL = signal.SIGRTMIN + 8
 
 
 class Interrupts:
@@ -30,7 +35,13 @@ class Interrupts:
             code, in a collective for example, it sees none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, row: RankRow) -> None:
+        """Take SIGINT over.
+
+        Args:
+            row: where the agent notes which call it interrupts, and reads which it still has to.
+        """
+        self._row = row
         self.num_seen = 0
         self._in_call = False
         self._is_deferring = False
@@ -40,6 +51,7 @@ class Interrupts:
     def install(self) -> None:
         """Have SIGINT come here, whatever the user's code had made of it."""
         signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(WAKE_SIGNAL, lambda *_: None)
 
     def begin_call(self, *, is_interrupted: Callable[[], bool]) -> None:
         """Raise them from here on.
@@ -55,7 +67,7 @@ class Interrupts:
         self._in_call = True
         # In this order: one that comes between the two lines is raised by the signal itself.
         if is_interrupted():
-            self.num_seen += 1
+            self._note_seen()
             raise KeyboardInterrupt
 
     def end_call(self) -> None:
@@ -79,8 +91,12 @@ class Interrupts:
             self._came_meanwhile = False
             raise KeyboardInterrupt
 
-    def _on_signal(self, _number: int, _frame: Any) -> None:
+    def _note_seen(self) -> None:
         self.num_seen += 1
+        self._row.seen_interrupt = self._row.interrupted_call
+
+    def _on_signal(self, _number: int, _frame: Any) -> None:
+        self._note_seen()
         if not self._in_call:
             return
         if self._is_deferring:

@@ -105,7 +105,7 @@ def main(inherited: Inherited) -> None:
         with contextlib.suppress(OSError):
             os.close(fd)
     processes.reset_signals()
-    interrupts = Interrupts()
+    interrupts = Interrupts(inherited.board.row(inherited.spec.local_rank))
     # Forget the exit functions that came along by fork: only those registered here are called.
     atexit._clear()
     worker = _Worker(inherited, interrupts)

@@ -14,7 +14,7 @@ from notebook_accel.errors import RunStopped
 from notebook_accel.launch import payload, wire
 from notebook_accel.launch.rank import LaunchedContext
 from notebook_accel.launch.transport.packet import MAX_INLINE_BYTES, pack
-from notebook_accel.launch.transport.scoreboard import Scoreboard
+from notebook_accel.launch.transport.scoreboard import RankRow, Scoreboard
 from notebook_accel.launch.worker import call
 from notebook_accel.launch.worker.call import _is_full_shm, _says_lost_peer
 from notebook_accel.launch.worker.interrupts import Interrupts
@@ -111,7 +111,7 @@ def outcome_of(
             wire.Call(run="r", call=1, payload=packet, grace=1.0),
             [*fds],
             context=context,
-            interrupts=Interrupts(),
+            interrupts=Interrupts(RankRow()),
             is_interrupted=lambda: is_interrupted,
             sent_before=None,
             setup_error=None,

@@ -12,6 +12,7 @@ import pytest
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.transport.channel import Channel
+from notebook_accel.launch.transport.scoreboard import RankRow
 from notebook_accel.launch.worker.interrupts import Interrupts, Sender
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def _signals() -> Iterator[None]:
 @pytest.mark.usefixtures("_signals")
 def test_a_signal_handler_that_reports_during_a_report() -> None:
     ours, theirs = socket.socketpair()
-    sender, reader = Sender(Channel(ours), Interrupts()), Channel(theirs)
+    sender, reader = Sender(Channel(ours), Interrupts(RankRow())), Channel(theirs)
     heard: list[float] = []
 
     def read() -> None:
@@ -73,7 +74,7 @@ def test_a_signal_handler_that_raises_during_a_report() -> None:
     ours, theirs = socket.socketpair()
     # Frames are larger than what the socket takes at once.
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    sender, reader = Sender(Channel(ours), Interrupts()), Channel(theirs)
+    sender, reader = Sender(Channel(ours), Interrupts(RankRow())), Channel(theirs)
     heard: list[int] = []
 
     def read() -> None:
@@ -107,7 +108,7 @@ def test_a_signal_handler_that_raises_during_a_report() -> None:
 
 @pytest.mark.usefixtures("_signals")
 def test_an_interrupt_waits_for_the_outermost_block() -> None:
-    interrupts = Interrupts()
+    interrupts = Interrupts(RankRow())
     interrupts.begin_call(is_interrupted=lambda: False)
     whole = False
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012, SIM117
@@ -121,7 +122,7 @@ def test_an_interrupt_waits_for_the_outermost_block() -> None:
 
 @pytest.mark.usefixtures("_signals")
 def test_an_interrupt_in_a_block_that_fails_is_not_raised_after_the_call() -> None:
-    interrupts = Interrupts()
+    interrupts = Interrupts(RankRow())
     interrupts.begin_call(is_interrupted=lambda: False)
     with pytest.raises(ValueError, match="no message"), interrupts.deferred():  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
