@@ -102,8 +102,11 @@ def test_stop_ends_a_blocked_cell_and_queued_cells_run_in_order(
     ready, order = tmp_path / "ready", tmp_path / "order"
     kernel.displays.clear()
     launch = "run = notebook_launcher(until_stopped, ({!r},), num_processes=2)"
+    kernel.seen.clear()
     cell = kernel.start(launch.format(str(ready)))
     # As a page that is reloaded before there is anything that waits.
+    begun = lambda: "execute_input" in {message.kind for message in kernel.seen}  # noqa: E731
+    assert kernel.listen_until(begun, seconds=30)
     early = kernel.client.kernel_info()
     queued = [
         kernel.start(
