@@ -318,9 +318,11 @@ def current() -> RankContext:
     """
     global _process_context
     context = _context.get()
+    if context is None:
+        context = _process_context
     if context is not None:
         return context
-    with _lock:
+    with _lock:  # loops ask at every step: taken by the first who asks alone
         if _process_context is None:
             _process_context = RankContext.from_environment()
         return _process_context

@@ -85,7 +85,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # Also where other code steps the wrapped one: a checkpoint must not keep those gradients.
         with suppress(AttributeError):  # without Optimizer's __init__ there are no hooks
             own = weakref.ref(self)
-            handle = optimizer.register_step_post_hook(lambda *_: _note_used(own()))
+
+            def note_used(*_: Any) -> None:
+                stepped = own()
+                if stepped is not None:
+                    stepped._used = True
+
+            handle = optimizer.register_step_post_hook(note_used)
             weakref.finalize(self, handle.remove)
 
     def join(
@@ -165,7 +171,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # One that wraps another steps it inside, which is no step of an unprepared one.
         self._accumulation.is_stepping = True
         try:
-            result = self._step(closure)
+            if self.scaling is not None:
+                result, self._skipped = self.scaling.step(self.optimizer, closure)
+            elif closure is None:
+                result = self.optimizer.step()
+            else:
+                result = self.optimizer.step(closure)
         finally:
             self._accumulation.is_stepping = False
         self._used = True
@@ -174,12 +185,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.num_steps += 1
             current().count_step(self._device_memory)
         return result
-
-    def _step(self, closure: Callable[[], float] | None) -> Any:
-        if self.scaling is not None:
-            result, self._skipped = self.scaling.step(self.optimizer, closure)
-            return result
-        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, those that a later step is to use aside (see the module)."""
@@ -262,11 +267,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def __notebook_accel_unwrap__(self) -> Optimizer:
         """What a rank sends back instead: the wrapped optimizer."""
         return self.optimizer
-
-
-def _note_used(stepped: AcceleratedOptimizer | None) -> None:
-    if stepped is not None:
-        stepped._used = True
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
