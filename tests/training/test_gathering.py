@@ -541,11 +541,13 @@ def test_batches_of_any_form_are_dispatched(dispatched: list[dict[str, Any]]) ->
 
 
 def steps_and_samples(loader: Any, num_common: int) -> tuple[list[Any], int | None]:
-    """A loop whose first ``num_common`` steps all ranks make together; how many samples it says."""
+    """A loop whose first ``num_common`` steps all ranks gather; how many samples it says."""
     given = []
     for number, batch in enumerate(loader):
         if number < num_common:
             assert gather_object([number]) == [number] * num_ranks(), "ranks at different steps"
+            of_all = {*gather_object(batch.tolist())}  # a rank may repeat rank 0's sample
+            assert gather_for_metrics(batch).tolist() == sorted(of_all)
         given.append(batch.tolist())
     return given, loader.progress()[2]
 

@@ -120,7 +120,8 @@ def _num_own_rows(num_rows: int, position: Position, num_shares: int) -> int:
     """How many rows to keep of a value that this rank computed: those of samples that are not
     repeated, or all where the rows are not the batch's."""
     last, loader = position.last_round, position.loader
-    if last is None:
+    # A last round that has nothing for this rank says nothing of the batch that it still has.
+    if last is None or last.batch_size == 0:
         return num_rows
     if last.batch_size is None:  # unknown: all rows, or none if the whole batch is repeated
         return num_rows if last.num_own_samples else 0
