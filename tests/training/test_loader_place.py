@@ -94,9 +94,12 @@ def test_samples_of_a_short_last_batch_are_counted_as_they_are() -> None:
         prepared = prepare(loader)
         expected = sum(map(len, prepared))
         assert prepared.progress() == (1, 0, expected)
-    skipping = skip_first_batches(prepare(numbers(10, 4)), 1)
-    assert sum(map(len, skipping)) == 6
-    assert skipping.progress() == (1, 0, 10)
+    for dispatched in (None, True):
+        for skipped, rest in ((1, 6), (3, 0), (9, 0)):
+            loader = prepare(numbers(10, 4), dispatch_batches=dispatched)
+            skipping = skip_first_batches(loader, skipped)
+            assert sum(map(len, skipping)) == rest
+            assert skipping.progress() == (1, 0, 10)
 
 
 def test_iterators_that_are_kept_do_not_answer_for_others() -> None:

@@ -275,6 +275,9 @@ class PreparedLoader(ResumableLoader):
         """
         position.end_of_dataloader = True
         num_batches = position.num_given + (batch is not _NO_BATCH)
+        if batch is _NO_BATCH:  # skip_first_batches may have been asked for more than there are
+            total = self._count_total()
+            num_batches = num_batches if total is None else min(num_batches, total)
         size, num_lacking = self.total_batch_size or 0, self._num_lacking
         self._note_last_round(position)
         if position.last_round is None and self._options.num_processes == 1 and num_lacking:
