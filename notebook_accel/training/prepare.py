@@ -14,7 +14,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
 from notebook_accel.training import environment
 from notebook_accel.training.blueprint import blueprint_of
-from notebook_accel.training.data import prepare_data_loader
+from notebook_accel.training.data import PreparedLoader, prepare_data_loader
 from notebook_accel.training.data.samplers import batch_size_of
 from notebook_accel.training.models import strip_forward, uncompiled
 from notebook_accel.training.notices import notice_once
@@ -328,7 +328,10 @@ def _batch_sizes(item: object, num_shares: int) -> list[int]:
     """How many samples a rank takes at once of a loader that says so."""
     if not isinstance(item, DataLoader):
         return []
-    size = batch_size_of(item)
+    if isinstance(item, PreparedLoader):  # it is divided already
+        size, num_shares = item.own_batch_size, 1
+    else:
+        size = batch_size_of(item)
     return [size // num_shares] if isinstance(size, int) else []
 
 

@@ -14,11 +14,13 @@ import torch
 from accelerate.utils import DeepSpeedPlugin as PeerPlugin
 from accelerate.utils.deepspeed import HfDeepSpeedConfig as PeerConfig
 from notebook_accel.utils import HfDeepSpeedConfig
+from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
 from notebook_accel.training import deepspeed_plugin
 from notebook_accel.training.accumulation import Accumulation, resolve_plugin
 from notebook_accel.training.checkpoint import zero as zero_files
+from notebook_accel.training.prepare import _batch_sizes
 from notebook_accel.training.settings import GradientAccumulationPlugin
 from notebook_accel.training.strategies import deepspeed
 from notebook_accel.training.strategies.deepspeed import DeepSpeedZero
@@ -26,7 +28,7 @@ from notebook_accel.training.strategies.zero_engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
 )
-from tests.training.loading import numbers, prepare
+from tests.training.loading import Stream, numbers, prepare
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:
@@ -154,6 +156,17 @@ def test_all_ranks_gather_weights_in_the_order_of_the_model(
     model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(10)))
     zero.load_state_dict(model, dict(reversed(model.state_dict().items())))
     assert gathered == [id(weight) for weight in model.parameters()]
+
+
+def test_loaders_say_what_a_rank_takes_prepared_or_not() -> None:
+    for raw in (numbers(12, 4), DataLoader(Stream(12), batch_size=4)):
+        for split, taken in ((False, 4), (True, 2)):
+            made = [
+                prepare(raw, 1, 2, dispatch_batches=dispatched, split_batches=split)
+                for dispatched in (False, True)
+            ]
+            num_shares = 4 // taken
+            assert [_batch_sizes(one, num_shares) for one in (raw, *made)] == [[taken]] * 3
 
 
 def test_steps_of_the_engine_are_counted_but_for_overflows() -> None:

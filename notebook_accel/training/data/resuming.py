@@ -76,6 +76,12 @@ class ResumableLoader(DataLoader[Any], PassView):
         return size * self._options.num_processes
 
     @property
+    def own_batch_size(self) -> int | None:
+        """Samples of this rank a step; None where it is not known."""
+        size = self.total_batch_size
+        return None if size is None else size // self._options.num_processes
+
+    @property
     def given_batch_size(self) -> int | None:
         """The batch size that the loader was made with; None where it has none."""
         parts = (self._shard, self._index.sampler, self)
