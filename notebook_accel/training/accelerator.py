@@ -113,7 +113,8 @@ class Accelerator(WindowView, CheckpointView, TrackerView, PreparingView):
             fsdp_plugin: weights in parts, one a rank, instead of a whole model on each.
             parallelism_config: how many ranks each kind of parallelism gets.
             rng_types: random numbers that ranks take from rank 0 as a loader begins: "torch",
-                "generator" (the loader's own), or a kind of device such as "cuda".
+                "generator" (the order of samples, which is always taken), or a kind of device
+                such as "cuda"; with an empty list none, and ranks have to be seeded alike.
             log_with: trackers that ``log`` feeds beside the notebook's own: "tensorboard",
                 "wandb", ..., "all", a ``GeneralTracker`` of one's own, or several.
             project_dir: folder of the project, for numbered checkpoints and trackers' files.

@@ -180,7 +180,7 @@ class ConfiguredView(ProcessView):
     @property
     def rng_types(self) -> list[str]:
         """Random numbers that ranks take from rank 0 as a prepared loader begins."""
-        return list(self._plan.rng_types or ("generator",))
+        return ["generator"] if self._plan.rng_types is None else list(self._plan.rng_types)
 
     @rng_types.setter
     def rng_types(self, value: Iterable[Any]) -> None:

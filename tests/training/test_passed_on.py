@@ -101,8 +101,10 @@ def wrap_as_set() -> int:
     return int(accelerator.prepare(nn.Linear(2, 1)).bucket_bytes_cap)
 
 
-def draw(rng_types: Any) -> dict[str, Any]:
-    accelerator = Accelerator(cpu=True, rng_types=rng_types)
+def draw(rng_types: Any, **config: Any) -> dict[str, Any]:
+    accelerator = Accelerator(
+        cpu=True, rng_types=rng_types, dataloader_config=DataLoaderConfiguration(**config)
+    )
     torch.manual_seed(accelerator.process_index)
     loader = accelerator.prepare(DataLoader(range(8), batch_size=2, shuffle=True))  # type: ignore[arg-type]
     order = [number for batch in loader for number in batch.tolist()]
@@ -125,6 +127,8 @@ def on_two_ranks() -> dict[str, Any]:
         "as set": wrap_as_set(),
         "no types": draw(None),
         "both": draw([utils.RNGType.TORCH, "generator"]),
+        "torch": draw(["torch"]),
+        "seedable": draw(["torch"], use_seedable_sampler=True),
         "sliced": [batch.tolist() for batch in loader],
     }
 
@@ -182,10 +186,11 @@ def test_a_hook_for_a_wrapper_of_ones_own(ranks: list[dict[str, Any]]) -> None:
 
 def test_random_numbers_that_ranks_take_from_rank_0(ranks: list[dict[str, Any]]) -> None:
     first, second = ranks
-    for name in ("no types", "both"):
+    for name in ("no types", "both", "torch", "seedable"):
         assert sorted(first[name]["order"] + second[name]["order"]) == list(range(8))
     assert first["no types"]["drawn"] != second["no types"]["drawn"]
-    assert first["both"]["drawn"] == second["both"]["drawn"]
+    for name in ("both", "torch"):
+        assert first[name]["drawn"] == second[name]["drawn"]
 
 
 def test_random_numbers_that_a_rank_does_not_have() -> None:
@@ -454,6 +459,8 @@ def test_what_is_set_on_the_way_holds_from_then_on() -> None:
         model(INPUTS)
     assert profiler.record_shapes
     accelerator.dataloader_config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+    accelerator.rng_types = []
+    assert accelerator.rng_types == []
     accelerator.rng_types = ["torch"]
     accelerator.device_placement = accelerator.step_scheduler_with_optimizer = False
     for one in (accelerator, pickle.loads(pickle.dumps(accelerator))):

@@ -129,7 +129,8 @@ class PreparedLoader(ResumableLoader):
 
     @property
     def rng_types(self) -> tuple[str, ...]:
-        """Random states that every rank takes from rank 0 at the start of a pass."""
+        """Random states that every rank takes from rank 0 at the start of a pass; where there are
+        any, that of the order is taken too."""
         return self._options.rng_types
 
     @property
@@ -161,16 +162,17 @@ class PreparedLoader(ResumableLoader):
         Every rank of the world, not of the data group alone: ranks that hold one model together
         must read the same samples.
         """
-        if num_ranks() == 1:
+        if num_ranks() == 1 or not self.rng_types:
             return
         for rng_type in self.rng_types:
             if rng_type != "generator":
                 synchronize_rng_state(rng_type)
-                continue
-            if self.synchronized_generator is not None:
-                synchronize_rng_state(rng_type, self.synchronized_generator)
-            for sampler in self._seedable_samplers():
-                sampler.agree_on_seed()
+        # Without "generator" among them, too: of orders of their own, the ranks' parts would have
+        # some samples twice, and others never.
+        if self.synchronized_generator is not None:
+            synchronize_rng_state("generator", self.synchronized_generator)
+        for sampler in self._seedable_samplers():
+            sampler.agree_on_seed()
 
     def _get_iterator(self) -> Any:
         # Torch draws the seed of the workers from the loader's generator. That has the same state

@@ -46,7 +46,8 @@ def prepare_data_loader(
         process_index: the rank whose part it is; None is this one.
         split_batches: divide each batch over the ranks.
         put_on_device: whether batches are put on the device.
-        rng_types: random states that ranks take from rank 0 at the start of each pass.
+        rng_types: random states that ranks take from rank 0 at the start of each pass, as
+            ``Accelerator`` takes them.
         dispatch_batches: whether rank 0 alone reads; None: for iterable datasets on a device.
         even_batches: fill the last round up.
         slice_fn_for_dispatch: takes a rank's part out of what rank 0 has read for all: called with
