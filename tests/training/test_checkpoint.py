@@ -500,6 +500,14 @@ def test_ties_that_a_file_leaves_out_are_found_in_the_model(tmp_path: Path) -> N
     assert set(saved) == {"embed.weight", "part"}
     assert set(weights.load_weights(tmp_path, 0) or {}) == set(model.state_dict())
     assert set(weights.with_ties(saved, model)) == set(model.state_dict())
+    for limit, file in (("1MB", "pytorch_model.bin"), ("64B", "pytorch_model-00002-of-00002.bin")):
+        folder = tmp_path / limit
+        weights.save_model(model.state_dict(), folder, limit, safe=False)
+        first = torch.load(folder / file)
+        assert first["head.weight"].data_ptr() == first["embed.weight"].data_ptr()
+    index = json.loads((folder / "pytorch_model.bin.index.json").read_text())
+    assert index["weight_map"].keys() == model.state_dict().keys()
+    assert index["metadata"]["total_size"] == (24 + 8) * 4
     for weight in model.parameters():
         weight.data = torch.empty(0)  # as DeepSpeed leaves weights of stage 3 between steps
     assert set(weights.with_ties(saved, model)) == set(model.state_dict())

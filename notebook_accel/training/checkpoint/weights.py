@@ -185,6 +185,9 @@ def _save_sharded(state: Mapping[str, Any], folder: Path, *, limit: int, safe: b
     stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
     tensors, ties = _untie({name: state[name] for name in state if name not in others})
     shards = list(_shards(tensors, limit))
+    if not safe:  # a torch file has all names of a tied weight, and the weight once
+        for shard in shards:
+            shard.update({name: shard[kept] for name, kept in ties.items() if kept in shard})
     shards[0].update(others)
     names = [f"{stem}{suffix}"]
     if len(shards) > 1:
@@ -201,8 +204,8 @@ def _save_sharded(state: Mapping[str, Any], folder: Path, *, limit: int, safe: b
 
 def _write_index(path: Path, shards: list[dict[str, Any]], names: list[str]) -> None:
     where = {key: name for shard, name in zip(shards, names, strict=True) for key in shard}
-    values = [value for shard in shards for value in shard.values()]
-    size = sum(value.nbytes for value in values if torch.is_tensor(value))
+    values = {id(value): value for shard in shards for value in shard.values()}  # tied ones once
+    size = sum(value.nbytes for value in values.values() if torch.is_tensor(value))
     index = {"metadata": {"total_size": size}, "weight_map": where}
     path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
