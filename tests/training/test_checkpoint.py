@@ -499,6 +499,8 @@ def test_ties_that_a_file_leaves_out_are_found_in_the_model(tmp_path: Path) -> N
     saved = load_file(tmp_path / "model.safetensors")
     assert set(saved) == {"embed.weight", "part"}
     assert set(weights.load_weights(tmp_path, 0) or {}) == set(model.state_dict())
+    weights.write_safely({"pt": torch.ones(1)}, tmp_path / "model_1.safetensors")
+    assert set(weights.load_weights(tmp_path, 1) or {}) == {"pt"}
     assert set(weights.with_ties(saved, model)) == set(model.state_dict())
     for limit, file in (("1MB", "pytorch_model.bin"), ("64B", "pytorch_model-00002-of-00002.bin")):
         folder = tmp_path / limit

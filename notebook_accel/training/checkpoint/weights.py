@@ -237,6 +237,7 @@ def _read_safely(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = load_file(path)
     with safe_open(path, framework="pt") as opened:
         header = opened.metadata() or {}
+    header.pop("format", None)  # "pt", by which libraries know the file, and no weight's other name
     ties = {name: state[kept] for name, kept in header.items() if kept in state}
     return {**ties, **state}
 
