@@ -17,6 +17,7 @@ from notebook_accel.utils import HfDeepSpeedConfig
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, DeepSpeedPlugin
+from notebook_accel.errors import NotebookAccelError
 from notebook_accel.training import deepspeed_plugin
 from notebook_accel.training.accumulation import Accumulation, resolve_plugin
 from notebook_accel.training.checkpoint import zero as zero_files
@@ -230,6 +231,8 @@ def test_a_window_without_its_gradients_is_told(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         other.load_state(tmp_path / "whole")
+    with pytest.raises(NotebookAccelError, match=r"open/pytorch_model has no files of DeepSpeed"):
+        zero_files.read_weights(tmp_path / "open")
 
 
 def test_a_configuration_is_asked_filled_and_opened_again() -> None:

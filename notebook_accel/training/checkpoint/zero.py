@@ -90,11 +90,17 @@ def read_weights(folder: Path, options: dict[str, Any] | None = None) -> dict[st
 
     Raises:
         ConfigError: DeepSpeed is not installed, and the weights are in parts.
+        NotebookAccelError: there are no weights, or as of :func:`check`.
     """
     check(folder)
     if not any((folder / FOLDER).glob("*_optim_states.pt")):
         # Stage 0: rank 0 has written all.
-        path = next((folder / FOLDER).glob("*_model_states.pt"))
+        path = next((folder / FOLDER).glob("*_model_states.pt"), None)
+        if path is None:
+            raise NotebookAccelError(
+                f"{folder / FOLDER} has no files of DeepSpeed (*_model_states.pt): load another "
+                "checkpoint"
+            )
         state: dict[str, Any] = read_state(path, options)
         return dict(state["module"])
     if not is_deepspeed_available():
