@@ -192,7 +192,7 @@ class Checkpoints:
         self,
         collect: Callable[[], dict[str, Any]],
         folder: Path,
-        max_shard_size: int | str,
+        max_shard_size: float | str,
         *,
         safe: bool,
         writes: bool,

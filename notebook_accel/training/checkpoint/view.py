@@ -72,7 +72,7 @@ class CheckpointView(ConfiguredView):
         self,
         model: Module,
         save_directory: Path_,
-        max_shard_size: int | str = "10GB",
+        max_shard_size: float | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
         """Write a model's weights, in several files where they are large.

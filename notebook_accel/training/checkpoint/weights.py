@@ -149,7 +149,7 @@ def save_object(obj: Any, target: Any, *, safe: bool) -> None:
 
 
 def save_model(
-    state: Mapping[str, Any], folder: Path, max_shard_size: int | str, *, safe: bool
+    state: Mapping[str, Any], folder: Path, max_shard_size: float | str, *, safe: bool
 ) -> None:
     """Write a model's weights into a folder, in place of those that it may have.
 
@@ -169,7 +169,7 @@ def save_model(
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def _save_sharded(state: Mapping[str, Any], folder: Path, *, limit: int, safe: bool) -> None:
+def _save_sharded(state: Mapping[str, Any], folder: Path, *, limit: float, safe: bool) -> None:
     """Write weights as one file, or several of a limited size with an index beside them.
 
     A state with other values than tensors goes into torch files, as in a checkpoint.
@@ -210,7 +210,7 @@ def _write_index(path: Path, shards: list[dict[str, Any]], names: list[str]) -> 
     path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> Iterator[dict[str, Any]]:
+def _shards(tensors: Mapping[str, torch.Tensor], limit: float) -> Iterator[dict[str, Any]]:
     # huggingface_hub has a splitter, too, and brings a client for its Hub along: too much to ask of
     # every installation for a rule of ten lines.
     shard: dict[str, Any] = {}
@@ -224,10 +224,10 @@ def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> Iterator[dict[st
     yield shard
 
 
-def _as_bytes(size: int | str) -> int:
-    if isinstance(size, int):
+def _as_bytes(size: float | str) -> float:
+    if isinstance(size, (int, float)):
         return size
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B)", size.strip().upper())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B)", str(size).strip().upper())
     if found is None or found[2] not in _UNITS:
         raise ConfigError(f'max_shard_size={size!r}: expected bytes, or a text such as "10GB"')
     return int(float(found[1]) * _UNITS[found[2]])
