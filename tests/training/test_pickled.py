@@ -84,9 +84,11 @@ def test_a_pickled_accelerator_goes_on_as_the_first(precision: str) -> None:
 
 def test_a_loader_is_pickled_in_the_middle_of_a_pass() -> None:
     loader = prepared(Accelerator(cpu=True))[3]
+    list(loader)
     running = iter(loader)
     next(running)
     copied = pickle.loads(pickle.dumps(loader))
+    assert copied.progress() == (1, 0, 12), "the samples of the epoch that is complete"
     assert len(list(copied)) == 6
     assert len(list(running)) == 5
 

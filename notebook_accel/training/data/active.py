@@ -94,8 +94,8 @@ class LoaderProgress:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The pass that is under way stays with its loop: a pickled loader begins the epoch anew.
-        kept = {"iteration": self.iteration, "restored": self.restored, "reader": self.reader}
-        return LoaderProgress, (), kept
+        names = ("iteration", "samples", "restored", "reader")
+        return LoaderProgress, (), {name: getattr(self, name) for name in names}
 
 
 class ActiveLoaders:
