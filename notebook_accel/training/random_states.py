@@ -13,25 +13,41 @@ from notebook_accel.training import devices
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["are_random_states", "get_random_states", "set_random_states"]
+__all__ = [
+    "are_random_states",
+    "as_plain",
+    "get_random_states",
+    "note_random_states",
+    "set_random_states",
+]
 
 _NUMPY_WORDS = 624  # of the state of its Mersenne twister
 
 
 def get_random_states(device: torch.device) -> dict[str, Any]:
     """Give those of Python, numpy, torch and the rank's device, in plain values and tensors."""
-    kind, keys, *rest = np.random.get_state()
-    states = {
-        "random_state": random.getstate(),
-        "numpy_random_seed": (kind, np.asarray(keys).tolist(), *rest),
-        "torch_manual_seed": torch.get_rng_state(),
-    }
+    states = as_plain(note_random_states())
     own = devices.get_rng_state(device)
     return states if own is None else {**states, _device_key(device): own}
 
 
+def note_random_states() -> dict[str, Any]:
+    """Give those of the host in a form that costs little, since loaders note them in each pass."""
+    return {
+        "random_state": random.getstate(),
+        "numpy_random_seed": np.random.get_state(),
+        "torch_manual_seed": torch.get_rng_state(),
+    }
+
+
+def as_plain(states: Mapping[str, Any]) -> dict[str, Any]:
+    """States in plain values and tensors, as a file keeps them; they may be so already."""
+    kind, keys, *rest = states["numpy_random_seed"]
+    return {**states, "numpy_random_seed": (kind, np.asarray(keys).tolist(), *rest)}
+
+
 def are_random_states(states: Mapping[str, Any]) -> bool:
-    """Whether the states of the host are still what :func:`get_random_states` gave.
+    """Whether the states of the host are still what :func:`note_random_states` gave.
 
     The cheapest are compared first, since loaders ask it.
     """
@@ -41,11 +57,11 @@ def are_random_states(states: Mapping[str, Any]) -> bool:
         return False
     _, keys, *rest = np.random.get_state()
     _, before, *rest_before = states["numpy_random_seed"]
-    return bool(rest == rest_before and np.asarray(keys).tolist() == before)
+    return rest == rest_before and np.array_equal(keys, before)
 
 
-def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Put back what :func:`get_random_states` gave.
+def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Put back what :func:`get_random_states` or :func:`note_random_states` gave.
 
     Raises:
         KeyError, TypeError, ValueError: it is not such a state.

@@ -40,7 +40,8 @@ import torch
 from notebook_accel.training.data.samplers import length_of
 from notebook_accel.training.random_states import (
     are_random_states,
-    get_random_states,
+    as_plain,
+    note_random_states,
     set_random_states,
 )
 
@@ -183,7 +184,7 @@ class Replay:
     def open(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """The batches of the iterator that ``make`` gives, each read with the random numbers that
         belong to it."""
-        now = get_random_states(_HOST)
+        now = note_random_states()
         if self._opened is None:
             self._opened = now
             return self._read_all(make())
@@ -205,13 +206,14 @@ class Replay:
         it was saved. From then on, and from the start of a new pass, the states before each read
         are kept, and compared with those after it, to learn whether reads draw at all.
         """
-        before = get_random_states(_HOST)
+        now = note_random_states()
+        before: Mapping[str, Any] | None = None
         if self._begin is None:
-            self._begin = before
+            self._begin = before = now
         else:
-            yield from self._read_again(source, self._begin, before)
-            before = get_random_states(_HOST)
+            yield from self._read_again(source, self._begin, now)
         while self._draws or self._num_watched:
+            before = before or note_random_states()
             self.ahead.append(before)
             batch = next(source, _NO_BATCH)
             if batch is _NO_BATCH:
@@ -219,10 +221,10 @@ class Replay:
             if not self._draws:
                 self._watch(before)
             yield batch
-            before = get_random_states(_HOST)
+            before = None  # the loop may draw before it asks for the next batch
 
     def _read_again(
-        self, source: Iterator[Any], begin: dict[str, Any], now: dict[str, Any]
+        self, source: Iterator[Any], begin: Mapping[str, Any], now: Mapping[str, Any]
     ) -> Iterator[Any]:
         """The first batch of a resumed pass, and what else was read ahead as it was saved.
 
@@ -256,8 +258,12 @@ class Replay:
         if known:
             set_random_states(known[0], _HOST)
         elif self.ahead:
-            self.ahead[-1] = get_random_states(_HOST)
+            self.ahead[-1] = note_random_states()
 
     def state_dict(self) -> dict[str, Any]:
         """The states from which this pass goes on, after the batch that the loop has."""
-        return {"opened": self._opened, "begin": self._begin, "ahead": list(self.ahead)}
+        return {
+            "opened": self._opened and as_plain(self._opened),
+            "begin": self._begin and as_plain(self._begin),
+            "ahead": [*map(as_plain, self.ahead)],
+        }
