@@ -167,5 +167,7 @@ class ActiveLoaders:
 def active_loaders(context: RankContext | None = None) -> ActiveLoaders:
     """The passes of this rank that are under way."""
     shared = (context or current()).shared
-    found: ActiveLoaders = shared.setdefault(ActiveLoaders, ActiveLoaders())
+    found: ActiveLoaders | None = shared.get(ActiveLoaders)
+    if found is None:
+        found = shared[ActiveLoaders] = ActiveLoaders()
     return found
