@@ -178,7 +178,9 @@ class PreparedLoader(ResumableLoader):
         # Torch draws the seed of the workers from the loader's generator. That has the same state
         # on all ranks, whose workers would then augment their samples alike. So each rank that
         # reads other samples gets another seed; those that read the same ones (of one model that
-        # they hold together) get the same.
+        # they hold together) get the same. Without workers nothing is drawn from that seed.
+        if not self.num_workers:
+            return super()._get_iterator()
         own = self.generator
         seed = self._draw_seed() + self._options.process_index * _SEED_STEP
         self.generator = torch.Generator().manual_seed(seed % 2**64)
