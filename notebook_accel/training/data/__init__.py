@@ -181,8 +181,8 @@ def _replace_sampler(draft: DataLoader[Any], old: Sampler[Any], new: Sampler[Any
 
 
 def _with_sampler(outer: Any, old: Sampler[Any], new: Sampler[Any]) -> Any:
-    """``new`` for ``old``, and for a sampler that reads ``old``, inside of another one too, a copy
-    that reads ``new``; any other as it is."""
+    """``outer`` with ``new`` in place of ``old``: ``new`` itself where ``outer`` is ``old``, a copy
+    where ``outer`` reads it, directly or through other samplers, and else ``outer`` as it is."""
     if outer is old:
         return new
     held = getattr(outer, "__dict__", {}).items()
@@ -199,8 +199,10 @@ def _with_sampler(outer: Any, old: Sampler[Any], new: Sampler[Any]) -> Any:
 
 
 def _private_generator(data_seed: int | None, ordinal: int) -> torch.Generator:
-    """A generator seeded by ``data_seed``, else by the state of the global random numbers, of which
-    it draws none."""
+    """A generator seeded by ``data_seed``, or else by the state of the global random numbers.
+
+    Nothing is drawn from those for it, so that preparing a loader changes no later number.
+    """
     if data_seed is None:
         state = torch.get_rng_state().numpy().tobytes()
         digest = hashlib.blake2b(state, digest_size=8, key=b"%d" % ordinal).digest()

@@ -1,10 +1,10 @@
 """Which prepared loader is being iterated now, and where it stands.
 
 Accumulation (is this the last batch?), ``gather_for_metrics`` (how many samples are repeated?) and
-checkpoints ask here. A *pass* is one run over a loader, as ``for batch in loader`` makes it. Loops
-nest (an evaluation within an epoch) and are left in the middle, so the passes form a stack: one
-comes on top whenever it gives a batch, and leaves the stack when its iterator ends, is closed, or
-is garbage collected.
+checkpoints ask here. A *pass* is one run over a loader, as ``for batch in loader`` makes it, and a
+*round* the samples on which all ranks work at the same step. Loops nest (an evaluation within an
+epoch) and are left in the middle, so the passes form a stack: one comes on top whenever it gives a
+batch, and leaves the stack when its iterator ends, is closed, or is garbage collected.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class Position:
         last_round: what the round that the loop has now lacks; None where that is nothing.
         is_uneven: whether ranks may have batches of different sizes at the same step.
         is_over: whether the pass has ended, or was left.
-        is_stopped: whether a stop of the run (``RunStopped``) ended the pass, and it was a
-            training's: a checkpoint saved after that keeps its place, and resuming goes on there.
-        replay: the random numbers that the reads of the pass find.
+        is_stopped: whether a stop of the run (``RunStopped``) ended the pass, and the pass was one
+            of the training (:meth:`ActiveLoaders.stop`): a checkpoint saved after that keeps its
+            place, and resuming goes on there.
+        replay: the random numbers with which the pass reads its samples, kept for a resume.
     """
 
     __slots__ = (

@@ -71,8 +71,9 @@ class DataLoaderDispatcher(PreparedLoader):
         _drop_last: as ``drop_last``.
         _non_blocking: copy to the device while the loop computes.
         slice_fn: takes a rank's part out of what rank 0 has read for all: called with the batch, a
-            slice, and ``process_index`` and ``num_processes``; None takes those rows.
-        torch_device_mesh: the ranks, where several hold one model together and get the same.
+            slice, and ``process_index`` and ``num_processes``; None takes the rows of the slice.
+        torch_device_mesh: of the ranks, where several of them hold one model together; those get
+            the same batches.
         iteration: number of the first epoch.
         **kwargs: further arguments of torch's DataLoader.
 
@@ -179,7 +180,7 @@ class DataLoaderDispatcher(PreparedLoader):
             keeps_batches=self._keeps_batches,
             slice_fn=self._options.slice_fn,
         )
-        # What fills the last round up comes from the start of the epoch, where that is resumed too.
+        # In an epoch that is resumed, too, the last round is filled up from the start of the epoch.
         needs_first = start > 0 and not (divider.drop_last or divider.is_uneven)
         batches = self._read_from(start, keeps_first=needs_first)
         rounds = divider.divide(batches)

@@ -58,9 +58,10 @@ _SEED_STEP = 0x9E37_79B9_7F4A_7C15
 
 
 class PreparedLoader(ResumableLoader):
-    """What the prepared loaders have in common: ``prepare`` makes them around the user's. Where
-    they stand is said by their base class."""
+    """What the prepared loaders have in common: ``prepare`` makes them around the user's. How far
+    they are, and how they go on there, is in their base class."""
 
+    # What a launch says that is given one as an argument (``launch/payload/refusals``).
     _notebook_accel_stays_home = "prepare it inside the function"
 
     def _make_by_hand(
@@ -77,7 +78,7 @@ class PreparedLoader(ResumableLoader):
         Args:
             dataset: as torch's DataLoader.
             arguments: further ones of torch's DataLoader.
-            torch_device_mesh: the ranks, where several hold one model together.
+            torch_device_mesh: of the ranks, where several of them hold one model together.
             iteration: number of the first epoch.
             **options: of :class:`LoaderOptions`.
         """

@@ -39,7 +39,8 @@ class LoaderOptions:
     """Whether each batch of the loader is divided over the ranks."""
 
     is_uneven: bool = False
-    """Whether ranks may get batches of different sizes; a sampler's own ``is_uneven`` precedes."""
+    """Whether ranks may get batches of different sizes; what a sampler or dataset of ours says of
+    itself (its ``is_uneven``) goes before this."""
 
     slice_fn: Callable[..., Any] | None = None
     """The user's way of taking one rank's part out of what rank 0 has read for all."""

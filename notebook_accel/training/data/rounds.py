@@ -66,7 +66,8 @@ class RoundDivider:
         is_uneven: divide a round that lacks samples as it is, rather than fill it up.
         keeps_batches: never mix samples of two batches: a user's own batch sampler made them.
         slice_fn: the user's way of taking one rank's part out of a joined round, called with the
-            batch, a slice, and ``process_index`` and ``num_processes``; None takes those rows.
+            batch, a slice, and ``process_index`` and ``num_processes``; None takes the rows of the
+            slice.
         first: the first batch of the pass, which fills rounds up.
     """
 

@@ -31,7 +31,8 @@ class DataLoaderShard(PreparedLoader):
             then takes as well.
         _drop_last: without effect; ``drop_last`` counts.
         _non_blocking: copy to the device while the loop computes.
-        torch_device_mesh: the ranks, where several hold one model together and read the same.
+        torch_device_mesh: of the ranks, where several of them hold one model together; those read
+            the same batches.
         iteration: number of the first epoch.
         **kwargs: further arguments of torch's DataLoader.
 

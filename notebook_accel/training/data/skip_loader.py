@@ -26,8 +26,8 @@ class SkipDataLoader(DataLoader[Any]):
         ConfigError: torchdata's loader is asked for.
 
     Attributes:
-        num_left_out: that number. Once prepared, the loader has the ``skip_batches`` of prepared
-            loaders too: what is left out beside these.
+        num_left_out: ``skip_batches`` as given. On a prepared loader that name says what
+            ``skip_first_batches`` leaves out of what is left.
     """
 
     def __init__(

@@ -51,7 +51,8 @@ def prepare_data_loader(
         dispatch_batches: whether rank 0 alone reads; None: for iterable datasets on a device.
         even_batches: fill the last round up.
         slice_fn_for_dispatch: takes a rank's part out of what rank 0 has read for all: called with
-            the batch, a slice, and ``process_index`` and ``num_processes``; None takes those rows.
+            the batch, a slice, and ``process_index`` and ``num_processes``; None takes the rows of
+            the slice.
         use_seedable_sampler: an order that depends on the seed and the epoch alone.
         data_seed: that seed.
         non_blocking: copy to the device while the loop computes.
