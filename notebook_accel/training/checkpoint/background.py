@@ -88,7 +88,8 @@ class ForkingWriter(Writer):
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
             child = os.fork()
         if not child:
-            # The signal comes when the thread that forked ends.
+            # Linux sends the death signal as the *thread* that forked ends, and only the end of the
+            # main one is that of the rank.
             _write_in_child(work, answer, parent if is_main else None)
 
         def wait() -> Any:

@@ -64,9 +64,9 @@ class Patience:
     written: float = 3600.0
     """For the files of another rank, however slow its disk may be."""
     other_folder: float = 5.0
-    """How long a rank that no plan names looks for one whose folder, lines and number of
-    collectives are all its own. After that it takes one that differs in one of the three (the
-    script names folders by time; ranks save at different lines; a send is counted on one rank
+    """How long a rank that no plan names looks for a plan that equals its own call in all three:
+    folder, lines and number of collectives. After that it takes one that differs in one of them
+    (the script names folders by time; ranks save at different lines; a send is counted on one rank
     alone)."""
 
 
@@ -105,8 +105,11 @@ class Meetings:
     topology: Topology
     group: dist.ProcessGroup | None = None
     patience: Patience = field(default_factory=Patience)
+    # Saves that this rank has come to, which tells its notes in here/* apart.
     _num_calls: int = 0
+    # The number of the last plan that this rank has made, or taken part in.
     _num_handled: int = 0
+    # Of each other rank: the note in here/* with which it took part in an earlier plan.
     _met: dict[int, str] = field(default_factory=dict)
     # By the lines of the script: the last save there, and whether others came to it in time.
     _saved_before: dict[str, tuple[int, bool]] = field(default_factory=dict)
