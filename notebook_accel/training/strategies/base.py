@@ -54,7 +54,7 @@ class Strategy:
         dynamo: how models are compiled.
         scaling: the loss scaling that this package does; None where none is needed, or where
             the strategy's library does it.
-        kind_of_scaling: the class of that.
+        kind_of_scaling: the class of ``scaling``.
         mesh: the ranks, arranged by the kinds of parallelism; None where they are just a row.
         spreads_weights: whether weights are in parts over the mesh.
         prepares_together: whether a model and its optimizer are made ready in one step, so that
@@ -196,9 +196,10 @@ class Strategy:
         return False
 
     def own_state_dict(self, model: Module) -> dict[str, Any] | None:
-        """What this rank has of a model's weights, parts as they are; no other rank is asked.
+        """What this rank has of a model's weights, parts as they are.
 
-        None where that cannot be joined with what the other ranks tell, each for itself.
+        Asked of each rank by itself, without a collective, as a run is stopped (``rescue``); None
+        where the notebook could not join what the ranks give.
         """
         return dict(model.state_dict())
 
@@ -211,10 +212,7 @@ class Strategy:
         return optimizer.state_dict()
 
     def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """What this rank has of an optimizer's state, parts as they are; no other rank is asked.
-
-        None where that cannot be joined with what the other ranks tell, each for itself.
-        """
+        """What this rank has of an optimizer's state, as :meth:`own_state_dict` of weights."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ class PrepareCall:
     schedule_steps: int = 1
     """By how much a schedule moves with a step of its optimizer."""
     batch_sizes: list[int] = field(default_factory=list)
-    """Samples that a rank takes at once, of each loader that says so."""
+    """Samples of a rank's batch, for each loader that knows its batch size."""
 
 
 def call_model(model: Module, inputs: Any) -> Any:

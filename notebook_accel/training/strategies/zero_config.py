@@ -42,7 +42,7 @@ class Facts:
     schedule_steps: int = 1
     """By how much a schedule moves with a step of the optimizer."""
     batch_sizes: Sequence[int] = field(default_factory=tuple)
-    """Samples that a rank takes at once, of each loader."""
+    """Samples of a rank's batch, for each loader that knows its batch size."""
 
 
 def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
