@@ -69,6 +69,7 @@ _STRATEGY = "strategy"
 class Accelerator(WindowView, CheckpointView, TrackerView, PreparingView):
     """Makes the objects of a training loop ready for where it runs, and runs its steps."""
 
+    # What a launch says that is given one as an argument (``launch/payload/refusals``).
     _notebook_accel_stays_home: ClassVar[str] = "make it inside the function"
 
     def __init__(
@@ -173,6 +174,7 @@ class Accelerator(WindowView, CheckpointView, TrackerView, PreparingView):
         self._strategy.data_group.show()
         plan.settings().show()
         self._prepared.watch.start(self)
+        # What a pickled one makes again; all other attributes are the user's, and travel (pickled).
         self._made_here = frozenset(vars(self))
 
     # Making objects ready.
