@@ -5,9 +5,13 @@ Run them there with: make test-gpu
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
 from notebook_accel import Accelerator, ConfigError, LaunchConfig, WorkerError, notebook_launcher
 
@@ -15,15 +19,11 @@ pytestmark = pytest.mark.gpu
 
 
 def _num_gpus() -> int:
-    import torch
-
     return torch.cuda.device_count()
 
 
 def _train(steps: int, *, cpu: bool = False, precision: str | None = None) -> dict[str, Any]:
     """Train a small model on data that depends on nothing but the step; gives what it saw."""
-    import torch
-
     accelerator = Accelerator(cpu=cpu, mixed_precision=precision)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
@@ -55,8 +55,6 @@ def test_one_rank_a_gpu_by_default_and_weights_come_back_to_the_cpu() -> None:
 
 
 def test_a_kernel_that_uses_cuda_launches_again_and_again() -> None:
-    import torch
-
     ours = torch.ones(1000, device="cuda")
     for _ in range(2):
         run = notebook_launcher(_train, (2,), num_processes=1, view="none")
@@ -102,23 +100,52 @@ def test_two_ranks_by_nccl_train_as_one() -> None:
     assert two[0]["losses"] == pytest.approx(one[0]["losses"], rel=1e-4)
 
 
-def test_chosen_devices() -> None:
+def test_chosen_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     last = _num_gpus() - 1
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     run = notebook_launcher(_visible, devices=[last], view="none")
     assert run.results == [(str(last), 1)]
 
 
 def _visible() -> tuple[str, int]:
-    import os
-
-    import torch
-
     return os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.device_count()
 
 
-def test_cuda_tensors_of_the_notebook_arrive_on_the_cpu_with_a_line() -> None:
-    import torch
+def _open_devices(pid: int | str = "self") -> list[str]:
+    folder = Path("/proc", str(pid), "fd")
+    paths = [os.readlink(path) for path in folder.iterdir() if path.is_symlink()]
+    return [path for path in paths if path.startswith("/dev/nvidia")]
 
+
+def _choose_in_the_function() -> tuple[list[str], list[str], int]:
+    before = _open_devices()
+    of_template = _open_devices(psutil.Process(os.getppid()).ppid())
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    torch.cuda.init()
+    return before, of_template, torch.cuda.device_count()
+
+
+def test_no_device_is_used_before_the_function_does() -> None:
+    run = notebook_launcher(_choose_in_the_function, num_processes=1, view="none")
+    assert run.results == [([], [], 1)]
+
+
+def _tf32() -> tuple[bool, str]:
+    return torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+
+
+def test_tf32_of_the_notebook_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        run = notebook_launcher(_tf32, num_processes=1, view="none")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert run.results == [(False, "high")]
+
+
+def test_cuda_tensors_of_the_notebook_arrive_on_the_cpu_with_a_line() -> None:
     weights = torch.arange(4.0, device="cuda")
 
     def train() -> tuple[str, torch.Tensor]:
@@ -133,8 +160,6 @@ def test_cuda_tensors_of_the_notebook_arrive_on_the_cpu_with_a_line() -> None:
 
 
 def test_a_failing_rank_leaves_no_memory_on_the_gpu() -> None:
-    import torch
-
     def train() -> None:
         held = torch.ones(256 << 20, dtype=torch.uint8, device="cuda")
         raise ValueError(f"holding {held.numel()}")

@@ -23,13 +23,22 @@ import re
 import secrets
 import sys
 import warnings
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 
 from notebook_accel.launch.text.odd_text import wrapped
 
-__all__ = ["HandlerState", "LoggerState", "NotebookState", "WarningFilter", "capture", "from_bytes"]
+__all__ = [
+    "KINDS_OF_ATTENTION",
+    "HandlerState",
+    "LoggerState",
+    "NotebookState",
+    "WarningFilter",
+    "capture",
+    "from_bytes",
+]
 
 # Libraries that read from a variable, when they are imported, how much they are to log.
 _VERBOSITY = {
@@ -38,6 +47,23 @@ _VERBOSITY = {
     "datasets": "DATASETS_VERBOSITY",
     "huggingface_hub": "HF_HUB_VERBOSITY",
 }
+# What of torch.backends cells set, by its path there. A rank sets them in this order: the older
+# name of a precision before the newer ones (torch 2.9), what holds for all before what for one.
+_BACKEND_FLAGS = (
+    "cudnn.enabled",
+    "cudnn.deterministic",
+    "cudnn.benchmark",
+    "cudnn.allow_tf32",
+    "fp32_precision",
+    "cudnn.fp32_precision",
+    "cuda.matmul.fp32_precision",
+    "cudnn.conv.fp32_precision",
+    "cudnn.rnn.fp32_precision",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+)
+# Of scaled_dot_product_attention, as torch.backends.cuda names what turns them on and off.
+KINDS_OF_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 # Names of streams as Python, ipykernel and test runners have them.
 _STREAMS = {"<stdout>": "stdout", "stdout": "stdout", "<stderr>": "stderr", "stderr": "stderr"}
 _FORMATS = {
@@ -95,6 +121,8 @@ class NotebookState(msgspec.Struct, frozen=True, kw_only=True):
         default_dtype: its name, such as "float64"; None where the notebook has no torch.
         torch_flags: deterministic algorithms and the like, by the names in
             :func:`_torch_flags`.
+        backend_flags: what torch.backends says, by its path there, as far as it does.
+        attention: by kind, whether scaled_dot_product_attention may take it.
         loggers: the root logger first.
         disabled_level: of ``logging.disable``.
         warning_filters: the first one counts first.
@@ -107,6 +135,8 @@ class NotebookState(msgspec.Struct, frozen=True, kw_only=True):
     torch_state: bytes | None = None
     default_dtype: str | None = None
     torch_flags: dict[str, bool | str] = {}
+    backend_flags: dict[str, bool | str] = {}
+    attention: dict[str, bool] = {}
     loggers: tuple[LoggerState, ...] = ()
     disabled_level: int = 0
     warning_filters: tuple[WarningFilter, ...] = ()
@@ -142,6 +172,8 @@ def capture(seed: int | None = None) -> NotebookState:
         **(_generators(torch) if seed is None else _seeded_generators(seed)),
         default_dtype=str(torch.get_default_dtype()).removeprefix("torch.") if torch else None,
         torch_flags=_torch_flags(torch) if torch else {},
+        backend_flags=_backend_flags(torch) if torch else {},
+        attention=_attention(torch) if torch else {},
         loggers=_loggers(),
         disabled_level=logging.root.manager.disable,
         warning_filters=_warning_filters(),
@@ -177,13 +209,33 @@ def _torch_flags(torch: Any) -> dict[str, bool | str]:
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "cudnn_deterministic": torch.backends.cudnn.deterministic,
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "fill_uninitialized_memory": torch.utils.deterministic.fill_uninitialized_memory,
         "anomaly": torch.is_anomaly_enabled(),
         "anomaly_check_nan": torch.is_anomaly_check_nan_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_precision": _matmul_precision(torch),
     }
+
+
+def _matmul_precision(torch: Any) -> str:
+    """The precision by its older name; "" where torch refuses, since a newer one was used."""
+    try:
+        return str(torch.get_float32_matmul_precision())
+    except RuntimeError:
+        return ""
+
+
+def _backend_flags(torch: Any) -> dict[str, bool | str]:
+    found = {}
+    for path in _BACKEND_FLAGS:
+        # An older torch has not all of them, and none tells an older name where the newer was used.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            found[path] = attrgetter(path)(torch.backends)
+    return found
+
+
+def _attention(torch: Any) -> dict[str, bool]:
+    cuda = torch.backends.cuda
+    return {kind: getattr(cuda, f"{kind}_sdp_enabled")() for kind in KINDS_OF_ATTENTION}
 
 
 # ---- logging -------------------------------------------------------------------------------

@@ -48,13 +48,23 @@ def apply_generators(state: NotebookState) -> None:
     else:
         np.random.seed(int.from_bytes(keys, "little"))
     # First the seed, which devices start from once they are used, then how far the CPU came.
-    if torch.accelerator.is_available():
+    # Whether there is one is not asked: that loads the driver, and from then on the function could
+    # not say which are visible, and no process that it forks could use one.
+    if _may_use_devices():
         torch.manual_seed(state.torch_seed)
     else:
         # torch.manual_seed notes the stack for each kind of device that may come: 5 ms a rank.
         torch.default_generator.manual_seed(state.torch_seed)
     if state.torch_state is not None:
         torch.set_rng_state(torch.frombuffer(bytearray(state.torch_state), dtype=torch.uint8))
+
+
+def _may_use_devices() -> bool:
+    """Whether torch was built for an accelerator, and the launch has not kept this rank from it."""
+    import torch
+
+    is_kept = os.environ.get("ACCELERATE_USE_CPU") == "true"
+    return not is_kept and torch.accelerator.current_accelerator() is not None
 
 
 def _apply_torch_settings(state: NotebookState) -> None:
@@ -72,12 +82,30 @@ def _apply_torch_settings(state: NotebookState) -> None:
     if deterministic != now:
         # It imports torch._inductor, which takes seconds.
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
-    torch.backends.cudnn.deterministic = flags["cudnn_deterministic"]
-    torch.backends.cudnn.benchmark = flags["cudnn_benchmark"]
     memory: Any = torch.utils.deterministic
     memory.fill_uninitialized_memory = flags["fill_uninitialized_memory"]
     torch.autograd.set_detect_anomaly(flags["anomaly"], flags["anomaly_check_nan"])
-    torch.set_float32_matmul_precision(flags["matmul_precision"])
+    _apply_precisions(state)
+    cuda: Any = torch.backends.cuda
+    for kind, is_on in state.attention.items():
+        getattr(cuda, f"enable_{kind}_sdp")(is_on)
+
+
+def _apply_precisions(state: NotebookState) -> None:
+    """Set what differs alone: a precision that is set for one operation, be it to the default, no
+    longer follows the one that the function sets for all."""
+    import torch
+
+    wanted = state.torch_flags["matmul_precision"]
+    if wanted and wanted != torch.get_float32_matmul_precision():
+        torch.set_float32_matmul_precision(str(wanted))
+    for path, value in state.backend_flags.items():
+        owner, _, name = f"backends.{path}".rpartition(".")
+        module: Any = attrgetter(owner)(torch)
+        # The older name of a precision says nothing where the newer one has been set.
+        with contextlib.suppress(RuntimeError):
+            if getattr(module, name) != value:
+                setattr(module, name, value)
 
 
 def _apply_logger(state: LoggerState) -> None:

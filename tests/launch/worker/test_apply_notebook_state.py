@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from operator import attrgetter
 from typing import Any
 
 import pytest
+import torch
 
 # A notebook: asks its two ranks and then itself what they see, before it has imported a library
 # and after it has set things up.
@@ -41,6 +45,9 @@ torch.autograd.set_detect_anomaly(True, check_nan=False)
 torch.set_float32_matmul_precision("high")
 torch.backends.cudnn.deterministic = True
 torch.backends.cudnn.benchmark = True
+torch.backends.cudnn.enabled = False
+torch.backends.cuda.enable_flash_sdp(False)
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 class Mine(logging.Handler):
     def emit(self, record): pass
@@ -76,6 +83,8 @@ def settings():
         anomaly=[torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()],
         precision=torch.get_float32_matmul_precision(),
         cudnn=[torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark],
+        off=[torch.backends.cudnn.enabled, torch.backends.cuda.flash_sdp_enabled()],
+        sums=torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         level=logging.getLogger().getEffectiveLevel(),
     )
 
@@ -181,3 +190,58 @@ def test_a_state_comes_back_from_its_bytes() -> None:
 
     state = capture()
     assert from_bytes(state.to_bytes()) == state
+
+
+PRECISIONS = ("fp32_precision", "cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision")
+
+
+def precisions_here() -> dict[str, str]:
+    return {path: attrgetter(path)(torch.backends) for path in PRECISIONS}
+
+
+def precisions_of_rank(chosen: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """What a cell sets by the newer names, as the notebook and then a rank see it."""
+    from notebook_accel.launch.payload.notebook_state import capture
+    from notebook_accel.launch.worker.apply_notebook_state import apply_notebook_state
+
+    for path, value in chosen.items():
+        owner, _, name = f"backends.{path}".rpartition(".")
+        setattr(attrgetter(owner)(torch), name, value)
+    state, here = capture(), precisions_here()
+    for path in reversed(PRECISIONS):
+        owner, _, name = f"backends.{path}".rpartition(".")
+        setattr(attrgetter(owner)(torch), name, "none")
+    apply_notebook_state(state)
+    return here, precisions_here()
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="names of torch 2.9")
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"cuda.matmul.fp32_precision": "tf32"},
+        {"fp32_precision": "tf32", "cudnn.conv.fp32_precision": "ieee"},
+    ],
+)
+def test_precisions_by_their_newer_names_reach_the_ranks(chosen: dict[str, str]) -> None:
+    """Torch does not tell the older name of a precision once the newer one was set."""
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        here, there = pool.submit(precisions_of_rank, chosen).result(60)
+    assert there == here
+    assert here.items() >= chosen.items()
+
+
+def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it has answered, the function cannot choose devices by CUDA_VISIBLE_DEVICES."""
+    from notebook_accel.launch.payload.notebook_state import capture
+    from notebook_accel.launch.worker.apply_notebook_state import apply_generators
+
+    seeded: list[int] = []
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.delattr(torch.accelerator, "is_available")
+    monkeypatch.delattr(torch.cuda, "is_available")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "manual_seed", seeded.append)
+    state = capture()
+    apply_generators(state)
+    assert seeded == [state.torch_seed], "devices start from it"
