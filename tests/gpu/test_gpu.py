@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from notebook_accel import Accelerator, ConfigError, LaunchConfig, WorkerError, notebook_launcher
+from notebook_accel.launch.launcher import Session
+from notebook_accel.launch.view import View
 
 pytestmark = pytest.mark.gpu
 
@@ -98,6 +100,47 @@ def test_two_ranks_by_nccl_train_as_one() -> None:
     one = notebook_launcher(_train, (10,), num_processes=1, view="none")
     assert "nccl" in two[0]["backend"]
     assert two[0]["losses"] == pytest.approx(one[0]["losses"], rel=1e-4)
+
+
+def _meet(raises: bool) -> tuple[int, float]:
+    """Where rank 0 raises, rank 1 waits for it on its device."""
+    accelerator = Accelerator()
+    one = torch.ones(1, device=accelerator.device)
+    assert float(accelerator.reduce(one, "sum")) == 2, "NCCL has its connections"
+    if raises and accelerator.is_main_process:
+        raise ValueError("bad batch")
+    return accelerator.process_index, float(accelerator.reduce(one, "sum"))
+
+
+def test_ranks_of_a_session_survive_one_that_raises_while_others_wait_on_their_gpus() -> None:
+    if _num_gpus() < 2:
+        pytest.skip("needs two GPUs")
+    session = Session(config=LaunchConfig(num_processes=2))
+    try:
+        pids = session.call(os.getpid, view=View()).results
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="bad batch"):
+                session.call(_meet, (True,), view=View())
+            assert session.call(_meet, (False,), view=View()).results == [(0, 2.0), (1, 2.0)]
+        assert session.call(os.getpid, view=View()).results == pids
+    finally:
+        session.close()
+
+
+def _queue_alone() -> int:
+    accelerator = Accelerator()
+    one = torch.ones(1, device=accelerator.device)
+    accelerator.reduce(one)
+    if accelerator.is_main_process:
+        torch.distributed.all_reduce(one)
+    return accelerator.process_index
+
+
+def test_a_run_ends_although_a_rank_has_queued_what_no_other_has() -> None:
+    if _num_gpus() < 2:
+        pytest.skip("needs two GPUs")
+    run = notebook_launcher(_queue_alone, num_processes=2, timeout=60, view="none")
+    assert run.results == [0, 1]
 
 
 def test_chosen_devices(monkeypatch: pytest.MonkeyPatch) -> None:

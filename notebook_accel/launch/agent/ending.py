@@ -46,7 +46,8 @@ class Stage(IntEnum):
 
     NONE: nothing. STOP: the ranks were asked to leave at the same step. INTERRUPT: they got a
     KeyboardInterrupt. DISCONNECT: those that had not seen it, since they wait in a collective,
-    had their connections to other ranks shut down. TERMINATE, KILL: the signals were sent.
+    had their connections to other ranks shut down, and groups of NCCL aborted. TERMINATE, KILL: the
+    signals were sent.
     """
 
     NONE = 0

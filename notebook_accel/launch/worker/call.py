@@ -29,7 +29,7 @@ __all__ = ["Outcome", "run_call"]
 
 # What torch says in a rank when it has lost another rank.
 _LOST_PEER = re.compile(
-    r"connection (closed|reset) by peer|connection refused|broken pipe|was likely closed"
+    r"connection (closed|reset) by (remote )?peer|connection refused|broken pipe|was likely closed"
     r"|remote process exited|failed to (recv|send)|socket (timeout|closed)"
     r"|nccl communicator was aborted|ncclremoteerror|connectfullmesh failed",
     re.IGNORECASE,

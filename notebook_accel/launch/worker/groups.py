@@ -4,6 +4,12 @@ gloo has no abort. A rank that waits in a collective is freed when the connectio
 waits ends: because the peer destroyed the group, or because it shuts its own end down (measured:
 neither ``abort`` nor ``shutdown`` of the group did it, shutdown(2) did). Who still refers to the
 group, a prepared model or a traceback, keeps its sockets open; so these are shut down first.
+
+NCCL has an abort, and needs it: its operations wait on the device for those of the other ranks,
+where no connection that ends is seen, and destroying a group waits for all that is queued in it.
+Ranks of one machine wait in the abort for each other, since their devices read each other's memory:
+one that has raised for those that are stuck, until they are told to leave the group too, and for
+one that has returned until the next call. So a thread aborts, and is waited for a while.
 """
 
 from __future__ import annotations
@@ -22,14 +28,65 @@ from notebook_accel.launch import rank
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["act_when_readable", "close_group", "disconnect", "noting_sockets"]
+__all__ = [
+    "act_when_readable",
+    "close_group",
+    "close_group_within",
+    "disconnect",
+    "noting_sockets",
+]
+
+# For so long a rank waits for the others to abort as well, before it goes on meanwhile.
+_ABORT_SECONDS = 5.0
+# What aborts the groups of this process; None before the first time.
+_aborting: threading.Thread | None = None
 
 
 def close_group() -> None:
-    """Destroy the process group of this process, where there is one."""
-    if rank.has_process_group():
+    """Destroy the process group of this process, where there is one that is not being aborted."""
+    if rank.has_process_group() and not (_aborting and _aborting.is_alive()):
         with contextlib.suppress(Exception):  # the call has ended: nothing depends on it
             sys.modules["torch.distributed"].destroy_process_group()
+
+
+def close_group_within(seconds: float) -> None:
+    """:func:`close_group`, as the process ends, and for no longer than this.
+
+    It never ends where this rank has queued an operation that another one has not.
+    """
+    if not _waits_on_device():
+        close_group()
+        return
+    _start("notebook_accel-close", close_group).join(seconds)
+
+
+def _start(name: str, act: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=act, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _waits_on_device() -> bool:
+    """Whether this process has a process group of NCCL."""
+    if not rank.has_process_group():
+        return False
+    world = sys.modules["torch.distributed.distributed_c10d"]._world
+    return any("nccl" in str(config) for config in world.pg_backend_config.values())
+
+
+def _abort_groups() -> bool:
+    """Abort the process groups of this process, if operations wait on a device; gives whether that
+    is through, and waits for no other rank."""
+    global _aborting
+    # Torch 2.6 has it; what it aborted, it forgets.
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    abort: Callable[[], None] | None = getattr(module, "_abort_process_group", None)
+    if abort is None or not _waits_on_device():
+        return True
+    if _aborting is None or not _aborting.is_alive():
+        _aborting = _start("notebook_accel-abort", abort)
+    _aborting.join(_ABORT_SECONDS)
+    return not _aborting.is_alive()
 
 
 # One entry for each process group that this process has made, or is making: the names of the
@@ -83,11 +140,14 @@ def disconnect() -> None:
     """Shut this rank's connections to the other ranks, and to their store, down.
 
     Whoever waits on one of them gets an error, in this process and in the others. Connections
-    of the user's own to other programs stay.
+    of the user's own to other programs stay. Groups of NCCL are aborted.
     """
     reserved = rank.current().store_port
     store_ports = {int(os.environ.get("MASTER_PORT", "0")), reserved.port if reserved else 0}
     _disconnect_groups(store_ports)
+    if not _abort_groups():
+        # By NCCL's own connections, which it makes later, it waits for the others.
+        return
     # What a group opened later, or code of the user's between the ranks of this agent.
     peers = {address for pid in _other_ranks() for address in _local_addresses(pid)}
     for connection in _tcp_connections(psutil.Process()):
@@ -135,4 +195,4 @@ def act_when_readable(fd: int, act: Callable[[], None]) -> None:
         while os.eventfd_read(fd):
             act()
 
-    threading.Thread(target=follow, name="notebook_accel-disconnect", daemon=True).start()
+    _start("notebook_accel-disconnect", follow)

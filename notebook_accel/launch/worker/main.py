@@ -60,7 +60,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 # Pauses of a rank that waits for the others to end: the first, and the longest.
 _POLL_SECONDS = (0.0005, 0.02)
 # A rank that has returned keeps its sockets open for at most so long: others may still have to read
-# what it sent in its last collective.
+# what it sent in its last collective. Closing its group takes no longer, either.
 _LINGER_SECONDS = 5.0
 
 
@@ -162,7 +162,7 @@ class _Worker:
         self._row.call_over = 1
         if code == 0:
             self._wait_for_others()
-            groups.close_group()
+            groups.close_group_within(_LINGER_SECONDS)
         late_threads.announce(self._context)
         return code
 

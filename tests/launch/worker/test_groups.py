@@ -1,14 +1,19 @@
-"""How a rank finds the connections on which other ranks may wait."""
+"""How a rank finds the connections on which other ranks may wait, and leaves its groups."""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
+from typing import Any
 
 import psutil
 import pytest
+from torch import distributed
 
 from notebook_accel.launch.worker import groups
+from tests.launch.worker.test_torch_fixes import in_a_process
 
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["psutil 6", "psutil 5.9"])
@@ -23,3 +28,63 @@ def test_connections_are_found_by_old_and_new_psutil(
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert port in {address.port for address in groups._local_addresses(os.getpid())}
+
+
+def make_group(backend: str) -> None:
+    """A group of gloo of which torch says that it is of ``backend``."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    world: Any = distributed.distributed_c10d._world
+    world.pg_backend_config[distributed.group.WORLD] = backend
+
+
+def test_groups_of_nccl_are_aborted_and_those_of_gloo_are_not() -> None:
+    """Torch's own abort, which forgets the groups; what it does to NCCL takes two GPUs to see."""
+
+    def act() -> bool:
+        make_group("cpu:gloo")
+        groups.disconnect()
+        is_left = distributed.is_initialized()
+        distributed.destroy_process_group()
+        make_group("cpu:gloo,cuda:nccl")
+        groups.disconnect()
+        return is_left and not distributed.is_initialized()
+
+    assert in_a_process(act)
+
+
+def test_an_abort_that_waits_for_other_ranks_is_left_to_go_on() -> None:
+    """It is not begun twice, nor is the group destroyed under it; the next call waits again."""
+    begun: list[int] = []
+    others = threading.Event()
+
+    def abort() -> None:
+        begun.append(1)
+        others.wait(30)
+        distributed.destroy_process_group()
+
+    def act() -> bool:
+        make_group("cpu:gloo,cuda:nccl")
+        groups._ABORT_SECONDS = 0.05
+        vars(distributed.distributed_c10d)["_abort_process_group"] = abort
+        groups.disconnect()
+        groups.close_group()
+        is_left = distributed.is_initialized()
+        others.set()
+        groups._ABORT_SECONDS = 30
+        groups.disconnect()
+        return is_left and not distributed.is_initialized() and begun == [1]
+
+    assert in_a_process(act)
+
+
+def test_a_group_of_nccl_that_is_not_through_keeps_no_rank() -> None:
+    """A rank has queued what no other has: destroying the group would take for ever."""
+
+    def act() -> bool:
+        make_group("cpu:gloo,cuda:nccl")
+        vars(distributed)["destroy_process_group"] = lambda: time.sleep(60)
+        began = time.monotonic()
+        groups.close_group_within(0.05)
+        return time.monotonic() - began < 30
+
+    assert in_a_process(act)
