@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from notebook_accel import Accelerator, DataLoaderConfiguration, dispatch_model, notebook_launcher
+from notebook_accel import (
+    Accelerator,
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    dispatch_model,
+    notebook_launcher,
+)
 from tests.training.big_modeling.models import Language
 from tests.training.inductor import train_blocks
 from tests.training.meshes import FLOAT_ERROR
@@ -102,3 +108,31 @@ def test_a_model_over_gpu_host_and_disk_computes_as_on_the_host(tmp_path: Path) 
     torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=0)
     assert model.embed.weight.device.type == "cuda"
     assert model.layers[1].first.weight.device.type == "meta"
+
+
+def _resume_fused(folder: str) -> tuple[str, str]:
+    import torch
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model: Any = torch.nn.Linear(8, 8)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 8, device=accelerator.device)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.save_state(folder)
+        accelerator.load_state(folder)
+    weight = next(iter(model.parameters()))
+    torch.cuda.synchronize()
+    whole = accelerator.get_state_dict(model)["weight"]
+    return optimizer.state[weight]["step"].device.type, whole.device.type
+
+
+def test_a_fused_optimizer_goes_on_from_a_sharded_checkpoint(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run = notebook_launcher(_resume_fused, (str(tmp_path / "s"),), num_processes=2, view="none")
+    assert run.results == [("cuda", "cpu")] * 2

@@ -8,25 +8,29 @@ import re
 import warnings
 from collections import OrderedDict
 from functools import cache
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from accelerate import ParallelismConfig as PeerConfig
 from torch.distributed import get_process_group_ranks
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from notebook_accel import (
     Accelerator,
     ConfigError,
+    FullyShardedDataParallelPlugin,
     ParallelismConfig,
     PartialState,
     notebook_launcher,
     utils,
 )
 from notebook_accel.training.optimizer import AcceleratedOptimizer
+from notebook_accel.training.strategies import dtensors
+from notebook_accel.training.strategies.mesh import MeshParallel
 from notebook_accel.training.strategies.recipe import fill_empty
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
@@ -442,3 +446,34 @@ def overflows(meshes: list[str]) -> list[tuple[bool, float]]:
 )
 def test_an_overflow_on_one_rank_skips_the_step_of_all(ranks: int, meshes: list[str]) -> None:
     assert run_ranks(overflows, ranks, meshes) == [[(True, 2.0**15)] * len(meshes)] * ranks
+
+
+@pytest.mark.parametrize(
+    ("config", "keeps", "to_cpu"),
+    [
+        (None, True, True),
+        (ShardedStateDictConfig(), True, True),
+        (FullStateDictConfig(), True, False),
+        (FullStateDictConfig(offload_to_cpu=True, rank0_only=True), False, True),
+    ],
+)
+def test_whole_weights_are_joined_on_the_host_unless_the_plugin_says_where(
+    config: Any, keeps: bool, to_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One device may have no room for all that several have in parts."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(dtensors, "whole_state_dict", lambda _, **how: asked.update(how))
+    strategy = object.__new__(MeshParallel)
+    strategy.plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    strategy.plugin.state_dict_config = config
+    strategy.topology = cast("Any", SimpleNamespace(process_index=1))
+    strategy.state_dict(torch.nn.Linear(1, 1), full=True)
+    assert asked == {"keeps": keeps, "to_cpu": to_cpu}
+
+
+def test_norms_of_gradients_meet_on_the_device_that_computes() -> None:
+    """Those of offloaded weights are on the host; a device without memory stands for the other."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    total = dtensors.total_grad_norm([weight], 2.0, torch.device("meta"))
+    assert total.device.type == "meta"

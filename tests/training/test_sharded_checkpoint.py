@@ -17,9 +17,11 @@ import pytest
 import torch
 from notebook_accel.utils import merge_fsdp_weights
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, NotebookAccelError
+from notebook_accel.training.checkpoint import sharded
 from notebook_accel.training.checkpoint.start import find_damage
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
@@ -328,3 +330,25 @@ def test_two_models_and_an_optimizer_that_is_prepared_later(tmp_path: Path) -> N
     assert whole >= {"model.safetensors", "model_1.safetensors", "optimizer.bin"}
     assert not any(name.startswith(("model", "optimizer.bin")) for name in parts)
     assert not any(name.startswith(("pytorch_model_fsdp", "optimizer_0")) for name in whole)
+
+
+@pytest.mark.parametrize("how", ["fused", "capturable"])
+def test_steps_that_a_device_counts_are_read_there(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fused loop takes an address of the host for one of its own. A device without memory stands
+    for the GPU."""
+    known = {
+        "state.weight.step": TensorStorageMetadata(
+            TensorProperties(dtype=torch.float32), torch.Size([]), []
+        )
+    }
+    monkeypatch.setattr(sharded, "_tensors_in", lambda _: known)
+    monkeypatch.setattr(sharded, "read_state", lambda *_: {"plain": {}, "groups": [{}]})
+    monkeypatch.setattr(sharded, "read_parts", lambda *_: None)
+    weight = nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for is_on, kind in ((False, "cpu"), (True, "meta")):
+        optimizer.param_groups[0][how] = is_on
+        sharded.read_optimizer(optimizer, {weight: "weight"}, tmp_path, 0, {})
+        assert optimizer.state[weight]["step"].device.type == kind

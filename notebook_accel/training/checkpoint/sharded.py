@@ -226,12 +226,20 @@ def read_optimizer(
         entries.setdefault(name, []).append(entry)
     tensors: dict[str, torch.Tensor] = {}
     state: dict[torch.Tensor, dict[str, Any]] = {}
+    counted_on_device = {
+        weight
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for weight in group["params"]
+    }
     for weight, name in _named(optimizer, names):
         own = state[weight] = {}
         for entry in entries.get(name, []):
             key = f"state.{name}.{entry}"
             if key in known:
-                tensors[key] = own[entry] = _room_for(known[key], weight)
+                tensors[key] = own[entry] = _room_for(
+                    known[key], weight, on_device=weight in counted_on_device
+                )
             else:
                 own[entry] = beside["plain"][key]
     read_parts(tensors, path)
@@ -254,13 +262,18 @@ def _named(
             yield weight, names.get(weight, f"group{number}.{position}")
 
 
-def _room_for(stored: TensorStorageMetadata, weight: torch.Tensor) -> torch.Tensor:
-    """An empty tensor for an entry: in parts like its weight where it has the weight's shape."""
+def _room_for(
+    stored: TensorStorageMetadata, weight: torch.Tensor, *, on_device: bool
+) -> torch.Tensor:
+    """An empty tensor for an entry: in parts like its weight where it has the weight's shape.
+
+    Others, such as counts of steps, stay on the host, where optimizers make them, unless
+    ``on_device``: fused loops count on the device, and read an address of the host as one there.
+    """
     dtype = stored.properties.dtype
     if stored.size == weight.shape:
         return torch.zeros_like(weight.detach(), dtype=dtype)
-    # Counts of steps stay on the host, where optimizers make them.
-    return torch.zeros(stored.size, dtype=dtype)
+    return torch.zeros(stored.size, dtype=dtype, device=weight.device if on_device else "cpu")
 
 
 class _CarefulReader(FileSystemReader):

@@ -35,7 +35,8 @@ class CheckpointView(ConfiguredView):
         """The whole weights of a model; all ranks call it.
 
         Those of a model that is offloaded (``cpu_offload``, ``disk_offload``, a device map) come
-        from where they are kept, and are on the host.
+        from where they are kept. They and those that are joined of parts are on the host, unless
+        the plugin says otherwise (``FullStateDictConfig(offload_to_cpu=False)``).
 
         Args:
             model: as ``prepare`` gave it.

@@ -57,7 +57,7 @@ def whole_state_dict(model: Module, *, keeps: bool = True, to_cpu: bool = False)
     Args:
         model: without wrapper.
         keeps: whether this rank gets them, or takes part and gets an empty dictionary.
-        to_cpu: whether they are put on the host.
+        to_cpu: whether they are put on the host, one by one: a device may have no room for all.
     """
     joined: dict[int, Any] = {}  # by identity: tied names share their whole weight, too
     whole: dict[str, Any] = {}
@@ -98,12 +98,14 @@ def clip_grad_norm(
 def total_grad_norm(
     weights: Iterable[torch.Tensor], norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """The norm of the gradients of weights on whatever meshes; all ranks of those call it."""
-    # The norm of norms is the norm of all, for every p; one group can be taken together.
+    """The norm of the gradients of weights on whatever meshes, put on ``device``; all ranks of
+    those call it."""
+    # The norm of norms is the norm of all, for every p; one group can be taken together. Weights
+    # in parts may be offloaded to the host while those that are kept whole are not.
     norms = [
         make_whole(
             torch.nn.utils.get_total_norm([weight.grad for weight in group], norm_type)  # type: ignore[misc]
-        )
+        ).to(device)
         for group in by_mesh(weights)
     ]
     if not norms:

@@ -177,7 +177,7 @@ class TakesSpreadModels(Strategy):
             return super().state_dict(model, full=full)
         from notebook_accel.training.strategies import dtensors
 
-        return dtensors.whole_state_dict(model)
+        return dtensors.whole_state_dict(model, to_cpu=True)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if not has_parts(_weights_of(optimizer)):
@@ -198,7 +198,7 @@ class TakesSpreadModels(Strategy):
             return values
         from notebook_accel.training.strategies import dtensors
 
-        return dtensors.make_whole(values)
+        return dtensors.make_whole(values, to_cpu=True)
 
 
 def _weights_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:

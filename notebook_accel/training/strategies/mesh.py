@@ -163,10 +163,11 @@ class MeshParallel(TakesSpreadModels):
         if not full:
             return model.state_dict()
         config = self.plugin.state_dict_config
+        is_about_whole = hasattr(config, "rank0_only")  # torch's FullStateDictConfig
         return dtensors.whole_state_dict(
             model,
-            keeps=not getattr(config, "rank0_only", False) or self.topology.process_index == 0,
-            to_cpu=getattr(config, "offload_to_cpu", False),
+            keeps=not (is_about_whole and config.rank0_only) or self.topology.process_index == 0,
+            to_cpu=not is_about_whole or config.offload_to_cpu,
         )
 
 
