@@ -91,8 +91,25 @@ def _devices(machine: Machine) -> Iterator[Finding]:
         names = ", ".join(f"{device.index}: {device.name}" for device in machine.devices)
         yield Finding(level=FINE, subject="devices", found=names)
     else:
-        found = f"no accelerator: ranks train on {machine.num_cores} CPU cores"
-        yield Finding(level=FINE, subject="devices", found=found)
+        yield _without_devices(machine)
+
+
+def _without_devices(machine: Machine) -> Finding:
+    found = f"no accelerator: ranks train on {machine.num_cores} CPU cores"
+    names = ", ".join(name for (name,) in _ask_nvidia("--query-gpu=name", columns=1))
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if machine.problem:
+        found = f"{found}. Torch says: {machine.problem}"
+        remedy = "repair or update the driver, or install a torch for the one that is there"
+    elif names and hidden is not None:
+        found = f"{found}; CUDA_VISIBLE_DEVICES={hidden!r} hides {names}"
+        remedy = 'del os.environ["CUDA_VISIBLE_DEVICES"], unless that is meant'
+    elif names:
+        found = f"{found}; torch {machine.versions.get('torch', '')} cannot use {names}"
+        remedy = "install a torch that was built for CUDA: https://pytorch.org/get-started/locally/"
+    else:
+        return Finding(level=FINE, subject="devices", found=found)
+    return Finding(level=HURTS, subject="devices", found=found, remedy=remedy)
 
 
 def _versions(machine: Machine) -> Iterator[Finding]:
@@ -108,6 +125,10 @@ def _who_uses_the_devices(machine: Machine) -> Iterator[Finding]:
     if not machine.devices:
         return
     for pid, used in _processes_on_gpus():
+        if _is_below_this_process(pid):
+            found = f"rank process {pid} of this notebook holds {used} of an accelerator's memory"
+            yield Finding(level=FINE, subject="devices in use", found=found)
+            continue
         mine = pid == os.getpid()
         owner = "this very kernel" if mine else f"process {pid} ({_name_of(pid)})"
         remedy = (
@@ -150,6 +171,13 @@ def _name_of(pid: int) -> str:
         return one_line(psutil.Process(pid).name(), 40)
     except psutil.Error:
         return "of another container or user"
+
+
+def _is_below_this_process(pid: int) -> bool:
+    try:
+        return any(above.pid == os.getpid() for above in psutil.Process(pid).parents())
+    except psutil.Error:  # of another container or user
+        return False
 
 
 def _memory(machine: Machine) -> Iterator[Finding]:

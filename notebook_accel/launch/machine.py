@@ -44,6 +44,7 @@ class Machine:
         memory: bytes of the host in all.
         free_memory: bytes of it that are available.
         versions: of torch and of what carries the accelerators.
+        problem: why torch can use none, where it says so.
         error: why the accelerators could not be counted; "" where they could.
     """
 
@@ -53,12 +54,13 @@ class Machine:
     memory: int
     free_memory: int
     versions: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
     error: str = ""
 
 
 def look_at_machine() -> Machine:
     """Find out what there is. A child of the template asks torch, and ends: no device is taken."""
-    kind, error = "cpu", ""
+    kind, problem, error = "cpu", "", ""
     versions: dict[str, str] = {}
     devices: tuple[Device, ...] = ()
     environment = rank_environment(LaunchConfig())
@@ -67,7 +69,7 @@ def look_at_machine() -> Machine:
     except LaunchError as failed:
         error = str(failed)
     else:
-        kind, versions = found.kind, found.versions
+        kind, versions, problem = found.kind, found.versions, found.problem
         memories = found.memory or (0,) * len(found.names)
         devices = tuple(
             Device(index=index, name=name, memory=memory)
@@ -81,5 +83,6 @@ def look_at_machine() -> Machine:
         memory=memory.total,
         free_memory=memory.available,
         versions=versions,
+        problem=problem,
         error=error,
     )

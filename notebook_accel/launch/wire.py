@@ -475,14 +475,17 @@ class CountDevices(Message, frozen=True, kw_only=True):
 class Devices(Message, frozen=True, kw_only=True):
     """The accelerators: their torch type ("cuda", or "cpu" for none), names and bytes of memory.
 
-    ``versions`` are those of torch and of what carries the devices. ``error`` says why they could
-    not be counted, where that is so.
+    ``versions`` are those of torch and of what carries the devices, ``environment`` variables that
+    ranks on them need. ``problem`` says why torch can use none, ``error`` why they could not be
+    counted, where that is so.
     """
 
     kind: str
     names: tuple[str, ...] = ()
     memory: tuple[int, ...] = ()
     versions: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    problem: str = ""
     error: str = ""
 
 

@@ -8,7 +8,8 @@ one entry in a table here.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -17,10 +18,11 @@ import torch.distributed as dist
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import environment
+from notebook_accel.training.host import check_cuda_p2p_ib_support
 from notebook_accel.training.settings import DistributedType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
 __all__ = [
@@ -144,29 +146,41 @@ class Inventory:
         names: of each.
         memory: bytes of each; 0 where that is unknown.
         versions: of torch and of what carries the devices.
+        environment: variables without which ranks on these devices cannot work together.
+        problem: why there are none, where torch says so: a driver that is too old, or broken.
     """
 
     kind: str
     names: tuple[str, ...]
     memory: tuple[int, ...]
     versions: dict[str, str]
+    environment: dict[str, str] = field(default_factory=dict)
+    problem: str = ""
 
 
 def inventory() -> Inventory:
     """Look at the accelerators that this process sees."""
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.accelerator.is_available():
-        return Inventory("cpu", (), (), {"torch": str(torch.__version__)})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        is_there = accelerator is not None and torch.accelerator.is_available()
+    if accelerator is None or not is_there:
+        # Torch says behind it where in its own source it warns.
+        said = (str(one.message).partition(" (Triggered internally")[0] for one in caught)
+        versions = {"torch": str(torch.__version__)}
+        return Inventory("cpu", (), (), versions, problem="; ".join(said))
     kind = accelerator.type
     module = torch.get_device_module(kind)
     name = getattr(module, "get_device_name", lambda _: kind)
     properties = getattr(module, "get_device_properties", lambda _: None)
     indices = range(torch.accelerator.device_count())
+    names = tuple(str(name(index)) for index in indices)
     return Inventory(
         kind=kind,
-        names=tuple(str(name(index)) for index in indices),
+        names=names,
         memory=tuple(int(getattr(properties(index), "total_memory", 0)) for index in indices),
         versions={"torch": str(torch.__version__), **_VERSIONS.get(kind, dict)()},
+        environment=_NEEDED.get(kind, lambda _: {})(names),
     )
 
 
@@ -180,6 +194,18 @@ def _cuda_versions() -> dict[str, str]:
 
 # What carries the devices of a kind, for people who look for a mismatch.
 _VERSIONS: dict[str, Callable[[], dict[str, str]]] = {"cuda": _cuda_versions}
+
+
+def _needed_by_cuda(names: Sequence[str]) -> dict[str, str]:
+    # Asked only where it may be so: nvidia-smi takes a second.
+    is_concerned = len(names) > 1 and any("RTX 40" in name for name in names)
+    if not is_concerned or check_cuda_p2p_ib_support():
+        return {}
+    return {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+
+
+# What ranks on several devices of a kind need in their environment, by the names of the devices.
+_NEEDED: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {"cuda": _needed_by_cuda}
 
 
 def default_backend(device: torch.device) -> str:

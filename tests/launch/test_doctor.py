@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +16,9 @@ from notebook_accel.launch.doctor import FINE, HURTS, STOPS, Finding, examine
 from notebook_accel.launch.machine import Device, Machine
 from notebook_accel.notebook import doctor as notebook_doctor
 from notebook_accel.notebook.doctor import Diagnosis
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HOST: dict[str, Any] = {"num_cores": 2, "memory": 2**34, "free_memory": 2**33}
 
@@ -85,29 +89,75 @@ def test_devices_that_cannot_be_counted_stop(monkeypatch: pytest.MonkeyPatch) ->
     assert "devices='cpu'" in found.remedy
 
 
-def test_who_holds_a_gpu_is_named_by_its_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """As a rank is, a process that this one brought about."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+def answer_as_nvidia(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
     """A stand-in for nvidia-smi that answers as it does."""
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+@pytest.mark.parametrize(
+    ("problem", "visible", "told", "remedy"),
+    [
+        ("the driver is too old", None, "Torch says: the driver is too old", "driver"),
+        ("", "", "CUDA_VISIBLE_DEVICES='' hides H200, H200", "del os.environ"),
+        ("", None, "torch 2.13.0+cpu cannot use H200, H200", "built for CUDA"),
+    ],
+)
+def test_gpus_that_torch_does_not_use_are_named(
+    problem: str,
+    visible: str | None,
+    told: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    versions = {"torch": "2.13.0+cpu"}
+    found = Machine(kind="cpu", devices=(), versions=versions, problem=problem, **HOST)
+    monkeypatch.setattr(doctor, "look_at_machine", lambda: found)
+    answer_as_nvidia(monkeypatch, tmp_path, "echo H200; echo H200")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    finding = about("devices")
+    assert finding.level == HURTS
+    assert told in finding.found
+    assert remedy in finding.remedy
+
+
+def test_who_holds_a_gpu_is_named_by_its_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, child: subprocess.Popen[bytes]
+) -> None:
     device = Device(index=0, name="H200", memory=2**37)
     monkeypatch.setattr(
         doctor, "look_at_machine", lambda: Machine(kind="cuda", devices=(device,), **HOST)
     )
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(
-        "#!/bin/sh\ncase $1 in *driver*) echo 570.86; echo 570.86;; "
-        f"*) echo '{os.getpid()}, 1024 MiB'; echo '{os.getppid()}, 5 MiB';; esac\n"
+    answer_as_nvidia(
+        monkeypatch,
+        tmp_path,
+        "case $1 in *driver*) echo 570.86; echo 570.86;; "
+        f"*) echo '{os.getpid()}, 1024 MiB'; echo '{os.getppid()}, 5 MiB'; "
+        f"echo '{child.pid}, 7 MiB';; esac",
     )
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     # Anybody may have named the other process.
     monkeypatch.setattr("psutil.Process.name", lambda _: "\x1b[2Jsh\n")
     assert about("versions").found == "NVIDIA driver 570.86"
-    mine, other = [finding for finding in examine() if finding.subject == "devices in use"]
+    mine, other, rank = [each for each in examine() if each.subject == "devices in use"]
     assert "this very kernel holds 1024 MiB" in mine.found
     assert "empty_cache" in mine.remedy
     assert f"process {os.getppid()} (sh) holds 5 MiB" in other.found
     assert f"kill {os.getppid()}" in other.remedy
+    assert rank.level == FINE
+    assert f"rank process {child.pid} of this notebook holds 7 MiB" in rank.found
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import platform
+import warnings
 
 import pytest
 import torch
 from accelerate import utils as peer
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training import availability, environment, host, versions
+from notebook_accel.training import availability, devices, environment, host, versions
 
 PROBES = sorted(
     name for name in availability.__all__ if name.startswith("is_") and name.endswith("available")
@@ -76,3 +77,46 @@ def test_inputs_are_filled_up_as_accelerate_fills_them(batch_size: int) -> None:
     assert len(pad_input_tensors(torch.ones(6), 6, 2)) == 6, "theirs adds one that is not needed"
     half = convert_outputs_to_fp32(lambda x: {"y": x.half()})(torch.ones(1))
     assert half["y"].dtype == torch.float32
+
+
+def give_devices(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let torch see CUDA devices of these names."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: bool(names))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: object())
+
+
+def test_a_driver_that_torch_cannot_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a training that should be on a GPU would begin on the CPU without a word."""
+
+    def refuse() -> bool:
+        text = "CUDA initialization: The NVIDIA driver on your system is too old (found 11040)."
+        warnings.warn(f"{text} (Triggered internally at CUDAFunctions.cpp:108.)", stacklevel=1)
+        return False
+
+    give_devices(monkeypatch)
+    monkeypatch.setattr(torch.accelerator, "is_available", refuse)
+    found = devices.inventory()
+    assert (found.kind, found.names) == ("cpu", ())
+    assert found.problem.endswith("is too old (found 11040).")
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "can", "needs"),
+    [
+        ("NVIDIA GeForce RTX 4090", 2, False, True),
+        ("NVIDIA GeForce RTX 4090", 2, True, False),
+        ("NVIDIA GeForce RTX 4090", 1, False, False),
+        ("NVIDIA H200", 2, False, False),
+    ],
+)
+def test_devices_that_cannot_speak_to_each_other_go_by_the_host(
+    name: str, number: int, can: bool, needs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_devices(monkeypatch, *[name] * number)
+    monkeypatch.setattr(devices, "check_cuda_p2p_ib_support", lambda: can)
+    found = devices.inventory()
+    assert (found.kind, found.names, found.problem) == ("cuda", (name,) * number, "")
+    assert found.environment == ({"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} if needs else {})

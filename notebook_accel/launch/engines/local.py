@@ -56,11 +56,14 @@ class LocalEngine(AgentEngine):
         available = len(found.names)
         _check_chosen(request.config.devices, available)
         if not available:
-            notices = () if wanted else (_ASK_FOR_MORE,)
+            problem = (f"torch can use no accelerator: {found.problem}",) if found.problem else ()
+            notices = (*problem, *(() if wanted else (_ASK_FOR_MORE,)))
             return RankPlan.of_sizes(wanted or 1, environment=ON_CPU, notices=notices)
         if wanted is not None and not shares_devices(request.config):
             check_enough_devices(wanted, available)
-        return RankPlan.of_sizes(wanted or available)
+        # What the person has set stays.
+        needed = {name: text for name, text in found.environment.items() if name not in environment}
+        return RankPlan.of_sizes(wanted or available, environment=needed)
 
     def start_agents(self, request: StartRequest, plan: RankPlan, *, run: str) -> list[AgentLink]:
         (ranks,) = plan.agents

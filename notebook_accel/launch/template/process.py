@@ -266,6 +266,11 @@ def _answer_devices(channel: Channel, environment: dict[str, str], template: int
     found = import_module("notebook_accel.training.devices").inventory()
     channel.send(
         wire.Devices(
-            kind=found.kind, names=found.names, memory=found.memory, versions=found.versions
+            kind=found.kind,
+            names=found.names,
+            memory=found.memory,
+            versions=found.versions,
+            environment=found.environment,
+            problem=found.problem,
         )
     )

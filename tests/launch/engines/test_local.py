@@ -49,19 +49,21 @@ def request(view: View | None = None, **settings: Any) -> StartRequest:
 
 
 @pytest.fixture(name="devices")
-def _devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let the machine have so many accelerators."""
+def _devices(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the machine have so many accelerators, of which it says more by other fields."""
 
     class Counted:
-        def __init__(self, number: int) -> None:
+        def __init__(self, number: int, more: dict[str, Any]) -> None:
             self._number = number
+            self._more = more
 
         def count_devices(self, environment: Mapping[str, str]) -> wire.Devices:
             kind = "cuda" if self._number else "cpu"
-            return wire.Devices(kind=kind, names=("accelerator",) * self._number)
+            return wire.Devices(kind=kind, names=("accelerator",) * self._number, **self._more)
 
-    def have(number: int) -> None:
-        monkeypatch.setattr(local, "ask_template", lambda _, question: question(Counted(number)))
+    def have(number: int, **more: Any) -> None:
+        counted = Counted(number, more)
+        monkeypatch.setattr(local, "ask_template", lambda _, question: question(counted))
 
     return have
 
@@ -81,7 +83,7 @@ def _devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     ],
 )
 def test_a_rank_an_accelerator_unless_a_number_is_asked_for(
-    available: int, settings: dict[str, Any], world_size: int, devices: Callable[[int], None]
+    available: int, settings: dict[str, Any], world_size: int, devices: Callable[..., None]
 ) -> None:
     devices(available)
     plan = LocalEngine().plan_ranks(request(**settings))
@@ -91,13 +93,24 @@ def test_a_rank_an_accelerator_unless_a_number_is_asked_for(
 
 
 def test_a_machine_without_accelerators_says_how_to_get_more_ranks(
-    devices: Callable[[int], None],
+    devices: Callable[..., None],
 ) -> None:
     devices(0)
     (notice,) = LocalEngine().plan_ranks(request()).notices
     assert "num_processes=2" in notice
     assert "%%accelerate -n 2" in notice
     assert LocalEngine().plan_ranks(request(num_processes=1)).notices == ()
+
+
+def test_what_the_machine_says_goes_to_the_person_and_to_the_ranks(
+    devices: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices(0, problem="the driver is too old")
+    plan = LocalEngine().plan_ranks(request(num_processes=2))
+    assert plan.notices == ("torch can use no accelerator: the driver is too old",)
+    devices(2, environment={"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"})
+    monkeypatch.setenv("NCCL_IB_DISABLE", "0")
+    assert LocalEngine().plan_ranks(request()).environment == {"NCCL_P2P_DISABLE": "1"}
 
 
 def test_with_the_cpu_chosen_nobody_counts_and_ranks_see_none(
@@ -117,7 +130,7 @@ def test_with_the_cpu_chosen_nobody_counts_and_ranks_see_none(
     ],
 )
 def test_more_than_there_are(
-    available: int, settings: dict[str, Any], message: str, devices: Callable[[int], None]
+    available: int, settings: dict[str, Any], message: str, devices: Callable[..., None]
 ) -> None:
     devices(available)
     with pytest.raises(ConfigError, match=message):
