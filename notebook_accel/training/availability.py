@@ -21,8 +21,11 @@ def _is_installed(*modules: str) -> bool:
 
 def _has_device(kind: str, check_device: bool = False) -> bool:  # noqa: ARG001
     """Whether torch sees an accelerator of this kind: it looks for one, asked to or not."""
-    if not torch.accelerator.is_available():
-        return False
+    # Of CUDA torch asks NVML then. Once the driver has answered, no process that is forked from
+    # this one can use a device.
+    with environment.patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        if not torch.accelerator.is_available():
+            return False
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == kind
 

@@ -47,7 +47,8 @@ def check_os_kernel() -> None:
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Keep this process on the cores that are nearest to its CUDA device.
 
-    Nothing happens where there is no such device, or the machine does not say which cores.
+    Nothing happens where there is no such device, or the machine (or an older torch) does not say
+    which cores.
 
     Args:
         local_process_index: the device's index.
@@ -56,6 +57,8 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
     if not torch.cuda.is_available():
         return
     properties: Any = torch.cuda.get_device_properties(local_process_index)
+    if not hasattr(properties, "pci_bus_id"):
+        return
     address = (
         f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
         f"{properties.pci_device_id:02x}.0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import platform
 import warnings
 
@@ -120,3 +121,29 @@ def test_devices_that_cannot_speak_to_each_other_go_by_the_host(
     found = devices.inventory()
     assert (found.kind, found.names, found.problem) == ("cuda", (name,) * number, "")
     assert found.environment == ({"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} if needs else {})
+
+
+def test_a_probe_does_not_wake_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Accelerate's: a process that is forked from one that did could use no device."""
+    asked: list[str | None] = []
+
+    def is_available() -> bool:
+        asked.append(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
+        return True
+
+    give_devices(monkeypatch, "NVIDIA H200")
+    monkeypatch.setattr(torch.accelerator, "is_available", is_available)
+    assert availability.is_cuda_available()
+    assert asked == ["1"]
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
+
+
+def test_cores_near_a_device_need_a_torch_that_says_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Older ones lack it: asked to stay near its device, a rank stays where it is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: object())
+    before = os.sched_getaffinity(0)
+    host.set_numa_affinity(0)
+    assert os.sched_getaffinity(0) == before

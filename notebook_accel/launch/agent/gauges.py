@@ -31,11 +31,11 @@ def gauges_of(launch: wire.Launch, spec: wire.RankSpec, pid: int | None) -> Gaug
     index = spec.local_rank if spec.device is None else spec.device
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     names = [str(index)] if visible is None else visible.split(",")
-    at = 0 if visible is None else index
-    has_one = os.path.exists("/dev/nvidiactl") and at < len(names) and names[at].strip()
+    # As ranks choose theirs, where several share one.
+    name = names[index % len(names)].strip()
     return Gauges(
         pid,
-        nvidia=names[at].strip() if has_one else None,
+        nvidia=name if name and os.path.exists("/dev/nvidiactl") else None,
         is_pci_order=environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID",
     )
 
@@ -133,4 +133,4 @@ class Gauges:
         # Devices of one kind are equally fast, so that CUDA's order is that of their slots, too.
         if not self._is_pci_order and len({nvml.nvmlDeviceGetName(one) for one in handles}) > 1:
             raise LookupError("which of NVML's devices is meant is not known")
-        return handles[int(nvidia)]
+        return handles[int(nvidia) % len(handles)]

@@ -174,7 +174,8 @@ class AlignDevicesHook(ModelHook):
     def post_forward(self, module: Module, output: Any) -> Any:
         if self.offload:
             for name, _ in list(self._offloaded_tensors(module)):
-                set_module_tensor_to_device(module, name, "meta")
+                # The memory is not given back to the driver: the next module takes it at once.
+                set_module_tensor_to_device(module, name, "meta", clear_cache=False)
             for address, device in self._copied:
                 (self.tied_params_map or {}).get(address, {}).pop(device, None)
             self._copied.clear()

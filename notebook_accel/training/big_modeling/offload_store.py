@@ -179,7 +179,9 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         entry = self.index[key]
         if entry.get("safetensors_file") is None:
             return load_offloaded_weight(_file_of(key, self.save_folder or ""), entry)
-        device = "cpu" if self.device is None else self.device
+        device: Any = "cpu" if self.device is None else self.device
+        if isinstance(device, torch.device):  # safetensors takes texts and numbers alone
+            device = str(device)
         with safe_open(entry["safetensors_file"], framework="pt", device=device) as file:
             tensor: torch.Tensor = file.get_tensor(entry.get("weight_name", key))
         return tensor.to(getattr(torch, entry["dtype"])) if "dtype" in entry else tensor

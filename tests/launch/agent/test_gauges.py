@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from notebook_accel.launch import wire
 from notebook_accel.launch.agent import gauges
-from notebook_accel.launch.agent.gauges import Gauges
+from notebook_accel.launch.agent.gauges import Gauges, gauges_of
 
 ALIKE, MIXED = ["A100", "A100"], ["T4", "A100"]
 
@@ -22,6 +23,8 @@ ALIKE, MIXED = ["A100", "A100"], ["T4", "A100"]
         # The fastest first: CUDA's device 1 is NVML's device 0.
         (MIXED, "1", False, ""),
         (MIXED, "GPU-1", False, "A100"),
+        # More ranks than devices share them, each with its number.
+        (ALIKE, "3", False, "A100"),
     ],
 )
 def test_a_device_that_may_be_another_one_is_not_shown(
@@ -49,3 +52,16 @@ def test_a_device_that_may_be_another_one_is_not_shown(
     one.read(1.0)
     assert one.device == shown
     assert one.device_use == (41 if shown else None)
+
+
+@pytest.mark.parametrize(
+    ("visible", "rank", "called"),
+    [(None, 1, "1"), ("4,5", 1, "5"), ("4,5", 2, "4"), ("4, GPU-5", 1, "GPU-5"), ("", 0, None)],
+)
+def test_ranks_have_the_visible_devices_in_turn(
+    visible: str | None, rank: int, called: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "exists", lambda _: True)
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    launch = cast("wire.Launch", SimpleNamespace(environment=environment))
+    assert gauges_of(launch, wire.RankSpec(rank=rank, local_rank=rank), 1)._nvidia == called

@@ -12,6 +12,7 @@ from torch import nn
 
 from notebook_accel import Accelerator
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.big_modeling import align_devices
 from notebook_accel.training.big_modeling.align_devices import (
     AlignDevicesHook,
     align_module_device,
@@ -78,6 +79,24 @@ def test_a_model_in_the_hosts_memory_or_on_disk_computes_as_before(
         remove_hook_from_submodules(model)
         assert set(devices_of(model).values()) == {"cpu"}
         assert all(torch.equal(value, state[name]) for name, value in values(model).items())
+
+
+def test_a_forward_gives_no_memory_back_to_the_driver(
+    model: Language, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time all that is queued on the device would be waited for, and memory be made again."""
+    given_back: set[bool] = set()
+    plain = align_devices.set_module_tensor_to_device
+
+    def note(*args: Any, clear_cache: bool = True, **kwargs: Any) -> None:
+        if args[2] == "meta":
+            given_back.add(clear_cache)
+        plain(*args, clear_cache=clear_cache, **kwargs)
+
+    cpu_offload(model)
+    monkeypatch.setattr(align_devices, "set_module_tensor_to_device", note)
+    model(WORDS)
+    assert given_back == {False}
 
 
 MAPS = [

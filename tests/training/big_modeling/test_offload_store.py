@@ -93,6 +93,8 @@ def test_a_loader_joins_a_state_dict_files_and_safetensors(tmp_path: Path) -> No
     loader = OffloadedWeightsLoader({"a": torch.ones(1)}, tmp_path, index)
     assert list(loader) == ["a", "c", "b"]
     assert same(loader["c"], torch.ones(3).half())
+    loader.device = torch.device("cpu")  # as main_device of dispatch_model may be
+    assert same(loader["c"], torch.ones(3).half())
     assert same(loader["b"], torch.zeros(2))
     with pytest.raises(KeyError):
         loader["d"]
