@@ -17,6 +17,7 @@ first, since the clocks of two machines say nothing about it. Functions here are
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections import defaultdict
@@ -54,6 +55,8 @@ _WATCHDOG = re.compile(r"ProcessGroupNCCL.*(watchdog|aborting)|NCCL watchdog", r
 
 # What gloo and torch say of tensors that do not go together.
 _MISMATCH = re.compile(r"collective mismatch|data size doesn't match expected size")
+# What torch says of others where a device has no memory left.
+_HOLDS_MEMORY = re.compile(r"\bProcess (\d+) has \S+ \S+ memory in use")
 
 
 class _Kind(IntEnum):
@@ -156,6 +159,7 @@ def _rank_failure(
     lines = [
         *_describe(cause),
         *_mismatch_hint(cause),
+        *_memory_hint(cause),
         *_other_failures(culprits, cause),
         *_peers_that_returned(cause, returned),
         "",
@@ -195,6 +199,19 @@ def _mismatch_hint(rank: RankState) -> list[str]:
     hint = (
         "Likely, ranks gave one collective (gather, reduce, backward) tensors of different shapes "
         "or types: launch again with debug=True, which compares them before and names the ranks"
+    )
+    return ["", hint]
+
+
+def _memory_hint(rank: RankState) -> list[str]:
+    """What to do where a device had no memory left and this very process holds some of it."""
+    said = rank.failure.text if rank.failure else ""
+    own = str(os.getpid())
+    if own not in _HOLDS_MEMORY.findall(said):
+        return []
+    hint = (
+        f"Process {own} is this notebook's own kernel: delete the tensors that it has on the "
+        "device and call torch.cuda.empty_cache(), or restart it, then launch again"
     )
     return ["", hint]
 
