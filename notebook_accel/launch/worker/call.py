@@ -46,6 +46,12 @@ _FULL_SHM = (
     "Likely, /dev/shm is full or too small for the batches of a DataLoader's workers: make it "
     "larger (docker run --shm-size=8g), or load in the rank itself (num_workers=0)."
 )
+# How NCCL passes data between GPUs of one machine that cannot reach each other's memory.
+_SHM_OF_NCCL = re.compile(r"creating shared memory segment|/dev/shm/nccl")
+_FULL_SHM_OF_NCCL = (
+    "Likely, /dev/shm is full or too small for NCCL: make it larger (docker run --shm-size=8g), or "
+    'do without, which is slower (env={"NCCL_SHM_DISABLE": "1"}).'
+)
 # A larger pickle of an exception stays in the rank: its text is enough.
 _MAX_PICKLED_BYTES = 16 << 20
 
@@ -201,8 +207,9 @@ def _raised(
         return _returned(packed, context, call, is_none=True)
     kind, exitcode = _classify(error)
     text = cells.name_cells(format_error(error, caller=__file__))
-    if _is_full_shm(error, text):
-        text = f"{text.rstrip()}\n\n{_FULL_SHM}\n"
+    hint = _shm_hint(error, text)
+    if hint:
+        text = f"{text.rstrip()}\n\n{hint}\n"
     if kind in ("exception", "lost peer"):
         _write_error(text)
     _flush_output()
@@ -262,6 +269,14 @@ def _classify(error: BaseException) -> tuple[str, int]:
             _write_error(f"{error_text(error)}\n")
         return "exit", exit_code(error)
     return ("lost peer" if _lost_peer(error) else "exception"), 1
+
+
+def _shm_hint(error: BaseException, traceback: str) -> str:
+    """What to do where the machine's shared memory is full; "" for any other error."""
+    if _is_full_shm(error, traceback):
+        return _FULL_SHM
+    is_of_nccl = isinstance(error, RuntimeError) and _SHM_OF_NCCL.search(shorten(error_text(error)))
+    return _FULL_SHM_OF_NCCL if is_of_nccl else ""
 
 
 def _is_full_shm(error: BaseException, traceback: str) -> bool:

@@ -16,7 +16,7 @@ from notebook_accel.launch.rank import LaunchedContext
 from notebook_accel.launch.transport.packet import MAX_INLINE_BYTES, pack
 from notebook_accel.launch.transport.scoreboard import RankRow, Scoreboard
 from notebook_accel.launch.worker import call
-from notebook_accel.launch.worker.call import _is_full_shm, _says_lost_peer
+from notebook_accel.launch.worker.call import _is_full_shm, _says_lost_peer, _shm_hint
 from notebook_accel.launch.worker.interrupts import Interrupts
 from notebook_accel.launch.worker.tracebacks import shorten
 
@@ -33,6 +33,7 @@ from notebook_accel.launch.worker.tracebacks import shorten
         "Timed out waiting 1800000ms for recv operation to complete",
         "failed to recv, got 0 bytes",
         "NCCL communicator was aborted on rank 1",
+        "Last error: socketProgress: Connection closed by remote peer localhost<40123>",
     ],
 )
 def test_what_torch_says_of_a_peer_that_is_gone(text: str) -> None:
@@ -64,6 +65,16 @@ def test_what_says_something_else(text: str) -> None:
 )
 def test_a_full_shared_memory_is_known(error: Exception, is_full: bool) -> None:
     assert _is_full_shm(error, "in _make_name SemLock") is is_full
+
+
+def test_what_needs_shared_memory_is_named_with_its_remedy() -> None:
+    of_nccl = (
+        "NCCL error in: NCCLUtils.cpp:77, unhandled system error. Last error: Error while creating "
+        "shared memory segment /dev/shm/nccl-b7Rfgk (size 9637888)"
+    )
+    assert "NCCL_SHM_DISABLE" in _shm_hint(RuntimeError(of_nccl), "")
+    assert "num_workers=0" in _shm_hint(RuntimeError("out of shared memory"), "")
+    assert not _shm_hint(RuntimeError("CUDA out of memory"), "")
 
 
 def test_a_full_disk_is_no_full_shared_memory() -> None:
