@@ -220,7 +220,7 @@ def _put_together(pieces: list[TensorPiece]) -> torch.Tensor:
     pieces = list({piece.offset: piece for piece in pieces if piece.values.numel()}.values())
     if sum(piece.values.numel() for piece in pieces) != math.prod(shape):
         raise ValueError("lacks pieces that other ranks had")
-    whole = torch.empty(shape, dtype=dtype)
+    whole = torch.empty(shape, dtype=dtype, device="cpu")
     for piece in pieces:
         places = zip(piece.offset, piece.values.shape, strict=True)
         whole[tuple(slice(start, start + size) for start, size in places)] = piece.values

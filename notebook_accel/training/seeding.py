@@ -14,7 +14,15 @@ from notebook_accel.training.collectives import broadcast, num_ranks, this_rank
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+__all__ = ["new_generator", "set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+
+
+def new_generator(seed: int) -> torch.Generator:
+    """A generator for what torch draws without being told a device, such as the order of samples.
+
+    It lies where torch makes tensors (``torch.set_default_device``): torch takes no other there.
+    """
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:

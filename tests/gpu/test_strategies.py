@@ -95,6 +95,27 @@ def test_the_next_batch_is_copied_while_the_loop_computes() -> None:
     assert ahead < 0.8 * plain
 
 
+def _read_by_default_on_the_gpu(save_dir: str) -> tuple[list[float], str]:
+    import torch
+
+    torch.set_default_device("cuda")
+    accelerator = Accelerator()
+    data = torch.utils.data.TensorDataset(torch.arange(6.0, device="cpu"))
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+    loader, _ = accelerator.prepare(loader, torch.nn.Linear(2, 2))
+    batches = [batch for (batch,) in loader]
+    accelerator.save_state(save_dir, async_save=True)
+    accelerator.end_training()
+    return sorted(torch.cat(batches).tolist()), str(batches[0].device)
+
+
+def test_loaders_and_checkpoints_with_the_gpu_as_torchs_default(tmp_path: Path) -> None:
+    (result,) = notebook_launcher(
+        _read_by_default_on_the_gpu, (str(tmp_path / "s"),), num_processes=1, view="none"
+    )
+    assert result == ([0, 1, 2, 3, 4, 5], "cuda:0")
+
+
 def test_a_model_over_gpu_host_and_disk_computes_as_on_the_host(tmp_path: Path) -> None:
     import torch
 

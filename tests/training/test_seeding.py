@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from notebook_accel.training.checkpoint.staging import HostCopies
 from notebook_accel.training.collectives import this_rank
+from notebook_accel.training.data.dispatch import _lay_out, _Slot
+from notebook_accel.training.rescue import TensorPiece, _put_together
 from notebook_accel.training.seeding import (
+    new_generator,
     set_seed,
     synchronize_rng_state,
     synchronize_rng_states,
@@ -75,3 +80,34 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
         synchronize_rng_state("generator")
     with pytest.raises(ValueError, match="rng_type='dice': expected 'torch'"):
         synchronize_rng_state("dice")
+
+
+def test_a_generator_lies_where_torch_makes_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.set_default_device("cuda") is no error of a loader: torch takes no other generator."""
+    made: list[Any] = []
+    plain = torch.Generator
+
+    def make(device: torch.device) -> torch.Generator:
+        made.append(device)
+        return plain()
+
+    monkeypatch.setattr(torch, "Generator", make)
+    with torch.device("cuda:0"):
+        new_generator(3)
+    assert new_generator(3).initial_seed() == 3
+    assert made == [torch.device("cuda:0"), torch.device("cpu")]
+
+
+def test_what_lies_on_the_host_does_so_wherever_torch_makes_tensors() -> None:
+    """A device without memory stands for the one that a person has made torch's default."""
+    values, piece = torch.arange(3.0), TensorPiece(torch.ones(2), (1,), (3,))
+    shared = values.clone().share_memory_()
+    slot = (_Slot(0, 12, (3,), torch.float32), values)
+    with torch.device("meta"):
+        copied = HostCopies().begin().copy([shared])[0]
+        first = replace(piece, values=values[1:2], offset=(0,))
+        joined = _put_together([piece, first])
+        buffer = _lay_out([slot], 12)
+    assert copied.tolist() == [0, 1, 2]
+    assert joined.tolist() == [1, 1, 1]
+    assert buffer.view(torch.float32).tolist() == [0, 1, 2]

@@ -102,7 +102,7 @@ def _read_whole(folder: Path) -> dict[str, torch.Tensor]:
     metadata = read_index(folder)
     stored = metadata.state_dict_metadata
     state = {
-        key: torch.empty(one.size, dtype=one.properties.dtype)
+        key: torch.empty(one.size, dtype=one.properties.dtype, device="cpu")
         for key, one in stored.items()
         if isinstance(one, TensorStorageMetadata)
     }

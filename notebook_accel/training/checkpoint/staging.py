@@ -61,7 +61,7 @@ class Staging:
         if value.device.type == "cpu" and not is_shared:
             return value
         value = value.detach()
-        copy = torch.empty(0, dtype=value.dtype)
+        copy = torch.empty(0, dtype=value.dtype, device="cpu")
         copy.set_(self._storage(value), value.storage_offset(), value.shape, value.stride())
         return copy
 
@@ -78,6 +78,6 @@ class Staging:
         if index < len(self._buffers) and self._buffers[index].nbytes() == size:
             return self._buffers[index]
         pinned = torch.accelerator.is_available()
-        made = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
-        self._buffers[index : index + 1] = [made]
-        return made
+        made = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self._buffers[index : index + 1] = [made.untyped_storage()]
+        return self._buffers[index]

@@ -55,6 +55,7 @@ from notebook_accel.training.data.streams import (
     StatefulDatasetShard,
 )
 from notebook_accel.training.notices import notice_once
+from notebook_accel.training.seeding import new_generator
 from notebook_accel.training.settings import as_steps
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def _private_generator(data_seed: int | None, ordinal: int) -> torch.Generator:
         state = torch.get_rng_state().numpy().tobytes()
         digest = hashlib.blake2b(state, digest_size=8, key=b"%d" % ordinal).digest()
         data_seed = int.from_bytes(digest, "little") >> 1
-    return torch.Generator().manual_seed(data_seed)
+    return new_generator(data_seed)
 
 
 def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.Generator | None:

@@ -287,7 +287,7 @@ def _empty_slots(
 
 def _lay_out(held: list[tuple[_Slot, torch.Tensor]], num_bytes: int) -> torch.Tensor:
     """A buffer with each tensor in its slot; as long for every rank, as a scatter needs it."""
-    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     for slot, tensor in held:
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         buffer[slot.start : slot.stop] = as_bytes(plain)

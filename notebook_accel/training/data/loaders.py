@@ -42,7 +42,7 @@ from notebook_accel.training.data.streams import IterableDatasetShard, LastRound
 from notebook_accel.training.data.transfer import Transfer, make_transfer
 from notebook_accel.training.data_group import DataGroup
 from notebook_accel.training.nested import find_batch_size
-from notebook_accel.training.seeding import synchronize_rng_state
+from notebook_accel.training.seeding import new_generator, synchronize_rng_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,7 +85,7 @@ class PreparedLoader(ResumableLoader):
         if arguments.get("generator") is None:
             # Drawn, so that loaders made one after the other have orders of their own.
             seed = int(torch.empty((), dtype=torch.int64).random_())
-            arguments["generator"] = torch.Generator().manual_seed(seed)
+            arguments["generator"] = new_generator(seed)
         super().__init__(dataset, **arguments)
         data_group = DataGroup.of_all_ranks(num_ranks(), this_rank())
         if torch_device_mesh is not None:
@@ -184,7 +184,7 @@ class PreparedLoader(ResumableLoader):
             return super()._get_iterator()
         own = self.generator
         seed = self._draw_seed() + self._options.process_index * _SEED_STEP
-        self.generator = torch.Generator().manual_seed(seed % 2**64)
+        self.generator = new_generator(seed % 2**64)
         try:
             return super()._get_iterator()
         finally:

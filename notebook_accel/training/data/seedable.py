@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import RandomSampler
 
 from notebook_accel.training.collectives import broadcast_object_list
+from notebook_accel.training.seeding import new_generator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +55,7 @@ class SeedableRandomSampler(RandomSampler):
         # A generator made anew each time: an order that was begun and left is the same again.
         epoch = self.epoch
         seed = (self.initial_seed + epoch) % 2**64  # torch takes no larger one
-        seeded = torch.Generator().manual_seed(seed)
+        seeded = new_generator(seed)
         order = RandomSampler(
             self.data_source, self.replacement, self._num_samples, generator=seeded
         )
