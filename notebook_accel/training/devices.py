@@ -175,12 +175,13 @@ def inventory() -> Inventory:
     properties = getattr(module, "get_device_properties", lambda _: None)
     indices = range(torch.accelerator.device_count())
     names = tuple(str(name(index)) for index in indices)
+    needed: Callable[[Sequence[str]], dict[str, str]] = _NEEDED.get(kind, lambda _: {})
     return Inventory(
         kind=kind,
         names=names,
         memory=tuple(int(getattr(properties(index), "total_memory", 0)) for index in indices),
         versions={"torch": str(torch.__version__), **_VERSIONS.get(kind, dict)()},
-        environment=_NEEDED.get(kind, lambda _: {})(names),
+        environment=needed(names),
     )
 
 

@@ -9,10 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from notebook_accel.training.accelerator import Accelerator
 from notebook_accel.training.checkpoint.staging import HostCopies
 from notebook_accel.training.collectives import this_rank
+from notebook_accel.training.data import DataLoaderShard
+from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.dispatch import _lay_out, _Slot
+from notebook_accel.training.data.seedable import SeedableRandomSampler
 from notebook_accel.training.rescue import TensorPiece, _put_together
 from notebook_accel.training.seeding import (
     new_generator,
@@ -87,15 +92,22 @@ def test_a_generator_lies_where_torch_makes_tensors(monkeypatch: pytest.MonkeyPa
     made: list[Any] = []
     plain = torch.Generator
 
-    def make(device: torch.device) -> torch.Generator:
-        made.append(device)
-        return plain()
+    class Made:
+        def __new__(cls, device: torch.device) -> torch.Generator:  # type: ignore[misc]
+            made.append(device)
+            return plain()
 
-    monkeypatch.setattr(torch, "Generator", make)
-    with torch.device("cuda:0"):
-        new_generator(3)
+    monkeypatch.setattr(torch, "Generator", Made)
     assert new_generator(3).initial_seed() == 3
-    assert made == [torch.device("cuda:0"), torch.device("cpu")]
+    assert made == [torch.device("cpu")]
+    made.clear()
+    monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("cuda:0"))
+    assert len(list(DataLoaderShard([0, 1]))) == 2
+    assert sorted(SeedableRandomSampler(range(3))) == [0, 1, 2]
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(data_seed=4))
+    assert len(list(accelerator.prepare(DataLoader(range(3), shuffle=True)))) == 3
+    assert len(made) > 3
+    assert set(made) == {torch.device("cuda:0")}
 
 
 def test_what_lies_on_the_host_does_so_wherever_torch_makes_tensors() -> None:
