@@ -22,6 +22,8 @@ import weakref
 from inspect import isawaitable
 from typing import Any
 
+from notebook_accel.launch.system.interrupts import Latch
+
 __all__ = ["BlockedShell", "blocked_shell_of"]
 
 _QUESTIONS = {"kernel_info_request", "comm_info_request"}
@@ -40,8 +42,9 @@ class BlockedShell:
         self._thread = kernel.shell_channel_thread
         self._lock = threading.Lock()
         self._waiting: set[object] = set()
-        # Set once messages come here.
-        self._is_receiving = threading.Event()
+        # Set once messages come here. No event: an interrupt of the person in its wait could leave
+        # it locked for the thread that sets it.
+        self._is_receiving = Latch()
         # Held while the other thread reads the main shell's queue; the main thread, whose socket
         # that is, lets it do so.
         self._queue_lock = threading.Lock()
@@ -70,7 +73,7 @@ class BlockedShell:
             self._cell = self._kernel.get_parent("shell")
             self._may_read_queue = self._may_read_queue or is_main
             if not self._waiting:
-                self._is_receiving = threading.Event()
+                self._is_receiving = Latch()
                 self._thread.io_loop.add_callback(self._take_over, self._is_receiving)
             self._waiting.add(waiting)
             is_receiving = self._is_receiving
@@ -96,7 +99,7 @@ class BlockedShell:
                     copy=False,
                 )
 
-    def _take_over(self, is_receiving: threading.Event) -> None:
+    def _take_over(self, is_receiving: Latch) -> None:
         try:
             self._kernel.shell_stream.on_recv(self._receive, copy=False)
             with self._queue_lock:
