@@ -127,6 +127,8 @@ bench: $(READY)
 	  echo; echo "== benchmarks/$$script.py $(ARGS)"; \
 	  $(BIN)/python benchmarks/$$script.py $(ARGS) || exit 1; \
 	done
+	@echo; echo '== benchmarks/strategies.py --scaling $(ARGS)'
+	@$(BIN)/python benchmarks/strategies.py --scaling $(ARGS)
 
 demo: $(READY)
 	$(BIN)/python notebooks/execute.py notebooks/01_quickstart.ipynb --out build/demo
