@@ -46,6 +46,9 @@ __all__ = ["Session", "check_ranks", "launch"]
 
 # SIGKILL takes milliseconds; a rank in the middle of a large write to a disk or device, longer.
 _KILL_SECONDS = 10.0
+# Calls of a session after which old runs are removed: at each call it would take as long as a short
+# cell, and a kernel may have one session for days.
+_CALLS_BETWEEN_REMOVALS = 25
 # Characters of a run's name: it stands in one line with its state and time.
 _MAX_NAME = 60
 
@@ -226,6 +229,8 @@ class Session:
                     if new.run._has_begun:
                         self.newest_call = new.run._without_results()
                 self._registry = packed.registry
+                if new.run._conductor.number % _CALLS_BETWEEN_REMOVALS == 0:
+                    new.folder.remove_old()
             return new.run
 
         return _begin_and_wait(begin, block=block)

@@ -19,9 +19,10 @@ import pytest
 
 from notebook_accel import LaunchError, RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launch import wire
+from notebook_accel.launch import launcher, wire
 from notebook_accel.launch.control import pool
 from notebook_accel.launch.control.pool import RankPool
+from notebook_accel.launch.control.run_folder import RunFolder, run_folders
 from notebook_accel.launch.launcher import Session, launch
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.template import handle
@@ -864,7 +865,9 @@ class EngineContract:
         session.close()
         assert session.status == "ended"
 
-    def test_two_calls_in_the_same_ranks(self, session: Session) -> None:
+    def test_two_calls_in_the_same_ranks(
+        self, session: Session, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def first(start: int) -> tuple[int, int]:
             import __main__
             from notebook_accel import Accelerator
@@ -885,8 +888,14 @@ class EngineContract:
             ranks = accelerator.gather(torch.tensor([accelerator.process_index]))
             return os.getpid(), __main__.kept, ranks.tolist()  # type: ignore[attr-defined]
 
+        # Old runs go now and then: a kernel may never begin another session.
+        monkeypatch.setattr(launcher, "_CALLS_BETWEEN_REMOVALS", 2)
+        for _ in range(60):
+            RunFolder.make(remove_old=False)
         one = session.call(first, (7,), view=View())
+        before = len(run_folders())
         two = session.call(second, view=View())
+        assert len(run_folders()) < before
         assert [size for _, size in one] == [2, 2]
         assert [kept for _, kept, _ in two] == [[7], [7]]
         assert [ranks for _, _, ranks in two] == [[0, 1], [0, 1]]
