@@ -166,10 +166,12 @@ class _OtherKernels(Conductor):
 
 def _read_run(folder: RunFolder, view: Callable[[], RunView]) -> Run | None:
     """The run in a folder that another process made; None where its state cannot be read."""
+    # In this order: a kernel that ends between the two has saved the run's end before.
+    is_held = folder.is_held
     state = folder.load()
     if state is None:
         return None
-    if not state.has_ended and not folder.is_held:
+    if not state.has_ended and not is_held:
         state = replace(
             state,
             status="failed",
