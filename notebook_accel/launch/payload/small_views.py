@@ -95,14 +95,18 @@ class StorageParts(StoragePolicy):
         storage = _storage_of(reduced)
         if storage is None:
             return reduced
-        start, _ = _shown(tensor)
+        start, end = _shown(tensor)
         key = _key(storage)
-        first, end = next(part for part in reversed(self._ranges[key]) if part[0] <= start)
-        if (first, end) == (0, storage.nbytes()):
+        ranges = self._ranges.get(key, [])
+        part = next((part for part in ranges if part[0] <= start and end <= part[1]), None)
+        # A tensor that was made for this pickle alone (by a __getstate__, for example) had other
+        # memory when the parts were noted: it is in none of them, and is sent whole.
+        if part is None or part == (0, storage.nbytes()):
             return reduced
+        first, last = part
         # One object for all tensors in this part; it shares the storage's memory.
-        part = self._parts.setdefault((*key, first), storage[first:end])
-        return _with_storage(reduced, part, (start - first) // tensor.element_size())
+        own = self._parts.setdefault((*key, first), storage[first:last])
+        return _with_storage(reduced, own, (start - first) // tensor.element_size())
 
 
 def _key(storage: Any) -> tuple[Any, ...]:

@@ -104,6 +104,22 @@ def test_parameters_and_classes_of_tensors_keep_what_they_are() -> None:
     assert shares(parameter, marked)
 
 
+def test_a_tensor_that_is_made_as_it_is_pickled_is_no_part_of_anything() -> None:
+    class Made:
+        """Each time it is pickled it makes a tensor, in other memory than the time before."""
+
+        num_times = 0
+        state: torch.Tensor
+
+        def __getstate__(self) -> dict[str, torch.Tensor]:
+            Made.num_times += 1
+            return {"state": torch.arange(10 + Made.num_times)[:5]}
+
+    (part, made), num_bytes = there_and_back([torch.zeros(BIG)[:3], Made()])
+    assert (part.tolist(), made.state.tolist()) == ([0.0] * 3, [0, 1, 2, 3, 4])
+    assert num_bytes < 5_000
+
+
 def test_a_slice_goes_alone_to_the_ranks_too() -> None:
     big = torch.arange(BIG)
     part = big[1000:1003]
