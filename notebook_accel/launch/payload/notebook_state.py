@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import random
@@ -201,8 +202,13 @@ def _numpy_state() -> tuple[str, bytes, int, int, float]:
     generator: Any = getattr(sys.modules.get("numpy"), "random", None)
     if generator is None or not hasattr(generator, "get_state"):
         return "", secrets.token_bytes(4), 0, 0, 0.0
-    kind, keys, position, has_gauss, gauss = generator.get_state()
-    return str(kind), keys.tobytes(), int(position), int(has_gauss), float(gauss)
+    state = generator.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        # The notebook has put another one in its place (numpy.random.set_bit_generator), whose
+        # state a rank's own cannot take: it gives the seed.
+        return "", hashlib.blake2b(repr(state).encode(), digest_size=4).digest(), 0, 0, 0.0
+    keys, position = state["state"]["key"].tobytes(), int(state["state"]["pos"])
+    return "MT19937", keys, position, int(state["has_gauss"]), float(state["gauss"])
 
 
 def _torch_flags(torch: Any) -> dict[str, bool | str]:

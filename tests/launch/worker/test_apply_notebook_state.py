@@ -245,3 +245,22 @@ def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch: pytest.MonkeyPatch)
     state = capture()
     apply_generators(state)
     assert seeded == [state.torch_seed], "devices start from it"
+
+
+def test_a_generator_of_another_kind_gives_the_ranks_a_seed() -> None:
+    import numpy as np
+
+    from notebook_accel.launch.payload.notebook_state import capture
+
+    own = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        first, second = capture().numpy, capture().numpy
+        np.random.rand()
+        later = capture().numpy
+    finally:
+        np.random.set_bit_generator(own)
+    assert first == second
+    assert (first[0], len(first[1])) == ("", 4)
+    assert later != first, "the next launch draws other numbers, as the notebook does"
+    assert capture().numpy[0] == "MT19937"
