@@ -28,6 +28,8 @@ __all__ = ["LocalEngine", "fork_agent"]
 # The template reaps an agent at once, but on a machine with ten times as many processes as cores it
 # may get its turn a second later.
 _EXIT_SECONDS = 3.0
+# SIGKILL takes milliseconds, and longer on a machine with more work than processors.
+_KILLED_SECONDS = 1.0
 _ASK_FOR_MORE = (
     "no accelerator is visible: 1 rank on the CPU; num_processes=2 would train on two ranks "
     "(%%accelerate -n 2 in a cell)"
@@ -133,6 +135,8 @@ def _end(source: Template, pid: int, run: str) -> None:
     # Of one that has ended, the number may be that of another process by now.
     if source.exit_of(pid, timeout=0.0) is None:
         processes.kill_tree([pid])
+        # While it lives, its session cannot be told from that of a later process of its number.
+        processes.await_exit(pid, _KILLED_SECONDS)
     killed = processes.kill_leftovers(session=pid, variable=("NOTEBOOK_ACCEL_RUN", run))
     scratch.remove(run, used_by=killed)
 

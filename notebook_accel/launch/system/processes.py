@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "acting_on_exit",
     "adopt_orphans",
+    "await_exit",
     "describe_exit",
     "die_with_parent",
     "has_children",
@@ -74,6 +75,16 @@ def adopt_orphans() -> None:
 def watch_exit(pid: int) -> int:
     """A descriptor that becomes readable when the process ends."""
     return os.pidfd_open(pid)
+
+
+def await_exit(pid: int, seconds: float) -> None:
+    """Wait until the process has ended, or the time is over."""
+    with contextlib.suppress(OSError):  # it was reaped, or no descriptor is left to watch it by
+        exit_fd = watch_exit(pid)
+        try:
+            is_readable(exit_fd, seconds)
+        finally:
+            os.close(exit_fd)
 
 
 @contextlib.contextmanager

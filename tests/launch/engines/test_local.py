@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -18,6 +21,7 @@ from notebook_accel.launch.control.environment import ON_CPU, WITHOUT_DEVICES
 from notebook_accel.launch.engines import local
 from notebook_accel.launch.engines.base import RankPlan, StartRequest
 from notebook_accel.launch.engines.local import LocalEngine, fork_agent
+from notebook_accel.launch.system import processes
 from notebook_accel.launch.template.handle import template
 from notebook_accel.launch.view import View
 from tests.descriptors import open_descriptors
@@ -198,3 +202,26 @@ def test_the_number_of_an_agent_that_has_ended_may_be_another_s() -> None:
             assert not gone([other.pid])
         finally:
             other.kill()
+
+
+def test_what_began_in_the_session_of_an_agent_is_ended_also_where_that_dies_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lives: Any = SimpleNamespace(exit_of=lambda pid, timeout: None)
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 600 & echo $!; exec sleep 600"],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as agent:
+        assert agent.stdout is not None
+        orphan = int(agent.stdout.readline())
+        late = threading.Timer(0.1, agent.kill)
+        monkeypatch.setattr(processes, "kill_tree", lambda _: late.start())
+        monkeypatch.setattr(local, "_KILLED_SECONDS", SECONDS)
+        try:
+            local._end(lives, agent.pid, uuid4().hex)
+            eventually(lambda: gone([orphan]), within=SECONDS, what="the orphan is gone")
+        finally:
+            late.join()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(orphan, signal.SIGKILL)
