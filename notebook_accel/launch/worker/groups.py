@@ -140,15 +140,24 @@ def disconnect() -> None:
     """Shut this rank's connections to the other ranks, and to their store, down.
 
     Whoever waits on one of them gets an error, in this process and in the others. Connections
-    of the user's own to other programs stay. Groups of NCCL are aborted.
+    of the user's own to other programs stay. Groups of NCCL are aborted. Where the user's code has
+    left no descriptor to look at the connections by, all stay: the rank lives on, and whoever waits
+    for it is interrupted.
     """
-    reserved = rank.current().store_port
-    store_ports = {int(os.environ.get("MASTER_PORT", "0")), reserved.port if reserved else 0}
-    _disconnect_groups(store_ports)
+    reserved, port = rank.current().store_port, os.environ.get("MASTER_PORT", "")
+    # The user's code may have made anything of the variable.
+    store_ports = {int(port) if port.isdecimal() else 0, reserved.port if reserved else 0}
+    with contextlib.suppress(OSError, psutil.Error):
+        _disconnect_groups(store_ports)
     if not _abort_groups():
         # By NCCL's own connections, which it makes later, it waits for the others.
         return
-    # What a group opened later, or code of the user's between the ranks of this agent.
+    with contextlib.suppress(OSError, psutil.Error):
+        _disconnect_others(store_ports)
+
+
+def _disconnect_others(store_ports: set[int]) -> None:
+    """Shut down what a group opened later, or code of the user's between ranks of this agent."""
     peers = {address for pid in _other_ranks() for address in _local_addresses(pid)}
     for connection in _tcp_connections(psutil.Process()):
         if not connection.raddr or connection.laddr.port in store_ports:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 import time
@@ -88,3 +89,17 @@ def test_a_group_of_nccl_that_is_not_through_keeps_no_rank() -> None:
         return time.monotonic() - began < 30
 
     assert in_a_process(act)
+
+
+def test_a_function_that_left_no_descriptor_and_no_port_ends_no_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "any")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unused = os.dup(0)
+    os.close(unused)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (unused, hard))
+    try:
+        groups.disconnect()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
