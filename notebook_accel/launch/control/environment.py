@@ -9,6 +9,7 @@ machine stay on its loopback.
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import TYPE_CHECKING
 
@@ -102,7 +103,8 @@ def _among_visible(devices: Sequence[int]) -> str:
     given = os.environ.get(_VISIBLE)
     if given is None:
         return ",".join(map(str, devices))
-    visible = [name for name in given.split(",") if name]
+    # CUDA reads no further than to the first that is none: "-1" hides all behind it.
+    visible = [*itertools.takewhile(lambda name: name.strip() not in ("", "-1"), given.split(","))]
     if not visible:
         raise ConfigError(
             f"devices={list(devices)}, but {_VISIBLE}={given!r} hides all accelerators from the "
@@ -119,8 +121,9 @@ def _among_visible(devices: Sequence[int]) -> str:
 
 def num_threads_of(environment: Mapping[str, str], world_size: int) -> int:
     """Threads of a rank: what the person set as OMP_NUM_THREADS, or an equal share of the cores."""
-    given = environment.get("OMP_NUM_THREADS", "")
-    if given.isdigit() and int(given):
+    # OpenMP takes a number for each level of nested regions; a rank's is the outermost.
+    given = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if given.isdecimal() and int(given):
         return int(given)
     return max(1, num_cores() // world_size)
 

@@ -57,15 +57,21 @@ def test_the_cpu_is_named_for_code_that_asks_accelerate() -> None:
     assert rank_environment(mine)["ACCELERATE_USE_CPU"] == "mine"
 
 
-def test_a_device_that_the_notebook_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+@pytest.mark.parametrize("visible", ["5,7", "5,7,-1,9"])
+def test_a_device_that_the_notebook_does_not_see(
+    visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(ConfigError, match=r"devices=\[2\].*0 to 1: choose among these"):
         rank_environment(LaunchConfig(devices=[2]))
 
 
-def test_devices_that_are_all_hidden_from_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ConfigError, match=r"devices=\[0\].*'' hides all.*devices='cpu'"):
+@pytest.mark.parametrize("visible", ["", "-1", " -1,0"])
+def test_devices_that_are_all_hidden_from_the_notebook(
+    visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ConfigError, match=rf"devices=\[0\].*'{visible}' hides all.*devices='cpu'"):
         rank_environment(LaunchConfig(devices=[0]))
 
 
@@ -74,4 +80,6 @@ def test_threads_are_shared_among_the_ranks() -> None:
     assert num_threads_of({}, 1) == cores
     assert num_threads_of({}, 10 * cores) == 1
     assert num_threads_of({"OMP_NUM_THREADS": "3"}, 10) == 3
-    assert num_threads_of({"OMP_NUM_THREADS": "all"}, 1) == cores
+    assert num_threads_of({"OMP_NUM_THREADS": "3,2"}, 10) == 3, "the outermost of nested regions"
+    for no_number in ("all", "²", ",2"):
+        assert num_threads_of({"OMP_NUM_THREADS": no_number}, 1) == cores
