@@ -287,8 +287,9 @@ class Run:
                 if num_passed_on < sum(one.count for one in presses):
                     num_passed_on += 1
                     self._conductor.press(num_passed_on)
-                if deadline is not None and time.monotonic() >= deadline:
-                    return ended.is_set()
+                # Where it has ended just now, the end is still to be printed.
+                if deadline is not None and time.monotonic() >= deadline and not ended.is_set():
+                    return False
         finally:
             self._view.stop_waiting()
         self._view.print_end()

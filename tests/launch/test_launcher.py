@@ -350,13 +350,33 @@ def test_a_function_that_reads_is_not_interrupted_in_a_long_step() -> None:
     assert run.status == "stopped"
 
 
+class EndsWhilePolled(View):
+    """Has the run end, once ``go`` is set, at the last moment of a wait."""
+
+    run: Run
+    go: Path | None = None
+    has_printed_end = False
+
+    def open(self, run: Run) -> None:
+        self.run = run
+
+    def poll(self) -> None:
+        if self.go is not None:
+            self.go.touch()
+            self.run._conductor.ended.wait(SOON)
+
+    def print_end(self) -> None:
+        self.has_printed_end = True
+
+
 def test_times_that_are_none_end_no_run(tmp_path: Path) -> None:
     def train(folder: str) -> int:
         while not os.path.exists(f"{folder}/go"):
             time.sleep(0.01)
         return 1
 
-    run = on_cpu(train, str(tmp_path), n=1, block=False)
+    view = EndsWhilePolled()
+    run = on_cpu(train, str(tmp_path), n=1, view=view, block=False)
     for value in ("3", -1, float("nan"), True, [1]):
         with pytest.raises(ConfigError, match="seconds"):
             run.wait(value)  # type: ignore[arg-type]
@@ -364,8 +384,11 @@ def test_times_that_are_none_end_no_run(tmp_path: Path) -> None:
             run.stop(value)  # type: ignore[arg-type]
     with pytest.raises(TimeoutError):
         run.wait(0)
-    (tmp_path / "go").touch()
-    assert run.wait(SOON).results == [1]
+    assert not view.has_printed_end
+    view.go = tmp_path / "go"
+    run.wait(0)
+    assert view.has_printed_end, "it had ended as the time was over"
+    assert run.results == [1]
 
 
 def test_the_grace_of_a_stop_is_kept() -> None:
