@@ -40,7 +40,7 @@ _GIB = 1024**3
 _SMALL_SHARED_MEMORY = _GIB // 4
 # One rank with torch takes about 0.25 GB before it has a model.
 _LITTLE_MEMORY = _GIB
-# Where runs are kept 2 GB of old ones may be; this much is for the logs of the next.
+# The next run's logs need room beside the old runs, of which 2 GB are kept.
 _LITTLE_DISK = _GIB
 # A rank has some ten threads, each of which counts, and a loader's worker is a process more.
 _FEW_PROCESSES = 200

@@ -119,7 +119,7 @@ class Session:
     Attributes:
         newest_call: the run of the call that was sent last, :meth:`ask` included, whoever waits
             for it; without results. None before the first.
-        notices: lines for the person about which ranks there are.
+        notices: lines for the person about the choice of ranks (``RankPlan.notices``).
     """
 
     def __init__(
@@ -393,7 +393,8 @@ def _begin_and_wait(begin: Callable[[], Run], *, block: bool) -> Run:
     """Begin a run, and wait for its end with ``block``; gives its handle.
 
     An interrupt that comes while the run begins goes to its ranks, as one that comes while the
-    cell waits, and is raised once they have ended. Where there is no run, nothing is left of it.
+    cell waits, and is raised once they have ended. One that comes before the run has begun leaves
+    nothing of it.
     """
     run: Run | None = None
     try:
@@ -437,7 +438,8 @@ def _new_run(
 ) -> Iterator[NewRun]:
     """A run with its folder, for a block that begins it; where the block fails, nothing is left.
 
-    Interrupts are held meanwhile, inside of the block too, until an engine lets them through.
+    The caller holds interrupts meanwhile (:func:`_begin_and_wait`), until an engine lets them
+    through.
 
     Args:
         request: what is called.

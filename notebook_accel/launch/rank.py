@@ -75,7 +75,8 @@ class KeptError:
 
     Attributes:
         error: what a call raised.
-        debugger: looks into it, once somebody has asked; it stands where they have moved it.
+        debugger: the one that looks into it, kept between questions so that it stays in the frame
+            to which the person moved; None until somebody asks.
     """
 
     error: BaseException

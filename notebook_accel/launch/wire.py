@@ -136,7 +136,8 @@ class Metric(Message, frozen=True, kw_only=True):
 class Bar(Message, frozen=True, kw_only=True):
     """The state of one progress bar. ``rate`` in items/s, ``elapsed`` in seconds.
 
-    ``postfix`` is what the bar shows after its numbers ("loss=0.31").
+    ``bar`` numbers the bars of the rank; ``postfix`` is what the bar shows after its numbers
+    ("loss=0.31").
     """
 
     bar: int
@@ -275,7 +276,7 @@ class Output(Message, frozen=True, kw_only=True):
 
 
 class Sample(Message, frozen=True, kw_only=True):
-    """What a rank's counters say now.
+    """What a rank's counters say now; ``RankState`` (control/state.py) says what each field means.
 
     Memory in bytes, ``cpu`` and ``device_use`` in percent of a core and of the device's time.
     """
@@ -493,11 +494,12 @@ class Devices(Message, frozen=True, kw_only=True):
 
 
 class StreamOpened(Message, frozen=True, kw_only=True):
-    """The bytes of a file begin to come, which the next message has as a descriptor.
+    """The bytes of a file will come: of a segment that a later message takes as its descriptor, or
+    of a file that grows, to which no message belongs.
 
     Attributes:
         stream: its number among the streams of the sender.
-        size: in bytes; None for a file that grows, which is no descriptor of a message.
+        size: of the segment, in bytes; None for a file that grows.
     """
 
     stream: int
