@@ -25,7 +25,7 @@ class AgentEnd:
     """How an agent's process ended.
 
     Attributes:
-        how: the rest of a sentence about it.
+        how: the rest of a sentence about it, such as "(pid 7) was killed by SIGKILL".
         traceback: of the exception that ended it; "" where there was none.
     """
 

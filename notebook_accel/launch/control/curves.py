@@ -92,7 +92,7 @@ class Curve:
     def points(self) -> list[Point]:
         """The points (step, value) in the order of their steps."""
         # Another thread may be adding: a point that it has half done is left out, and one drawing
-        # may have wrong points while it halves. An interrupt could leave a lock locked.
+        # may have wrong points while it halves. No lock: an interrupt could leave it locked.
         low = zip(self._low_x, self._low_y, strict=False)
         high = zip(self._high_x, self._high_y, strict=False)
         pairs = zip(low, high, strict=False)

@@ -29,8 +29,8 @@ ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 WITHOUT_DEVICES = {_VISIBLE: ""}
 _DEFAULTS = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-# What a kernel leaves in its environment that would mislead a rank: names and beginnings. What
-# torchelastic sets is named exactly: ROLE_ARN or GROUP_ID are somebody's own.
+# What a kernel leaves in its environment that would mislead a rank: the beginnings of names, and
+# whole names. What torchelastic sets is named exactly: ROLE_ARN or GROUP_ID are somebody's own.
 _KERNELS_OWN = ("JPY_", "PYDEVD_")
 _KERNELS_OWN_NAMES = (
     "MPLBACKEND",

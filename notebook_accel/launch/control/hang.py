@@ -34,8 +34,8 @@ _COLLECTIVES = frozenset(
 )
 _TORCH_DISTRIBUTED = re.compile(r"[/\\]torch[/\\](distributed|nn[/\\]parallel)[/\\]")
 _OUR_TRAINING = re.compile(r"[/\\]notebook_accel[/\\]training[/\\]")
-# Files of this package, and of libraries too: the line that a person has to change is in none.
 _OURS = re.compile(r"[/\\]notebook_accel[/\\](training|launch|notebook)[/\\]")
+# Files of libraries, ours included: the line that a person has to change is in none of them.
 _LIBRARY = re.compile(
     rf"[/\\](site-packages|dist-packages|lib[/\\]python3\.\d+)[/\\]|{_OURS.pattern}|^<frozen "
 )

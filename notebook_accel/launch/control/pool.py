@@ -51,7 +51,7 @@ __all__ = ["RankPool"]
 _TICK_SECONDS = 0.1
 # Between calls there is nothing to draw, and messages wake the thread.
 _IDLE_SECONDS = 1.0
-_METRICS_SECONDS = 0.005  # metrics gather so long: of a thousand a second each would wake it
+_METRICS_SECONDS = 0.005  # a pause after metrics alone: each of a thousand a second would wake it
 # The agent itself gives a rank three seconds to write its stacks.
 _STACKS_SECONDS = 5.0
 # Between two looks at whether the stacks have come.
@@ -270,7 +270,8 @@ class RankPool:
         """SIGKILL the ranks in the call of this number, which is stopped; with 0, all of them."""
         with held(), self._lock:
             if call == 0:
-                # The call ends with the processes: one that ends before has the kill forgotten.
+                # So that the thread ends the call only with the processes: an end of the call
+                # before theirs would forget the kill (`_end_call`).
                 self._is_shutting_down = True
                 if self._call is not None:
                     self._call.note_stop()
@@ -332,8 +333,8 @@ class RankPool:
         try:
             self._take_all(link)
             if link.channel.has_ended:
-                # Above, the good messages were taken. This raises what ended the channel: after
-                # nonsense no byte need ever come that would wake the selector.
+                # Above, the good messages were taken; this raises what ended the channel. It is
+                # not left to the next turn: after nonsense, no byte may ever wake the selector.
                 self._take_all(link)
         except EOFError as error:
             end = link.how_it_ended() or AgentEnd(f"was lost ({error})")
