@@ -15,8 +15,8 @@ survive, and are ready for the next call; TERMINATE and KILL end them.
 When a rank fails, the others first have a settle window: where all make the same mistake, each is
 to be heard, and a rank that was slower must not pass for a victim of the first. The window is over
 once every rank has had ``SETTLE_SECONDS`` in which it did not wait for a processor
-(``RankProcess.has_settled``, by system/own_time.py): on a machine
-with fewer processors than ranks, a window by the clock alone ended ranks that had not run at all.
+(``RankProcess.has_settled``, by system/own_time.py): on a machine with fewer processors than ranks,
+a window by the clock alone ended ranks that had not run at all.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Ending:
 
     Attributes:
         stage: what was done last.
-        grace: seconds that the person gives between two stages, as each call says.
+        grace: seconds between two stages: those of the call, until a Stop says others.
         is_last: whether the rank processes end after this call anyway, so that nothing in them
             is worth waiting for once one has failed.
         has_failed: whether a rank has failed, which ends the call on the others.

@@ -56,7 +56,7 @@ class Gauges:
     """What one process takes, read once a second.
 
     Attributes:
-        memory: resident, in bytes; None while unknown, as all of them.
+        memory: resident, in bytes; None while unknown, as are the other numbers.
         cpu: percent of a core, since the reading before.
         device_memory: of the device that the process holds, in bytes, as far as NVML tells.
         device_use: percent of its time in which the device computed.

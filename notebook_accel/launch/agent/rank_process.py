@@ -38,8 +38,8 @@ _STACKS_QUIET_SECONDS = 0.1
 _STACKS_SECONDS = 3.0
 # A process that ends closes its connection just before.
 _CLOSED_SECONDS = 1.0
-# A rank packs its result, sets `call_over`, then only writes it. Seconds without a byte after which
-# the result counts as lost.
+# A rank packs its result, sets `call_over`, and only then writes it. Seconds without a byte after
+# which the result counts as lost.
 _LOST_RESULT_SECONDS = 5.0
 
 # What a rank did to its connection, as the rest of a sentence about it.
