@@ -78,7 +78,8 @@ def serve(fd: int, kernel_pid: int) -> None:
     open_files.raise_to_hard_limit()
     with processes.acting_on_exit(kernel, _end_everything):
         secret = sys.stdin.buffer.read(32)
-        # It would look through what is imported again and again, a tenth of the time that takes.
+        # The collector would look through what is imported again and again, which takes a tenth of
+        # the time of the imports.
         gc.disable()
         for name in _PRELOADED:
             import_module(name)
