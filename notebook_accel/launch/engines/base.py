@@ -128,7 +128,8 @@ class RankPlan:
 
     Attributes:
         agents: the ranks of each agent, numbered over all agents; the first one has rank 0.
-        environment: variables of every rank that tell where it runs.
+        environment: variables that the engine gives every rank (``ON_CPU`` of
+            control/environment.py, for example).
         notices: lines for the person.
     """
 
@@ -159,7 +160,7 @@ class RankPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class NewRun:
-    """What the launcher makes for a call before it is sent; :meth:`begin` makes it a run.
+    """What the launcher makes for a call before it is sent; it is a run from :meth:`begin` on.
 
     Attributes:
         run: the handle.
@@ -207,7 +208,7 @@ class Engine(ABC):
 
     @abstractmethod
     def plan_ranks(self, request: StartRequest) -> RankPlan:
-        """How many ranks the launch gets, behind which agents, and what tells them where they run.
+        """How many ranks the launch gets, behind which agents, and the variables that they get.
 
         Raises:
             ConfigError: more are asked for than there can be.
