@@ -10,11 +10,12 @@ __all__ = ["OwnTime"]
 
 
 class OwnTime:
-    """The time that a process has had since this was made: that in which it ran, slept or waited.
+    """The time that a process has had since this was made: that in which it ran, slept or waited
+    for anything but a processor.
 
-    It looks at the process each time it is read. Where it is ready to run at that moment, only the
-    processor time that it used since the look before counts: it may have waited for a processor.
-    Where it sleeps or waits for something else, all of the time since then counts.
+    The clock looks at the process each time it is read. Where the process is ready to run at that
+    moment, only the processor time that it used since the look before counts: it may have waited
+    for a processor. Where it sleeps or waits for something else, all of the time since then counts.
     Linux's own count of the time without a processor (``/proc/PID/schedstat``) does not do: it
     grows only when the process gets one again.
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["remove", "use"]
 
-# Of a run's name: the random ones.
+# Of a run's name, from its end: the microsecond in which it was made, and a random digit.
 _NUM_CHARACTERS = 6
 _SHARED = Path("/dev/shm")
 
