@@ -39,7 +39,7 @@ _FD = struct.Struct("i")
 # message has more than one descriptor today.
 _MAX_FRAME = 1 << 30
 _MAX_FDS = 8
-# Read at once; a socket of the system holds about as much.
+# Bytes that are read at once; a socket of the system holds about as many.
 _CHUNK = 1 << 18
 
 

@@ -52,9 +52,11 @@ if TYPE_CHECKING:
 
 __all__ = ["FramedChannel"]
 
-# Large enough that headers cost nothing, small enough that a stop is not held up: 2 ms at 1 Gbit/s.
+# Bytes of a stream in one frame: so many that headers cost nothing, and so few that a stop is not
+# held up (2 ms at 1 Gbit/s).
 _FRAME_BYTES = 1 << 18
-# What may be under way: a round trip of 60 ms at 1 Gbit/s.
+# Bytes of a stream that may be under way, for which nobody has given credit anew: those of a round
+# trip of 60 ms at 1 Gbit/s.
 _WINDOW_BYTES = 8 << 20
 # A machine that was switched off says nothing: seconds until its connection counts as lost.
 _LOST_MACHINE_SECONDS = 8
@@ -77,7 +79,8 @@ class _SentStream:
 
 @dataclass(kw_only=True)
 class _ComingStream:
-    """A segment that comes; without ``fd`` where nobody has said yet where a file is kept."""
+    """A segment that comes, or a file that grows (``size`` is None then); ``fd`` is where its bytes
+    are written, None until somebody has said where the file is to be kept (``save``)."""
 
     fd: int | None
     size: int | None

@@ -76,5 +76,5 @@ def unpack(packet: wire.Packet, fds: Sequence[int]) -> Packed:
         raise ValueError(f"a packet of {len(packet.sizes)} buffers came with {len(buffers)}")
     if packet.header:
         return Packed(packet.header, buffers)
-    # An empty header says that the first buffer is it: none is empty itself.
+    # No header is empty itself: where it comes empty, the first buffer is the header.
     return Packed(bytes(buffers[0]) if buffers else b"", buffers[1:])

@@ -70,7 +70,7 @@ def seal(buffers: Sequence[memoryview]) -> int:
 
 
 def create(size: int) -> int:
-    """A segment of ``size`` zero bytes that is still to be filled; memory is taken as it is.
+    """A segment of ``size`` zero bytes that is still to be filled, and takes memory only then.
 
     Returns:
         A file descriptor, which the caller closes.
