@@ -28,11 +28,11 @@ __all__ = ["PlainView"]
 
 # A line a rank every ten seconds: of 128 ranks that would be all there is to see.
 _MAX_RANKS_WITH_PROGRESS = 16
-# Of a rank in its line, which is to stay one line of a terminal.
+# Metrics of a rank in the line about its progress, which is to stay one line of a terminal.
 _MAX_METRICS = 8
 # Different stacks of a hang: beyond these, run.stacks() has them all.
 _MAX_STACKS = 8
-# Of a rank that wait for their turn; of more, the newest.
+# Lines of a rank that wait for their turn to be printed; of more, the newest wait.
 _MAX_WAITING = 100
 # Characters of a line; of a longer one the start is shown, and the log has it whole.
 _MAX_WIDTH = 2000

@@ -41,9 +41,9 @@ __all__ = [
 
 COLUMNS = ("rank", "state", "progress", "rate", "memory")
 SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "lost peer": "○", "not asked": "○"}
-# Of more metrics the first ones are named, and the others counted.
+# Metrics that are named in the table; of more the first ones are, and the others counted.
 MAX_NAMED_METRICS = 60
-# As many stand in one line.
+# Metrics that are named where all stand in one line.
 _MAX_IN_LINE = 4
 # Ranks that all have a row of their own; of more, half as many have one, failed ones first.
 _MAX_ROWS = 16
