@@ -102,8 +102,8 @@ def run_call(
     try:
         return _run(message, fds, context, interrupts, is_interrupted, sent_before, setup_error)
     except KeyboardInterrupt as error:
-        # It came while another end of the call was being noted. There is no second one: the
-        # agent sends a single SIGINT a call.
+        # It came while another end of the call was being noted. No other comes after it: the agent
+        # sends a single SIGINT a call.
         interrupts.end_call()
         return _raised(error, context, None)
 

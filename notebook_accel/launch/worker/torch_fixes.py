@@ -27,6 +27,7 @@ __all__ = [
     "watch_new_groups",
 ]
 
+# The name under which torch keeps, with each thread of a backward, the object that is not stashed.
 _KEY = "context"
 
 

@@ -59,7 +59,7 @@ def error_text(error: BaseException) -> str:
 
 
 def shorten(text: str) -> str:
-    """The begin and the end of a long text, with a line that says how much is left out."""
+    """The start and the end of a long text, with a line that says how much is left out."""
     left_out = len(text) - _MAX_CHARACTERS
     if left_out <= 0:
         return text
