@@ -76,9 +76,14 @@ class _CountingHandler:
 def let_through() -> Iterator[None]:
     """Raise interrupts at once again, inside of a block of :func:`held`: user code runs here.
 
+    Outside of the main thread it does nothing: what is held there is the main thread's own.
+
     Raises:
         KeyboardInterrupt: one was held already.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     installed = outer = signal.getsignal(signal.SIGINT)
     num_held = 0
     while isinstance(outer, _CountingHandler):

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from notebook_accel.launch.system.interrupts import Latch, held
+from notebook_accel.launch.system.interrupts import Latch, held, let_through
 
 
 def _press() -> None:
@@ -92,6 +92,26 @@ def test_in_another_thread_nothing_changes() -> None:
     thread.start()
     thread.join()
     assert handlers == [(signal.default_int_handler, 0)]
+
+
+def test_another_thread_lets_nothing_of_the_main_one_through() -> None:
+    """As an inline run in the background, while a cell waits for another run."""
+    done: list[bool] = []
+
+    def work() -> None:
+        with let_through():
+            done.append(True)
+
+    def wait() -> None:
+        with held():
+            _press()
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert done == [True]
 
 
 def test_no_interrupt_of_those_who_wait_keeps_a_latch_shut() -> None:
