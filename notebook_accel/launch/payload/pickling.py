@@ -156,7 +156,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.storage_policy = StoragePolicy()
         self._routes: dict[type, Callable[[Any], Any]] = {}
         self._storages: dict[tuple[Any, ...], Any] = {}
-        self._roots: set[str] = set()
+        # Packages that were looked at, and those of them that go by value while this one pickles.
+        self._settled: set[str] = set()
         self._by_value: list[types.ModuleType] = []
 
     def __enter__(self) -> Any:
@@ -246,9 +247,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _settle_module(self, name: str | None) -> None:
         """Let cloudpickle send a module by value where another process could not import it."""
         root = name.partition(".")[0] if isinstance(name, str) else "__main__"
-        if root == "__main__" or root in self._roots:
+        if root == "__main__" or root in self._settled:
             return
-        self._roots.add(root)
+        self._settled.add(root)
         module = sys.modules.get(root)
         if module is None or _module_is_found(module, root):
             return
