@@ -12,8 +12,9 @@ import io
 import os
 import pickle
 import sys
+import threading
 import types
-from collections import ChainMap
+from collections import ChainMap, Counter
 from contextvars import ContextVar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -47,6 +48,11 @@ _UNWRAP = "__notebook_accel_unwrap__"
 _WRAPPERS = {"torch.nn.parallel.distributed.DistributedDataParallel": "module"}
 
 _objects: ContextVar[Sequence[Any]] = ContextVar("notebook_accel_objects")
+# How many picklers have told cloudpickle to send a package by value: it has one list for all
+# threads, and whoever ends first must not take out what another one still needs. What the user has
+# told it is not counted, and stays.
+_num_by_value: Counter[str] = Counter()
+_by_value_lock = threading.RLock()
 
 
 # ---- what pickles name ---------------------------------------------------------------------
@@ -164,8 +170,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        for module in self._by_value:
-            cloudpickle.unregister_pickle_by_value(module)
+        with _by_value_lock:
+            for module in self._by_value:
+                _num_by_value[module.__name__] -= 1
+                if not _num_by_value[module.__name__]:
+                    cloudpickle.unregister_pickle_by_value(module)
         self._by_value.clear()
 
     def reducer_override(self, obj: Any) -> Any:
@@ -253,9 +262,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         module = sys.modules.get(root)
         if module is None or _module_is_found(module, root):
             return
-        if root not in cloudpickle.list_registry_pickle_by_value():
-            cloudpickle.register_pickle_by_value(module)
-            self._by_value.append(module)
+        with _by_value_lock:
+            own = module.__name__
+            if _num_by_value[own] or own not in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.register_pickle_by_value(module)
+                _num_by_value[own] += 1
+                self._by_value.append(module)
 
 
 def _goes_by_value(reduced: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from notebook_accel.launch import payload
+from notebook_accel.launch.payload.pickling import CallPickler, Discard
 from tests.launch.payload.clean_ranks import Notebook, Raised
 
 if TYPE_CHECKING:
@@ -715,6 +717,24 @@ def test_modules_that_a_rank_cannot_import_go_by_value(
 
     assert cloudpickle.list_registry_pickle_by_value() == set()
     del sys.modules["by_hand"], sys.modules["made_up"]
+
+
+def test_who_ends_first_takes_no_module_from_another_that_pickles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As two threads that launch at once."""
+    import cloudpickle
+
+    made: Any = types.ModuleType("made_up")
+    exec("def one(): pass\ndef two(): pass", vars(made))
+    monkeypatch.setitem(sys.modules, "made_up", made)
+    with CallPickler(Discard()) as second:
+        with CallPickler(Discard()) as first:
+            first.dump(made.one)
+            second.dump(made.one)
+        second.dump(made.two)
+    assert second.sent == [made.one, made.two]
+    assert cloudpickle.list_registry_pickle_by_value() == set()
 
 
 def test_register_pickle_by_value_is_honoured(
