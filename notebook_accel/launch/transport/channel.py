@@ -133,7 +133,27 @@ class Channel:
         """
         # First: what cannot be encoded leaves no descriptor open.
         data = self._encode(message)
-        self._queue(data, len(fds), tuple(map(os.dup, fds)))
+        self._post(data, tuple(map(os.dup, fds)))
+
+    def hand_over(self, message: wire.Message, fds: Sequence[int]) -> None:
+        """Queue a message; its descriptors are the channel's from now on, which closes them.
+
+        It needs no other descriptor, as the duplicates of :meth:`post` would.
+
+        Raises:
+            ProtocolError: it is larger than any message may be.
+        """
+        try:
+            data = self._encode(message)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        self._post(data, tuple(fds))
+
+    def _post(self, data: bytes, fds: tuple[int, ...]) -> None:
+        """Queue an encoded message, and what its descriptors stand for."""
+        self._queue(data, len(fds), fds)
 
     def _queue(self, data: bytes, num_fds: int = 0, fds: tuple[int, ...] = ()) -> None:
         """Queue one frame.

@@ -48,7 +48,7 @@ from notebook_accel.launch.transport import segment
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 __all__ = ["FramedChannel"]
 
@@ -125,11 +125,9 @@ class FramedChannel(Channel):
 
     # ---- out -------------------------------------------------------------------------------
 
-    def post(self, message: wire.Message, fds: Sequence[int] = ()) -> None:
-        # First: for what cannot be encoded no stream is opened.
-        data = self._encode(message)
+    def _post(self, data: bytes, fds: tuple[int, ...]) -> None:
         for fd in fds:
-            self._open(os.dup(fd), size=os.fstat(fd).st_size, credit=_WINDOW_BYTES)
+            self._open(fd, size=os.fstat(fd).st_size, credit=_WINDOW_BYTES)
         self._queue(data, len(fds))
 
     def follow(self, fd: int) -> int:

@@ -62,7 +62,7 @@ class Outcome:
 
     Attributes:
         message: what the agent is told.
-        fds: descriptors that go along; whoever sends the message closes them then.
+        fds: descriptors that go along; the sender closes them once they are sent.
         exitcode: what the process ends with, if there is no other call.
         sent: the notebook's classes and functions that this call and those before it brought;
             None where no call could be unpacked yet.

@@ -119,6 +119,9 @@ class Sender:
     def send(self, message: wire.Message, fds: tuple[int, ...] = ()) -> None:
         """Write the message; blocks. An agent that is gone, or a forked child, sends nothing.
 
+        The descriptors are closed once they are sent: where the user's code has left none free,
+        there is no room for duplicates.
+
         Inside of another send of the same thread it queues the message, which that one writes
         once its own is whole.
         """
@@ -126,7 +129,7 @@ class Sender:
         if os.getpid() != self._pid:
             return
         with self._lock, self._interrupts.deferred(), contextlib.suppress(OSError):
-            self._channel.post(message, fds)
+            self._channel.hand_over(message, fds)
             # Asked again after each flush: an inner send may have come behind its last look.
             while self._channel.num_pending and not self._is_writing:
                 self._is_writing = True

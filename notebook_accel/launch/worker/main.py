@@ -229,8 +229,6 @@ class _Worker:
         with self._end_lock:
             self._row.call_over = 1
         self._sender.send(outcome.message, outcome.fds)
-        for fd in outcome.fds:
-            os.close(fd)
         if isinstance(outcome.message, wire.Raised) and not message.last:
             # Others may wait for this rank in a collective.
             self._drop_group()

@@ -301,7 +301,9 @@ def test_a_message_that_cannot_be_encoded_leaves_no_descriptor(
     reading, writing = os.pipe()
     with pytest.raises(OverflowError):
         pair[0].post(wire.Metric(values={}, step=2**70), (writing,))
-    os.close(writing)
+    with pytest.raises(OverflowError):
+        pair[0].hand_over(wire.Metric(values={}, step=2**70), (writing,))
+    # By now it is closed: it was handed over.
     assert os.read(reading, 1) == b""
     os.close(reading)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 import signal
 import socket
 import threading
@@ -104,6 +106,25 @@ def test_a_signal_handler_that_raises_during_a_report() -> None:
     assert not thread.is_alive()
     assert heard == sorted(set(heard))
     assert set(range(1, number + 1)) - set(heard) <= set(raised)
+
+
+@pytest.mark.usefixtures("_signals")
+def test_a_result_goes_out_though_the_function_left_no_descriptor() -> None:
+    ours, theirs = socket.socketpair()
+    sender, reader = Sender(Channel(ours), Interrupts(RankRow())), Channel(theirs)
+    reading, writing = os.pipe()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unused = os.dup(0)
+    os.close(unused)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (unused, hard))
+    try:
+        sender.send(wire.Notice(text="with a descriptor"), (writing,))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    ((_, (came,)),) = reader.drain()
+    os.close(came)
+    assert os.read(reading, 1) == b"", "the sender has closed its own"
+    os.close(reading)
 
 
 @pytest.mark.usefixtures("_signals")
