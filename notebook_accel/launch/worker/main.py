@@ -196,9 +196,13 @@ class _Worker:
         while True:
             try:
                 message, fds = self._channel.receive()
-            except (EOFError, OSError, ProtocolError):
+            except (EOFError, OSError):
                 # The agent is gone, and its death takes this process with it.
                 return code
+            except ProtocolError as error:
+                # Most likely a call brought a descriptor, and those before it have left none free.
+                sys.stderr.write(f"notebook_accel: this rank cannot read its next call: {error}\n")
+                return 1
             if isinstance(message, wire.MasterSocket):
                 torch_fixes.listen_on(socket.socket(fileno=fds[0]))
             elif isinstance(message, wire.Call):
