@@ -522,22 +522,26 @@ def test_a_large_result_goes_with_its_last_handle() -> None:
         left.export("anything.py")
 
 
-def test_the_function_of_a_run_goes_with_its_last_handle() -> None:
+def test_what_a_run_was_given_goes_with_its_last_handle(tmp_path: Path) -> None:
     class Big:
         pass
 
     big = Big()
     seen = weakref.ref(big)
 
-    def train(given: Big) -> bool:
+    def train(given: Big, folder: str) -> bool:
+        while not os.path.exists(f"{folder}/go"):
+            time.sleep(0.01)
         return given is not None
 
-    run = on_cpu(train, big, n=1)
+    run = on_cpu(train, big, str(tmp_path), n=1, block=False)
     del big
     assert seen() is not None, "for run.export"
     del run
     gc.collect()
-    assert seen() is None
+    assert seen() is None, "also while it goes on"
+    (tmp_path / "go").touch()
+    assert runs()[-1].wait(SOON).status == "succeeded"
 
 
 def test_the_list_of_runs_gives_the_handle_that_somebody_holds() -> None:

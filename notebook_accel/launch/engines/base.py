@@ -25,7 +25,7 @@ import contextlib
 import itertools
 import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -38,7 +38,7 @@ from notebook_accel.launch.control.export import Origins
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.supervisor import Supervisor
-from notebook_accel.launch.payload import notebook_state
+from notebook_accel.launch.payload import Packed, notebook_state
 from notebook_accel.launch.system.import_path import import_path
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.transport.packet import pack
@@ -344,6 +344,9 @@ def begin_call(
     Raises:
         LaunchError: a call is running, or a rank process has ended.
     """
+    # The run keeps what its advice needs, and none of its arguments: what the person drops while
+    # it goes on is freed.
+    advised = replace(packed, packed=Packed(b"")) if request.advise else None
     supervisor = Supervisor(
         pool=pool,
         state=new.state,
@@ -351,7 +354,7 @@ def begin_call(
         metrics=new.metrics,
         view=request.view,
         timeout=request.timeout,
-        closing_notices=lambda end: closing_advice(end, packed) if request.advise else [],
+        closing_notices=lambda end: [] if advised is None else closing_advice(end, advised),
         labels={source.filename: source.label for source in request.sources},
         folder=new.folder,
         handle=run_list.expression(new.folder.id),
