@@ -38,7 +38,8 @@ def redirect(fd: int, *, on_lost: Callable[[OSError], None]) -> None:
     processes.line_buffer_c_output()
     for name, number in (("stdout", 1), ("stderr", 2)):
         file = io.BufferedWriter(_LogFile(number, on_lost))
-        stream = io.TextIOWrapper(file, errors="replace", line_buffering=True)
+        # Not the locale's encoding: whoever reads the file takes it for UTF-8.
+        stream = io.TextIOWrapper(file, "utf-8", errors="replace", line_buffering=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 

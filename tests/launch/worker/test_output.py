@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,6 +37,22 @@ def test_a_disk_that_takes_no_more_is_told_once_and_no_print_raises(
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     assert told.read_text() == "lost\n"
+
+
+PRINTS = r"""
+import os, sys
+from notebook_accel.launch.worker.output import redirect
+
+redirect(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), on_lost=print)
+print("\u2713")
+"""
+
+
+def test_what_is_printed_is_utf_8_whatever_the_locale_is(tmp_path: Path) -> None:
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", PRINTS, str(tmp_path / "log")]
+    subprocess.run(command, env={**os.environ, **locale}, timeout=60, check=True)
+    assert (tmp_path / "log").read_bytes() == b"\xe2\x9c\x93\n"
 
 
 def _note(path: Path) -> None:
