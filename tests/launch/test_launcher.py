@@ -716,7 +716,9 @@ def test_runs_of_other_kernels(capsys: pytest.CaptureFixture[str]) -> None:
 # ---- environment ---------------------------------------------------------------------------
 
 
-def test_what_the_person_sets_for_the_ranks_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_person_sets_for_the_ranks_wins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("KEPT", "from the notebook")
     monkeypatch.setenv("JPY_SESSION_NAME", "kernel's own")
     monkeypatch.setenv("WORLD_SIZE", "77")
@@ -729,14 +731,20 @@ def test_what_the_person_sets_for_the_ranks_wins(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "path", [*sys.path, Path("/elsewhere")])
 
     def train() -> dict[str, str | None]:
+        import tempfile
+
         assert all(isinstance(entry, str) for entry in sys.path)
         names = ("KEPT", "MINE", "JPY_SESSION_NAME", "WORLD_SIZE", "RANK", "LOCAL_RANK", *own)
         names += ("ROLE_RANK", "TORCHELASTIC_RUN_ID")
-        return {name: os.environ.get(name) for name in names}
+        # As in a process that began with them, not as in the one from which it was forked.
+        effects = {"folder": tempfile.gettempdir(), "zone": time.strftime("%z", time.localtime(0))}
+        return {name: os.environ.get(name) for name in names} | effects
 
-    env = {"MINE": "from the call", "WORLD_SIZE": "5"}
+    env = {"MINE": "from the call", "WORLD_SIZE": "5", "TMPDIR": str(tmp_path), "TZ": "XYZ-3"}
     seen = on_cpu(train, env=env)[1]
     assert seen == {
+        "folder": str(tmp_path),
+        "zone": "+0300",
         "KEPT": "from the notebook",
         "MINE": "from the call",
         "JPY_SESSION_NAME": None,

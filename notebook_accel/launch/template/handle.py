@@ -55,18 +55,26 @@ __all__ = ["Template", "UnresponsiveTemplateError", "ask_template", "template", 
 
 T = TypeVar("T")
 
-# Read when a library is loaded: a change needs a new template.
+# Read when a process begins, or loads what the template preloads: a change needs a new template.
 _READ_AT_IMPORT = (
     "LD_",
+    "GLIBC_",
+    "MALLOC_",
     "OMP_",
     "MKL_",
     "KMP_",
     "GOMP_",
     "OPENBLAS_",
+    "NPY_",
     "PYTHON",
+    "PYTORCH_JIT",
     "TORCHDYNAMO_",
     "TORCHINDUCTOR_",
+    "TORCH_COMPILE",
+    "TORCH_DYNAMO_",
     "TORCH_LOGS",
+    "TORCH_TRACE",
+    "TQDM_",
 )
 # The number of threads is set in each rank; the template itself must never start one.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -22,6 +22,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -292,6 +293,9 @@ def _enter_environment(inherited: Inherited) -> None:
         MASTER_PORT=str(inherited.master_port),
         NOTEBOOK_ACCEL_RUN=launch.run,
     )
+    # What was asked for in a process of which this one is a fork is asked for anew.
+    tempfile.tempdir = None
+    time.tzset()
     try:
         os.chdir(launch.directory)
     except OSError as error:

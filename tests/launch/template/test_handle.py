@@ -17,7 +17,7 @@ import pytest
 from notebook_accel.errors import LaunchError
 from notebook_accel.launch import wire
 from notebook_accel.launch.machine import look_at_machine
-from notebook_accel.launch.template.handle import _boot_code, ask_template, template, warm
+from notebook_accel.launch.template.handle import _boot_code, _key, ask_template, template, warm
 
 
 def test_devices_that_cannot_be_counted_are_not_taken_for_none() -> None:
@@ -40,6 +40,23 @@ def test_what_the_system_refuses_the_process_is_named(monkeypatch: pytest.Monkey
         ask_template(os.environ, lambda source: source.wait_until_ready())
     assert "ulimit -u" in look_at_machine().error
     warm()
+
+
+@pytest.mark.parametrize(
+    ("name", "needs_another"),
+    [
+        ("TORCH_COMPILE_DISABLE", True),
+        ("TORCH_TRACE", True),
+        ("TQDM_DISABLE", True),
+        ("MALLOC_ARENA_MAX", True),
+        # Read later, or by what the template does not import. The second is how debug=True travels.
+        ("TORCH_HOME", False),
+        ("TORCH_DISTRIBUTED_DEBUG", False),
+        ("TMPDIR", False),
+    ],
+)
+def test_which_variables_need_another_template(name: str, needs_another: bool) -> None:
+    assert (_key({name: "1"}) != _key({})) is needs_another
 
 
 def test_a_kernel_without_room_for_a_descriptor_ends_no_template() -> None:
