@@ -3,9 +3,9 @@
     notebook: capture() -> NotebookState --bytes--> rank: worker/apply_notebook_state.py
 
 A fork of the notebook would have all of it. Ranks are no forks of it, and are given: the states of
-the random number generators, torch's settings, logging, warning filters, and how much libraries of
-Hugging Face log. Each rank gets the same, so that an unseeded ``random_split`` is the same split on
-all of them.
+the random number generators, torch's settings, logging, warning filters, how much libraries of
+Hugging Face log, and the limit of recursion. Each rank gets the same, so that an unseeded
+``random_split`` is the same split on all of them.
 
 What is not carried: torch's default device (a rank has its own), gradient mode, print options,
 handlers and formatters of logging that are classes of their own, filters of handlers, and warning
@@ -128,6 +128,7 @@ class NotebookState(msgspec.Struct, frozen=True, kw_only=True):
         disabled_level: of ``logging.disable``.
         warning_filters: the first one counts first.
         environment: variables that a rank gets where it has none of the name.
+        recursion_limit: of ``sys.setrecursionlimit``.
     """
 
     python: tuple[int, tuple[int, ...], float | None]
@@ -142,6 +143,7 @@ class NotebookState(msgspec.Struct, frozen=True, kw_only=True):
     disabled_level: int = 0
     warning_filters: tuple[WarningFilter, ...] = ()
     environment: dict[str, str] = {}
+    recursion_limit: int = 1000
 
     def to_bytes(self) -> bytes:
         """What :func:`from_bytes` reads."""
@@ -179,6 +181,7 @@ def capture(seed: int | None = None) -> NotebookState:
         disabled_level=logging.root.manager.disable,
         warning_filters=_warning_filters(),
         environment=_verbosity(),
+        recursion_limit=sys.getrecursionlimit(),
     )
 
 

@@ -27,6 +27,7 @@ def apply_notebook_state(state: NotebookState) -> None:
     """Make this process's generators and settings those of the notebook."""
     for name, text in state.environment.items():
         os.environ.setdefault(name, text)
+    sys.setrecursionlimit(state.recursion_limit)
     _apply_warning_filters(state)
     logging.disable(state.disabled_level)
     for logger in state.loggers:

@@ -48,6 +48,7 @@ torch.backends.cudnn.benchmark = True
 torch.backends.cudnn.enabled = False
 torch.backends.cuda.enable_flash_sdp(False)
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+sys.setrecursionlimit(4321)
 
 class Mine(logging.Handler):
     def emit(self, record): pass
@@ -86,6 +87,7 @@ def settings():
         off=[torch.backends.cudnn.enabled, torch.backends.cuda.flash_sdp_enabled()],
         sums=torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         level=logging.getLogger().getEffectiveLevel(),
+        recursion=sys.getrecursionlimit(),
     )
 
 def logs():
@@ -145,8 +147,9 @@ def test_ranks_start_from_the_notebooks_generators(seen: dict[str, Any]) -> None
     assert seen["draws"]["here"][-1] == 5
 
 
-def test_settings_of_torch_reach_the_ranks(seen: dict[str, Any]) -> None:
+def test_settings_of_torch_and_python_reach_the_ranks(seen: dict[str, Any]) -> None:
     assert seen["settings"]["ranks"] == [seen["settings"]["here"]] * 4
+    assert seen["settings"]["here"]["recursion"] == 4321
     assert seen["settings"]["here"]["dtype"] == "torch.float64"
     assert seen["settings"]["here"]["deterministic"] is True
 
