@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -273,8 +274,9 @@ def memory_reader(device: torch.device) -> Callable[[], int | None] | None:
 class Streams(NamedTuple):
     """How work is queued on a device beside its current stream."""
 
-    make: Callable[[], Any]
-    """Gives a new stream."""
+    side: Any
+    """A stream beside the current one, the same for all that ask: torch keeps what was allocated on
+    a stream for that stream, so that each new one would hold memory of its own."""
     use: Callable[[Any], AbstractContextManager[Any]]
     """A block whose work goes to this stream."""
     current: Callable[[], Any]
@@ -290,10 +292,15 @@ def streams(device: torch.device) -> Streams | None:
     if not hasattr(module, "Stream"):
         return None
     return Streams(
-        make=lambda: module.Stream(device=device),
+        side=_side_stream(device),
         use=module.stream,
         current=lambda: module.current_stream(device),
     )
+
+
+@cache
+def _side_stream(device: torch.device) -> Any:
+    return torch.get_device_module(device).Stream(device=device)
 
 
 def empty_cache(device: torch.device) -> None:

@@ -290,7 +290,8 @@ class FakeStreams:
         self.queued: list[str] = []
         self.stream = "current"
 
-    def make(self) -> Any:
+    @property
+    def side(self) -> Any:
         return SimpleNamespace(record_event=self.record)
 
     def record(self) -> int:
@@ -322,6 +323,18 @@ def test_the_next_batch_is_copied_while_the_loop_computes(monkeypatch: pytest.Mo
         *("wait for 2", "keep", "copy on side", "step"),
         *("wait for 3", "keep", "step"),
     ]
+
+
+def test_all_passes_copy_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = torch.device("meta")
+    module = SimpleNamespace(Stream=lambda device: object(), stream=None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: meta)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    first, second = devices.streams(meta), devices.streams(meta)
+    devices._side_stream.cache_clear()
+    assert first is not None
+    assert second is not None
+    assert first.side is second.side
 
 
 def test_loaders_made_by_hand() -> None:

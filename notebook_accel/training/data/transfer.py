@@ -52,7 +52,7 @@ def make_transfer(device: torch.device | None, non_blocking: bool) -> Transfer:
     streams = devices.streams(device) if non_blocking else None
     if streams is None:
         return Transfer(receive=move)
-    side = streams.make()
+    side = streams.side
 
     def send(batch: Any) -> Any:
         if any(
