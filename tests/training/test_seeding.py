@@ -18,6 +18,12 @@ from notebook_accel.training.data import DataLoaderShard
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.dispatch import _lay_out, _Slot
 from notebook_accel.training.data.seedable import SeedableRandomSampler
+from notebook_accel.training.random_states import (
+    are_random_states,
+    as_plain,
+    note_random_states,
+    set_random_states,
+)
 from notebook_accel.training.rescue import TensorPiece, _put_together
 from notebook_accel.training.seeding import (
     new_generator,
@@ -55,6 +61,25 @@ def test_a_seed_sets_all_three() -> None:
 def test_deterministic_algorithms() -> None:
     set_seed(3, deterministic=True)
     assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_any_draw_is_seen_in_the_states() -> None:
+    set_seed(5)
+    draws: list[Any] = [
+        *(random.random, lambda: random.gauss(0, 1), lambda: random.gauss(0, 1)),
+        *(np.random.rand, np.random.randn, np.random.randn, lambda: np.random.seed(1)),
+        *(lambda: torch.rand(()), lambda: None),
+    ]
+    for draw_one in draws:
+        before = note_random_states()
+        assert are_random_states(before)
+        following = draw_one()
+        assert are_random_states(before) == (draw_one is draws[-1])
+        for states in (before, as_plain(before)):
+            set_random_states(states, torch.device("cpu"))
+            assert are_random_states(before)
+            assert are_random_states(states)
+            assert draw_one() == following
 
 
 def seeds_and_synchronizes() -> dict[str, Any]:
