@@ -82,7 +82,9 @@ class ConfigPicker:
         self._error: ConfigError | None = None
         self._is_refused = False
         self._machine: Machine | None = None
-        # What is known of the machine comes from a thread of its own.
+        # Held while anything is done with the form. ipykernel 7.4 calls what listens to a page in
+        # the main thread or in that of a subshell, so that a click may come while a change before
+        # it is still being checked; what is known of the machine comes from a thread of its own.
         self._lock = threading.RLock()
         self._slot = DisplaySlot()
         self._is_filling = False
@@ -124,18 +126,19 @@ class ConfigPicker:
 
     def fill(self, config: LaunchConfig) -> None:
         """Make the form say ``config``."""
-        self._is_filling = True
-        try:
-            given = config.to_dict()
-            for name, row in self._rows.items():
-                row.value = given.get(name)
-            for name, rows in self._plugins.items():
-                for row in rows:
-                    row.value = given.get(name, {}).get(row.name)
-            self._strategy.value = tuple(name for name in PLUGINS if name in given)
-        finally:
-            self._is_filling = False
-        self._check()
+        with self._lock:
+            self._is_filling = True
+            try:
+                given = config.to_dict()
+                for name, row in self._rows.items():
+                    row.value = given.get(name)
+                for name, rows in self._plugins.items():
+                    for row in rows:
+                        row.value = given.get(name, {}).get(row.name)
+                self._strategy.value = tuple(name for name in PLUGINS if name in given)
+            finally:
+                self._is_filling = False
+            self._check()
 
     def _ipython_display_(self) -> None:
         DisplaySlot().show(widget_view(self._box, _SAVED))
@@ -150,13 +153,16 @@ class ConfigPicker:
 
     def _after_cell(self, _result: Any) -> None:
         """A cell has run, which may have defined a function."""
-        self._refresh_functions()
+        with self._lock:
+            self._refresh_functions()
 
     def _look(self) -> None:
         # Counting devices takes a clean process, which may have to be started first.
-        self._machine = look_at_machine()
-        self._devices.value = str(devices_line(self._machine))
-        self._show_fit()
+        machine = look_at_machine()
+        with self._lock:
+            self._machine = machine
+            self._devices.value = str(devices_line(machine))
+            self._show_fit()
 
     # ---- layout ----------------------------------------------------------------------------
 
@@ -204,10 +210,10 @@ class ConfigPicker:
             *self._rows.values(),
             *(row for rows in self._plugins.values() for row in rows),
         ):
-            row.on_change(self._check)
-        self._strategy.on_change(self._check)
+            row.on_change(self._on_change)
+        self._strategy.on_change(self._on_change)
         for widget in (self._function, self._arguments):
-            widget.observe(lambda _: self._check(), names="value")
+            widget.observe(lambda _: self._on_change(), names="value")
         calls: dict[str, Callable[[], None]] = {
             "Save": self._save,
             "Load": self._load,
@@ -219,25 +225,28 @@ class ConfigPicker:
     # ---- what a person does ----------------------------------------------------------------
 
     def _on_click(self, call: Callable[[], None], _button: Any) -> None:
-        try:
-            call()
-        except Exception as error:  # the arguments are any code: what a click raises shows nowhere
-            self._say(f"{type(error).__name__}: {error}", "na-wrong")
+        with self._lock:
+            try:
+                call()
+            except Exception as error:  # arguments are any code: what a click raises shows nowhere
+                self._say(f"{type(error).__name__}: {error}", "na-wrong")
+
+    def _on_change(self) -> None:
+        with self._lock:
+            if not self._is_filling:
+                self._check()
 
     def _check(self) -> None:
-        if self._is_filling:
-            return
         for name, box in self._plugin_boxes.items():
             box.layout.display = None if name in self._strategy.value else "none"
         self._refresh_functions()
-        with self._lock:
-            try:
-                self._config = LaunchConfig(**self._values())
-                self._error = None
-            except ConfigError as error:
-                self._error = error
-            self._show_error()
-            self._show_fit()
+        try:
+            self._config = LaunchConfig(**self._values())
+            self._error = None
+        except ConfigError as error:
+            self._error = error
+        self._show_error()
+        self._show_fit()
         is_wrong = self._error is not None
         code, yaml = _INVALID, _INVALID
         if not is_wrong:
@@ -275,17 +284,16 @@ class ConfigPicker:
 
     def _show_fit(self) -> None:
         """Say what the machine makes of the ranks, beside their number, once it is known."""
-        with self._lock:
-            self._is_refused = False
-            if self._machine is not None and self._error is None:
-                row = self._rows["num_processes"]
-                try:
-                    check_fits(self._config, self._machine)
-                    row.say(crowding(self._config, self._machine) or None, "na-warn")
-                except (ConfigError, LaunchError) as error:
-                    row.say(str(error))
-                    self._is_refused = True
-            self._show_whether_launched()
+        self._is_refused = False
+        if self._machine is not None and self._error is None:
+            row = self._rows["num_processes"]
+            try:
+                check_fits(self._config, self._machine)
+                row.say(crowding(self._config, self._machine) or None, "na-warn")
+            except (ConfigError, LaunchError) as error:
+                row.say(str(error))
+                self._is_refused = True
+        self._show_whether_launched()
 
     def _all_rows(self) -> list[Row]:
         return [*self._rows.values(), *itertools.chain(*self._plugins.values())]
@@ -326,7 +334,8 @@ class ConfigPicker:
     def _await_end(self, run: Run) -> None:
         while not run._conductor.ended.wait(1.0):
             pass
-        self._show_whether_launched()
+        with self._lock:
+            self._show_whether_launched()
 
     @property
     def _goes_on(self) -> bool:

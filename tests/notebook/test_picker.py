@@ -312,6 +312,32 @@ def test_one_run_at_a_time_is_launched_and_bad_arguments_have_no_code(
     assert (button.disabled, button.description) == (False, "Launch")
 
 
+def test_a_click_that_comes_while_a_change_is_checked_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A kernel with subshells calls listeners in two threads, and a check clears what was said."""
+    file = tmp_path / "picked.yaml"
+    LaunchConfig(fsdp={"min_num_params": 1000}).save(file)
+    picker = config_picker(LaunchConfig(num_processes=1))
+    picker._path.value = str(file)
+    click = threading.Thread(target=picker._buttons["Load"].click, daemon=True)
+    refresh = picker._refresh_functions
+
+    def refresh_while_a_click_comes() -> None:
+        monkeypatch.setattr(picker, "_refresh_functions", refresh)
+        click.start()
+        # One that did not wait would be over long before.
+        click.join(0.5)
+        refresh()
+
+    monkeypatch.setattr(picker, "_refresh_functions", refresh_while_a_click_comes)
+    row(picker, "seed").widget.value = "7"
+    click.join(10)
+    assert not click.is_alive()
+    assert "Loaded from" in picker._message.value
+    assert picker.config == LaunchConfig(fsdp={"min_num_params": 1000})
+
+
 def test_devices_are_listed_with_their_memory_and_names_are_escaped() -> None:
     host: dict[str, Any] = {"num_cores": 8, "memory": 64 * 2**30, "free_memory": 2**30}
     device = Device(index=0, name="<i>H200</i>", memory=139 * 2**30)
