@@ -33,7 +33,7 @@ if len(sys.argv) == 1:
 """
 _KERNEL += IMPORT_LITTLE
 _KERNEL += """
-import os, signal, subprocess, time
+import os, pathlib, signal, subprocess, time
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import WorkerError
 from notebook_accel.launch.launcher import launch
@@ -43,7 +43,11 @@ def train(how):
     child = subprocess.Popen(["sleep", "601"], user=65534)
     print("child", child.pid, flush=True)
     if how == "killed":
-        time.sleep(0.2)
+        # The first that dies ends the other one, which must have its child by then.
+        folder = pathlib.Path(os.environ["NOTEBOOK_ACCEL_RUNS"])
+        (folder / f"killed-{os.environ['RANK']}").touch()
+        while len([*folder.glob("killed-*")]) < 2:
+            time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stays":
         time.sleep(600)
@@ -54,7 +58,7 @@ for how in ("returns", "killed", "stays"):
     began = time.monotonic()
     run = launch(train, (how,), config=config, view=View(), block=False)
     if how == "stays":
-        while "child" not in run.logs(1):
+        while not all("child" in run.logs(rank) for rank in range(2)):
             time.sleep(0.05)
         run.kill()
     try:
