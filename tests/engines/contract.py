@@ -43,12 +43,19 @@ BUSY = 20.0
 
 
 class _Waits(View):
-    """Notes what the thread that waits calls, several looks in a row as one."""
+    """Notes what the thread that waits calls, several looks in a row as one.
 
-    def __init__(self) -> None:
+    Args:
+        go: a file that the second wait makes.
+    """
+
+    def __init__(self, go: Path) -> None:
         self.calls: list[str] = []
+        self._go = go
 
     def poll(self) -> None:
+        if "stop_waiting" in self.calls:
+            self._go.touch()
         if self.calls[-1:] != ["poll"]:
             self.calls.append("poll")
 
@@ -691,13 +698,15 @@ class EngineContract:
             self.launch(train, timeout=0.5, grace=0.3)
         assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
 
-    def test_waiting_with_a_time_out_leaves_the_run_alone(self) -> None:
-        def train() -> int:
-            time.sleep(0.5)
+    def test_waiting_with_a_time_out_leaves_the_run_alone(self, tmp_path: Path) -> None:
+        def train(go: Path) -> int:
+            while not go.exists():
+                time.sleep(0.01)
             return 3
 
-        view = _Waits()
-        run = self.launch(train, block=False, view=view)
+        go = tmp_path / "go"
+        view = _Waits(go)
+        run = self.launch(train, go, block=False, view=view)
         with pytest.raises(TimeoutError, match="goes on"):
             run.wait(0.05)
         # What the view does while somebody waits, it leaves off between two waits.
