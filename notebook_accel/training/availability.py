@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from functools import partial
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any
 
 import torch
@@ -14,9 +14,28 @@ from notebook_accel.training import environment
 from notebook_accel.training.versions import compare_versions, is_torch_version
 
 
-def _is_installed(*modules: str) -> bool:
-    """Whether all these modules could be imported."""
-    return all(importlib.util.find_spec(name.partition(".")[0]) is not None for name in modules)
+def _is_installed(module: str, *packages: str, at_least: str = "", below: str = "") -> bool:
+    """Whether a library is installed, and in the right version.
+
+    A folder or a file that only has its name can be imported too: wandb and dvclive leave such a
+    folder where they ran, and users call theirs ``datasets``. So its package is asked for as well.
+
+    Args:
+        module: what is imported.
+        *packages: the names under which it may be installed; none: that of the module.
+        at_least: the first version that will do.
+        below: the first one that will not.
+    """
+    if importlib.util.find_spec(module) is None:
+        return False
+    for package in packages or (module,):
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        is_new = not at_least or compare_versions(version, ">=", at_least)
+        return is_new and (not below or compare_versions(version, "<", below))
+    return False
 
 
 def _has_device(kind: str, check_device: bool = False) -> bool:  # noqa: ARG001
@@ -32,12 +51,14 @@ def _has_device(kind: str, check_device: bool = False) -> bool:  # noqa: ARG001
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:  # noqa: ARG001
     """Whether this machine computes in bfloat16."""
+    if _has_device("mps"):
+        return torch.backends.mps.is_macos_or_newer(14, 0)
     return not _has_device("cuda") or torch.cuda.is_bf16_supported()
 
 
 def is_fp16_available() -> bool:
-    """Whether this machine computes in float16: every device here does, the host included."""
-    return True
+    """Whether this machine computes in float16: all do, the host included, but the first Gaudi."""
+    return not is_habana_gaudi1()
 
 
 def is_rocm_available() -> bool:
@@ -47,7 +68,7 @@ def is_rocm_available() -> bool:
 
 def is_rich_available() -> bool:
     """Whether rich is there, and ``ACCELERATE_ENABLE_RICH`` asks for its tracebacks."""
-    return _is_installed("rich") and environment.read_flag("ENABLE_RICH")
+    return environment.read_flag("ENABLE_RICH") and _is_installed("rich")
 
 
 def is_cuda_available() -> bool:
@@ -78,9 +99,7 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 def is_bnb_available(min_version: str | None = None) -> bool:
     """Whether bitsandbytes is there, of this version at least."""
-    if not _is_installed("bitsandbytes"):
-        return False
-    return min_version is None or compare_versions("bitsandbytes", ">=", min_version)
+    return _is_installed("bitsandbytes", at_least=min_version or "")
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
@@ -92,8 +111,11 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is there, and computes on a TPU or a GPU where that is asked."""
-    if not _is_installed("torch_xla"):
+    """Whether torch_xla is there, and computes on a TPU or a GPU where that is asked.
+
+    ``USE_TORCH_XLA=0`` says that it is not to be used.
+    """
+    if not (environment.parse_flag_from_env("USE_TORCH_XLA", True) and _is_installed("torch_xla")):
         return False
     wanted = {"TPU"} if check_is_tpu else {"GPU", "CUDA"} if check_is_gpu else None
     return wanted is None or import_module("torch_xla.runtime").device_type() in wanted
@@ -101,12 +123,12 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 def is_torchdata_stateful_dataloader_available() -> bool:
     """Whether torchdata is there with its ``StatefulDataLoader`` (0.8)."""
-    return _is_installed("torchdata") and compare_versions("torchdata", ">=", "0.8.0")
+    return _is_installed("torchdata", at_least="0.8.0")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
     """Whether numpy is there, of this version at least."""
-    return _is_installed("numpy") and compare_versions("numpy", ">=", min_version)
+    return _is_installed("numpy", at_least=min_version)
 
 
 def is_torch_distributed_available() -> bool:
@@ -116,7 +138,21 @@ def is_torch_distributed_available() -> bool:
 
 def is_fp8_available() -> bool:
     """Whether a library that computes in 8 bits is there."""
-    return _is_installed("torchao") or _is_installed("transformer_engine")
+    return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
+
+
+def is_megatron_lm_available() -> bool:
+    """Whether Megatron-LM is there (its core, of 0.8 at least), and ``ACCELERATE_USE_MEGATRON_LM``
+    asks for it."""
+    if not environment.read_flag("USE_MEGATRON_LM"):
+        return False
+    is_there = _is_installed("megatron", "megatron-core", at_least="0.8.0")
+    return is_there and importlib.util.find_spec("megatron.training") is not None
+
+
+def is_tensorboard_available() -> bool:
+    """Whether something that writes TensorBoard's files is there."""
+    return _is_installed("tensorboard") or _is_installed("tensorboardX")
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
@@ -145,9 +181,9 @@ def is_xccl_available() -> bool:
     return bool(getattr(distributed, "is_xccl_available", lambda: False)())
 
 
-is_aim_available = partial(_is_installed, "aim")
-is_4bit_bnb_available = partial(_is_installed, "bitsandbytes")
-is_8bit_bnb_available = is_4bit_bnb_available
+is_aim_available = partial(_is_installed, "aim", below="4.0.0")
+is_4bit_bnb_available = partial(_is_installed, "bitsandbytes", at_least="0.39.0")
+is_8bit_bnb_available = partial(_is_installed, "bitsandbytes", at_least="0.37.2")
 is_amdsmi_available = partial(_is_installed, "amdsmi")
 is_boto3_available = partial(_is_installed, "boto3")
 is_clearml_available = partial(_is_installed, "clearml")
@@ -158,21 +194,20 @@ is_dvclive_available = partial(_is_installed, "dvclive")
 is_import_timer_available = partial(_is_installed, "import_timer")
 is_lomo_available = partial(_is_installed, "lomo_optim")
 is_matplotlib_available = partial(_is_installed, "matplotlib")
-is_megatron_lm_available = partial(_is_installed, "megatron")
-is_mlflow_available = partial(_is_installed, "mlflow")
-is_msamp_available = partial(_is_installed, "msamp")
+is_mlflow_available = partial(_is_installed, "mlflow", "mlflow", "mlflow-skinny")
+is_msamp_available = partial(_is_installed, "msamp", "ms-amp")
 is_pandas_available = partial(_is_installed, "pandas")
 is_peft_available = partial(_is_installed, "peft")
-is_pippy_available = partial(_is_installed, "torch")  # it is part of torch (pipelining)
-is_pynvml_available = partial(_is_installed, "pynvml")
+# It is part of torch (pipelining).
+is_pippy_available = partial(is_torch_version, ">=", "2.4.0")
+is_pynvml_available = partial(_is_installed, "pynvml", "pynvml", "nvidia-ml-py")
 is_pytest_available = partial(_is_installed, "pytest")
 is_sagemaker_available = partial(_is_installed, "sagemaker")
 is_schedulefree_available = partial(_is_installed, "schedulefree")
 is_swanlab_available = partial(_is_installed, "swanlab")
-is_tensorboard_available = partial(_is_installed, "tensorboard")
 is_timm_available = partial(_is_installed, "timm")
 is_tqdm_available = partial(_is_installed, "tqdm")
-is_torchao_available = partial(_is_installed, "torchao")
+is_torchao_available = partial(_is_installed, "torchao", at_least="0.6.1")
 is_torchdata_available = partial(_is_installed, "torchdata")
 is_torchvision_available = partial(_is_installed, "torchvision")
 is_trackio_available = partial(_is_installed, "trackio")
