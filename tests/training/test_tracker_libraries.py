@@ -57,6 +57,71 @@ def test_tensorboard_writes_events_and_settings(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("project/*/events*"))) == 2  # hparams, and the dictionary's plot
 
 
+def test_tensorboard_x_writes_where_tensorboard_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    class SummaryWriter:  # tensorboardX 2.6
+        def __init__(self, logdir: Any = None, comment: str = "", flush_secs: int = 120) -> None:
+            seen.append((logdir, flush_secs))
+
+        def add_scalar(self, tag: str, scalar_value: Any, global_step: Any = None) -> None:
+            seen.append((tag, scalar_value, global_step))
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="tensorboard is not installed"):
+        Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+    stand_in(monkeypatch, "tensorboardX", SummaryWriter=SummaryWriter)
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+    accelerator.init_trackers("project", init_kwargs={"tensorboard": {"flush_secs": 3}})
+    accelerator.log({"loss": 0.5}, step=1)
+    accelerator.end_training()
+    assert seen == [(str(tmp_path / "project"), 3), ("loss", 0.5, 1)]
+
+
+MLFLOW = {
+    "MLFLOW_EXPERIMENT_NAME": "named",
+    "MLFLOW_RUN_ID": "run 1",
+    "MLFLOW_TAGS": '{"team": "them"}',
+    "MLFLOW_NESTED_RUN": "yes",
+}
+
+
+@pytest.mark.parametrize("variables", [{}, MLFLOW])
+def test_mlflow_is_started_as_accelerate_starts_it(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a run is to go on with, or to stand in: arguments, and the variables before them."""
+    from accelerate.tracking import MLflowTracker as Peer
+    from notebook_accel.tracking import MLflowTracker
+
+    made: list[Any] = []
+    known = SimpleNamespace(experiment_id="7")
+    stand_in(
+        monkeypatch,
+        "mlflow",
+        get_experiment_by_name=lambda name: made.append(name) or known,
+        search_experiments=lambda filter_string: made.append(filter_string[8:-1]) or [known],
+        start_run=lambda **arguments: made.append(arguments),
+    )
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    given: dict[str, Any] = {"run_id": "run 0", "tags": '{"team": "us"}', "nested_run": True}
+    for kind in (MLflowTracker, Peer):
+        for arguments in ({}, {**given, "run_name": "first", "description": "why"}):
+            kind("project", **arguments).start()  # type: ignore[arg-type]
+    assert made[:4] == made[4:]
+    assert made[0] == variables.get("MLFLOW_EXPERIMENT_NAME", "project")
+    assert made[3]["nested"] is True
+    assert made[3]["tags"] == {"team": "them" if variables else "us"}
+    assert made[3]["run_id"] == ("run 1" if variables else "run 0")
+
+
 def run_mlflow(folder: str) -> dict[str, Any]:
     import mlflow
     from matplotlib.figure import Figure
@@ -328,22 +393,25 @@ def clearml_task(calls: Calls, current: Any) -> Any:
 
 def test_clearml(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path) -> None:
     monkeypatch.setenv("CLEARML_TASK", "my task")
+    monkeypatch.setenv("CLEARML_PROJECT", "my project")
     stand_in(monkeypatch, "clearml", Task=clearml_task(calls, None))
     accelerator = train("clearml", str(tmp_path), tags=["a"])
     accelerator.log({"eval_loss": 1.0}, step=3)
     accelerator.log({"accuracy": 0.5})
     tracker = accelerator.get_tracker("clearml")
     tracker.log_images({"test_x": ["image"]}, step=3)
+    tracker.log_table("eval_rows", dataframe="frame")
     tracker.log_table("rows", columns=["a"], data=[[1]])
     with pytest.raises(ConfigError, match="neither data nor dataframe: pass columns="):
         tracker.log_table("rows")
     accelerator.end_training()
-    init = {"project_name": "project", "task_name": "my task", "tags": ["a"]}
+    init = {"project_name": "my project", "task_name": "my task", "tags": ["a"]}
     assert calls[:2] == [("init", init), ("configuration", {"values": CONFIG})]
     loss = {"title": "loss", "series": "eval", "value": 1.0, "iteration": 3}
     assert ("scalar", loss) in calls
     assert ("single", {"key": "accuracy", "value": 0.5}) in calls
     assert ("image", {"title": "x", "series": "test", "iteration": 3, "image": "image"}) in calls
+    assert calls[-3] == ("table", {"title": "rows", "series": "eval", "table": "frame"})
     assert calls[-2] == ("table", {"title": "rows", "series": "train", "table": [["a"], [1]]})
     assert calls[-1] == ("close", {})
 
@@ -395,6 +463,14 @@ def test_dvclive(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path) 
     assert ("metric", {"key": "y", "value": "text", "step": 3, "plot": False}) in calls
     assert calls[-2:] == [("image", {"key": "x/0.png", "value": "image"}), ("end", {})]
     assert "dvclive: 'x' is a list: not kept" in told.notices
+    own = Live("of the user")
+    own.step = 7
+    before = len(calls)
+    other = Accelerator(cpu=True, log_with="dvclive")
+    other.init_trackers("project", init_kwargs={"dvclive": {"live": own}})
+    assert other.get_tracker("dvclive", unwrap=True) is own
+    other.log({"loss": 1})
+    assert calls[before:] == [("metric", {"key": "loss", "value": 1.0, "step": 7, "plot": True})]
 
 
 def test_swanlab(monkeypatch: pytest.MonkeyPatch, calls: Calls, tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from pathlib import Path
+from typing import Any
 
+import accelerate
 import pytest
 from notebook_accel.tracking import (
     LOGGER_TYPE_TO_CLASS,
@@ -19,9 +22,6 @@ from notebook_accel.utils import LoggerType
 from notebook_accel import Accelerator, ConfigError, ProjectConfiguration
 from tests.training.harness import run_ranks
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Recorder(GeneralTracker):
@@ -116,6 +116,7 @@ def test_what_is_no_tracker_is_refused() -> None:
         Accelerator(cpu=True, log_with=NoFolder)
     with pytest.raises(NotImplementedError, match=r"NoFolder lacks requires_.*, tracker"):
         NoFolder()
+    GeneralTracker(_blank=True).log({"loss": 1})
     with pytest.raises(ConfigError, match=r"'folder'\): it writes files and has no folder: pass"):
         Accelerator(cpu=True, log_with=Folder)
     config = ProjectConfiguration(logging_dir="logs")
@@ -214,6 +215,41 @@ def rank_by_rank() -> list[Any]:
     got.log_images({"x": []})
     accelerator.end_training()
     return [len(own.calls), got.name, PerRank(False).mark(), PerRank(True).mark()]
+
+
+BY_HAND = ("tensorboard", "mlflow", "comet_ml", "aim", "clearml", "dvclive")
+
+
+def by_hand(folder: str) -> dict[str, bool]:
+    """Of trackers that every rank makes and starts, which have tried to reach their library."""
+    accelerate.PartialState(cpu=True)
+    tables: Any = {
+        "ours": LOGGER_TYPE_TO_CLASS,
+        "theirs": accelerate.tracking.LOGGER_TYPE_TO_CLASS,
+    }
+    found = {}
+    for whose, table in tables.items():
+        for name in BY_HAND:
+            own = Path(folder, whose, name, os.environ["RANK"])
+            own.mkdir(parents=True)
+            os.chdir(own)
+            kind = table[name]
+            made = kind("project", *(["."] if kind.requires_logging_directory else []))
+            is_missing = False
+            for step in ("start", "finish"):
+                try:
+                    getattr(made, step)()
+                except Exception:  # its library, or the run that was not begun
+                    is_missing = True
+            found[f"{whose} {name}"] = is_missing or bool(os.listdir())
+    return found
+
+
+def test_trackers_that_every_rank_makes_itself_are_rank_0_s(tmp_path: Path) -> None:
+    first, second = run_ranks(by_hand, 2, str(tmp_path), timeout=100)
+    assert len(second) == 2 * len(BY_HAND)
+    assert not any(second.values()), "as in Accelerate"
+    assert all(first.values())
 
 
 def test_the_main_process_alone_tracks() -> None:

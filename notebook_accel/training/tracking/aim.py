@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.training.tracking.base import LibraryTracker
+from notebook_accel.training.tracking.base import LibraryTracker, on_main_process
 from notebook_accel.training.tracking.values import flatten, with_numbers
 
 if TYPE_CHECKING:
@@ -29,21 +29,25 @@ class AimTracker(LibraryTracker):
         super().__init__(run_name, **kwargs)
         self.aim_repo_path = logging_dir
 
+    @on_main_process
     def start(self) -> None:
         """Begin the run."""
         repository = None if self.aim_repo_path is None else str(self.aim_repo_path)
         self._run = self.library().Run(repo=repository, **self.init_kwargs)
         self._run.name = self.run_name
 
+    @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Keep the settings as the run's "hparams"."""
         self._run["hparams"] = dict(values)
 
+    @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Track numbers, and whatever else the library takes."""
         for name, value in flatten(with_numbers(values)):
             self._run.track(value, name=name, step=step, **kwargs)
 
+    @on_main_process
     def log_images(
         self,
         values: Mapping[str, Any],
@@ -66,6 +70,7 @@ class AimTracker(LibraryTracker):
                 ready = self.library().Image(image, caption=caption, **options.get("aim_image", {}))
                 self._run.track(ready, name=name, step=step, **options.get("track", {}), **others)
 
+    @on_main_process
     def finish(self) -> None:
         """Close the run."""
         self._run.close()

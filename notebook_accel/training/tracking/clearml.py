@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.tracking.base import LibraryTracker
+from notebook_accel.training.tracking.base import LibraryTracker, on_main_process
 from notebook_accel.training.tracking.values import numbers_of
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class ClearMLTracker(LibraryTracker):
         super().__init__(run_name or "", **kwargs)
         self._is_ours = True
 
+    @on_main_process
     def start(self) -> None:
         """Take the open task, which stays the user's to close, or begin one."""
         task_class = self.library().Task
@@ -42,10 +43,12 @@ class ClearMLTracker(LibraryTracker):
             }
             self._run = task_class.init(**{**names, **self.init_kwargs})
 
+    @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Connect the settings to the task."""
         self._run.connect_configuration(dict(values))
 
+    @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Report numbers: as a series if there is a step, else as single values."""
         logger = self._run.get_logger()
@@ -58,6 +61,7 @@ class ClearMLTracker(LibraryTracker):
                     title=title, series=series, value=value, iteration=step, **kwargs
                 )
 
+    @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Report an image a name, or a list of them."""
         logger = self._run.get_logger()
@@ -67,6 +71,7 @@ class ClearMLTracker(LibraryTracker):
                 part = series if index == 0 else f"{series} {index}"
                 logger.report_image(title=title, series=part, iteration=step, image=image, **kwargs)
 
+    @on_main_process
     def log_table(
         self,
         table_name: str,
@@ -95,6 +100,7 @@ class ClearMLTracker(LibraryTracker):
             **kwargs,
         )
 
+    @on_main_process
     def finish(self) -> None:
         """Close the task if it was begun here."""
         if self._is_ours:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.training.notices import notice_once
-from notebook_accel.training.tracking.base import LibraryTracker
+from notebook_accel.training.tracking.base import LibraryTracker, on_main_process
 from notebook_accel.training.tracking.values import as_number, flatten
 
 if TYPE_CHECKING:
@@ -26,15 +26,18 @@ class DVCLiveTracker(LibraryTracker):
         super().__init__(run_name or "", **kwargs)
         self._run = live
 
+    @on_main_process
     def start(self) -> None:
         """Begin, unless the user's own has begun."""
         if self._run is None:
             self._run = self.library().Live(**self.init_kwargs)
 
+    @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Keep the settings as parameters."""
         self._run.log_params(dict(values))
 
+    @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers and texts, and go on to the next step; the rest is named once."""
         if step is not None:
@@ -48,6 +51,7 @@ class DVCLiveTracker(LibraryTracker):
                 self._run.log_metric(name, kept, **kwargs)
         self._run.next_step()
 
+    @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write images: those of a list as "name/index.png"."""
         if step is not None:
@@ -56,6 +60,7 @@ class DVCLiveTracker(LibraryTracker):
             for index, image in enumerate(images):
                 self._run.log_image(f"{name}/{index}.png", image, **kwargs)
 
+    @on_main_process
     def finish(self) -> None:
         """End it, which writes its summary."""
         self._run.end()

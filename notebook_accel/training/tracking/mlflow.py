@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.text_values import parse_flag
 from notebook_accel.training.notices import notice_once
-from notebook_accel.training.tracking.base import LibraryTracker
+from notebook_accel.training.tracking.base import LibraryTracker, on_main_process
 from notebook_accel.training.tracking.values import numbers_of
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class MLflowTracker(LibraryTracker):
             "description": description,
         }
 
+    @on_main_process
     def start(self) -> None:
         """Begin the run, in a new experiment if there is none of that name."""
         mlflow = self.library()
@@ -83,6 +84,7 @@ class MLflowTracker(LibraryTracker):
             number = found.experiment_id
         self._run = mlflow.start_run(experiment_id=number, **self.init_kwargs)
 
+    @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Keep the settings as parameters, as text; one that is too long is named and left out."""
         short: dict[str, Any] = {}
@@ -99,10 +101,12 @@ class MLflowTracker(LibraryTracker):
         while some := dict(islice(rest, _PARAMETERS_AT_ONCE)):
             self.library().log_params(some)
 
+    @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers; what is none is named once and left out."""
         self.library().log_metrics(numbers_of(values, self.name), step=step, **kwargs)
 
+    @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log a list of images a name."""
         # By itself the library leaves them to a thread, and a rank may end before that has.
@@ -112,18 +116,22 @@ class MLflowTracker(LibraryTracker):
                 key = name if len(images) == 1 else f"{name}/{index}"
                 self.library().log_image(image, key=key, step=step or 0, **kwargs)
 
+    @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         """Keep a figure as a file of the run."""
         self.library().log_figure(figure, artifact_file, **save_kwargs)
 
+    @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
         """Keep a file with the run."""
         self.library().log_artifact(local_path, artifact_path)
 
+    @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
         """Keep a folder's files with the run."""
         self.library().log_artifacts(local_dir, artifact_path)
 
+    @on_main_process
     def finish(self) -> None:
         """End the run."""
         self.library().end_run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 
-from notebook_accel.training.tracking.base import LibraryTracker
+from notebook_accel.training.tracking.base import LibraryTracker, on_main_process
 from notebook_accel.training.tracking.values import flatten, with_numbers
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ _PLAIN = (bool, int, float, str)
 
 
 class TensorBoardTracker(LibraryTracker):
-    """Writes by ``torch.utils.tensorboard.SummaryWriter``, which takes ``init_kwargs``."""
+    """Writes by ``torch.utils.tensorboard.SummaryWriter``, which takes ``init_kwargs``; where
+    tensorboard is not installed, by that of tensorboardX."""
 
     name = "tensorboard"
     module = "tensorboard"
@@ -34,12 +36,23 @@ class TensorBoardTracker(LibraryTracker):
         super().__init__(run_name, **kwargs)
         self.logging_dir = Path(logging_dir) / run_name
 
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether one of the two libraries is installed."""
+        return super().is_available() or importlib.util.find_spec("tensorboardX") is not None
+
+    @classmethod
+    def library(cls) -> Any:
+        """The module with the writer."""
+        name = "torch.utils.tensorboard" if super().is_available() else "tensorboardX"
+        return importlib.import_module(name)
+
+    @on_main_process
     def start(self) -> None:
         """Open the writer."""
-        from torch.utils.tensorboard import SummaryWriter
+        self._run = self.library().SummaryWriter(str(self.logging_dir), **self.init_kwargs)
 
-        self._run = SummaryWriter(str(self.logging_dir), **self.init_kwargs)
-
+    @on_main_process
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Write the settings as hyperparameters, and whole to ``hparams.yml`` beside them."""
         name = str(time.time())
@@ -55,6 +68,7 @@ class TensorBoardTracker(LibraryTracker):
         with (folder / "hparams.yml").open("w") as file:
             yaml.dump(_writable(values), file)
 
+    @on_main_process
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write numbers as scalars, a dictionary's into one plot, and texts as texts."""
         for name, value in with_numbers(values).items():
@@ -68,6 +82,7 @@ class TensorBoardTracker(LibraryTracker):
                 self._run.add_text(name, str(value), global_step=step, **kwargs)
         self._run.flush()
 
+    @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write a batch of images a name: an array of 4 dimensions.
 
@@ -79,6 +94,7 @@ class TensorBoardTracker(LibraryTracker):
         for name, images in values.items():
             self._run.add_images(name, images, global_step=step, **kwargs)
 
+    @on_main_process
     def finish(self) -> None:
         """Close the writer."""
         self._run.close()
