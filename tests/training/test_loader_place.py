@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from notebook_accel.errors import ConfigError, RunStopped
 from notebook_accel.launch import rank as ranks
@@ -100,6 +100,37 @@ def test_samples_of_a_short_last_batch_are_counted_as_they_are() -> None:
             skipping = skip_first_batches(loader, skipped)
             assert sum(map(len, skipping)) == rest
             assert skipping.progress() == (1, 0, 10)
+
+
+class OfWorkers(Stream):
+    """Each worker process reads its own part."""
+
+    def __iter__(self) -> Iterator[Any]:
+        own = get_worker_info()
+        assert own is not None
+        return iter(range(own.id, self.count, own.num_workers))
+
+
+def test_each_worker_ends_its_part_of_a_stream_by_a_round_of_its_own() -> None:
+    def make() -> Any:
+        loader = DataLoader(OfWorkers(13), batch_size=2, num_workers=2)
+        return prepare(loader, 0, 2, dispatch_batches=False)
+
+    loader, active, seen, states = make(), active_loaders(), [], []
+    for batch in loader:
+        seen.append((batch.tolist(), loader.progress()[2], active.remainder))
+        states.append(loader.state_dict())
+    # One worker has 7 samples, the other 6: their last rounds of 4 have 3 and 2.
+    assert [batch for batch, *_ in seen] == [[0, 2], [1, 3], [8, 10], [9, 11]]
+    assert [samples for _, samples, _ in seen] == [4, 8, 11, 13]
+    assert seen[2][2] == 3
+    assert seen[3][2] == 2
+    assert loader.progress() == (1, 0, 13)
+    resumed = make()
+    resumed.load_state_dict(states[2])
+    assert resumed.progress() == (0, 3, 11)
+    assert lists(resumed) == [[9, 11]]
+    assert resumed.progress() == (1, 0, 13)
 
 
 def test_iterators_that_are_kept_do_not_answer_for_others() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import SeedableRandomSampler as Peer
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from notebook_accel.errors import ConfigError
@@ -237,6 +238,13 @@ def test_a_seedable_order_depends_on_seed_and_epoch() -> None:
     assert order(1, 1) == order(2, 0)  # seed + epoch, as its users count on
     assert order(1, 0) != order(1, 1)
     assert sorted(order(5, 3)) == list(range(20))
+    for options in ({}, {"replacement": True, "num_samples": 7}, {"num_samples": 5}):
+        ours, theirs = (
+            kind(range(20), data_seed=4, **options) for kind in (SeedableRandomSampler, Peer)
+        )
+        for _ in range(3):
+            assert list(ours) == list(theirs), "Accelerate's order"
+            assert (ours.epoch, ours.initial_seed) == (theirs.epoch, theirs.initial_seed)
     one_by_one = SeedableRandomSampler(range(20), data_seed=1)
     assert [list(one_by_one), list(one_by_one)] == [order(1, 0), order(1, 1)]
 

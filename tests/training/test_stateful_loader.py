@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from notebook_accel import Accelerator, ConfigError, DataLoaderConfiguration, skip_first_batches
-from notebook_accel.training.data import DataLoaderDispatcher, DataLoaderShard
+from notebook_accel.training.data import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from tests.training.harness import run_ranks
 from tests.training.loading import lists, numbers, prepare
 from tests.training.single import fresh_rank  # noqa: F401
@@ -190,6 +190,36 @@ def test_a_loader_that_is_made_by_hand_goes_on_as_accelerates_does(kind: Any, pe
     assert [batch.item() % 100 for batch in again] == [0, 1, 2, 3]
 
 
+def test_a_loader_without_its_first_batches_is_made_by_hand_too() -> None:
+    def make(kind: Any, **options: Any) -> Any:
+        return kind(
+            Resumable(10), skip_batches=1, use_stateful_dataloader=True, batch_size=3, **options
+        )
+
+    for kind in (SkipDataLoader, accelerate.data_loader.SkipDataLoader):
+        loader = make(kind)
+        assert lists(loader) == [[3, 4, 5], [6, 7, 8], [9]]
+        assert loader.skip_batches == 1
+        running = iter(loader)
+        next(running)
+        assert "_num_yielded" in loader.state_dict()
+    for workers in (0, 1):
+        loader = make(SkipDataLoader, num_workers=workers)
+        begin = loader.state_dict()
+        running = iter(loader)
+        assert next(running).tolist() == [3, 4, 5]
+        resumed = make(SkipDataLoader, num_workers=workers)
+        resumed.load_state_dict(loader.state_dict())
+        assert lists(resumed) == [[6, 7, 8], [9]], "nothing of the rest is left out"
+        assert lists(resumed) == [[3, 4, 5], [6, 7, 8], [9]]
+        resumed.load_state_dict(begin)
+        assert lists(resumed) == [[3, 4, 5], [6, 7, 8], [9]]
+    assert isinstance(loader, StatefulDataLoader)
+    copied = pickle.loads(pickle.dumps(loader))
+    assert isinstance(copied, SkipDataLoader)
+    assert isinstance(copied, StatefulDataLoader)
+
+
 def in_two_ranks(folder: str) -> dict[str, Any]:
     """Dispatched, and torchdata's own loader given to ``prepare``; through checkpoints."""
     found: dict[str, Any] = {}
@@ -235,4 +265,6 @@ def test_torchdata_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         prepare(numbers(4), **STATEFUL)
     with pytest.raises(ConfigError, match="pip install torchdata"):
         DataLoaderShard(range(4), use_stateful_dataloader=True)
+    with pytest.raises(ConfigError, match="pip install torchdata"):
+        SkipDataLoader(range(4), use_stateful_dataloader=True)
     assert torch.is_tensor(next(iter(prepare(numbers(4)))))

@@ -32,6 +32,8 @@ class Position:
         loader: the loader, while the pass is under way; None before and after.
         epoch: number of the epoch.
         num_given: batches of the epoch that the loop has got, those that it skipped included.
+        num_lacking: samples that rounds of a stream lacked, those before the last one: each worker
+            process that reads a part of the stream ends it with a short round.
         end_of_dataloader: whether the batch that the loop has now is the last.
         remainder: samples of all ranks in the last round, without those that are repeated, where
             the round lacks some; 0 where it lacks none, -1 where that is not known. Until the loop
@@ -54,6 +56,7 @@ class Position:
         "last_round",
         "loader",
         "num_given",
+        "num_lacking",
         "remainder",
         "replay",
     )
@@ -63,6 +66,7 @@ class Position:
         *,
         epoch: int = 0,
         num_given: int = 0,
+        num_lacking: int = 0,
         remainder: int = -1,
         is_uneven: bool = False,
         replay: Replay | None = None,
@@ -70,6 +74,7 @@ class Position:
         self.loader: Any = None
         self.epoch = epoch
         self.num_given = num_given
+        self.num_lacking = num_lacking
         self.end_of_dataloader = False
         self.remainder = remainder
         self.last_round: LastRound | None = None

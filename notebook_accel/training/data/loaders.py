@@ -148,12 +148,12 @@ class PreparedLoader(ResumableLoader):
             return iter(())
         # In this order: restore, so that what rank 0 sends is what the checkpoint had; send; then
         # note the states, which a checkpoint of this pass keeps.
-        start, drawn = self._restore()
+        start, num_lacking, drawn = self._restore()
         self._synchronize()
         self._progress.generators = self._generator_states()
         before = getattr(self._progress.position, "replay", None)
         replay = Replay(drawn, watches=not self.num_workers, before=before)
-        position = self._new_position(num_given=start, replay=replay)
+        position = self._new_position(num_given=start, num_lacking=num_lacking, replay=replay)
         self._progress.position = position
         return self._give(replay.open(partial(self._read, position)), position)
 
@@ -232,6 +232,8 @@ class PreparedLoader(ResumableLoader):
         count, active, ahead = context.count_batch, active_loaders(context), position.replay.ahead
         stack, total = active.stack, self._count_total()
         send, receive = self._transfer(position)
+        is_stream = isinstance(self._shard, IterableDatasetShard)
+        size = self.total_batch_size or 0 if is_stream else 0
         position.loader = self
         if send is not None:
             source = map(send, source)
@@ -248,6 +250,9 @@ class PreparedLoader(ResumableLoader):
                 if not stack or stack[-1] is not position:
                     active.put_on_top(position)
                 position.num_given += 1
+                if size and position.last_round is not None:
+                    # Not the last round of all: several workers read, and each ends its own part.
+                    position.num_lacking += size - position.last_round.num_samples
                 if ahead:
                     del ahead[0]
                 yield batch
@@ -296,6 +301,7 @@ class PreparedLoader(ResumableLoader):
         # A last round of which this rank gets nothing counts as well.
         num_rounds = num_batches + (last is not None and last.batch_size == 0)
         self._progress.samples += size * num_rounds
+        self._progress.samples -= position.num_lacking
         if position.remainder > 0:
             self._progress.samples += position.remainder - size
         elif last is None and num_batches:

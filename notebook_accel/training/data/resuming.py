@@ -119,10 +119,10 @@ class ResumableLoader(DataLoader[Any], PassView):
         the start of the same one; after a stop of the run the place where it stopped.
         """
         progress, position = self._progress, self._progress.position
-        epoch, given, drawn = progress.iteration, 0, None
+        epoch, given, lacking, drawn = progress.iteration, 0, 0, None
         if progress.restored is not None:
             given, states = int(progress.restored["given"]), progress.restored["generators"]
-            drawn = progress.restored.get("random")
+            drawn, lacking = progress.restored.get("random"), progress.restored.get("lacking", 0)
         elif (
             position is None
             or position.end_of_dataloader
@@ -131,10 +131,11 @@ class ResumableLoader(DataLoader[Any], PassView):
             states = self._generator_states()
         else:
             epoch, given, states = position.epoch, position.num_given, progress.generators
-            drawn = position.replay.state_dict()
+            drawn, lacking = position.replay.state_dict(), position.num_lacking
         return {
             "iteration": epoch,
             "given": given,
+            "lacking": lacking,
             "generators": states,
             "random": drawn,
             "samples": progress.samples,
@@ -180,8 +181,9 @@ class ResumableLoader(DataLoader[Any], PassView):
     def progress(self) -> tuple[int, int, int | None]:
         """The epoch, the batches given in it, and the samples of all ranks over all epochs."""
         state, size = self.state_dict(), self.total_batch_size
-        given = state["given"]
-        return state["iteration"], given, None if size is None else state["samples"] + given * size
+        given, lacking = state["given"], state["lacking"]
+        samples = None if size is None else state["samples"] + given * size - lacking
+        return state["iteration"], given, samples
 
     def is_part_of(self, other: ResumableLoader) -> bool:
         """Whether the two are one loader, one of them perhaps without its first batches."""
@@ -234,20 +236,21 @@ class ResumableLoader(DataLoader[Any], PassView):
             (total,) = broadcast_object_list([total])
         return total is not None and self.skip_batches >= total
 
-    def _restore(self) -> tuple[int, Mapping[str, Any] | None]:
+    def _restore(self) -> tuple[int, int, Mapping[str, Any] | None]:
         """Go back to the start of a restored epoch.
 
         Returns:
-            the batch to begin with, and the random numbers of the pass that this one goes on with.
+            the batch to begin with, the samples that rounds before it lacked, and the random
+            numbers of the pass that this one goes on with.
         """
         restored, self._progress.restored = self._progress.restored, None
         if restored is None:
-            return self.skip_batches, None
+            return self.skip_batches, 0, None
         for name, generator in self._generators().items():
             if name in restored["generators"]:
                 generator.set_state(restored["generators"][name])
         given, asked, drawn = int(restored["given"]), self._options.skip_batches, restored["random"]
         if asked in (None, given):
-            return given, drawn
+            return given, restored.get("lacking", 0), drawn
         # `ahead` has the states before batch `given` was read; this pass begins with another one.
-        return asked, drawn and {**drawn, "ahead": []}
+        return asked, 0, drawn and {**drawn, "ahead": []}

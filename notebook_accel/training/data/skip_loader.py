@@ -7,7 +7,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.joined import copy_as
 
 __all__ = ["SkipDataLoader"]
@@ -19,11 +18,12 @@ class SkipDataLoader(DataLoader[Any]):
     Args:
         dataset: as torch's DataLoader, like all other arguments.
         skip_batches: batches at the start of each epoch that are left out.
-        use_stateful_dataloader: True is refused; ``skip_first_batches`` takes torchdata's loader.
+        use_stateful_dataloader: make it torchdata's ``StatefulDataLoader`` too, whose arguments it
+            then takes as well.
         **kwargs: further arguments of torch's DataLoader.
 
     Raises:
-        ConfigError: torchdata's loader is asked for.
+        ConfigError: torchdata's loader is asked for, and torchdata is not installed.
 
     Attributes:
         num_left_out: ``skip_batches`` as given. On a prepared loader that name says what
@@ -38,10 +38,10 @@ class SkipDataLoader(DataLoader[Any]):
         **kwargs: Any,
     ) -> None:
         if use_stateful_dataloader:
-            raise ConfigError(
-                "SkipDataLoader(use_stateful_dataloader=True): expected torch's loader alone; give "
-                "torchdata's StatefulDataLoader to skip_first_batches(loader, n) instead"
-            )
+            # Imported here: its module imports the prepared loaders.
+            from notebook_accel.training.data.stateful import make_stateful
+
+            make_stateful(self, SkipDataLoader)
         super().__init__(dataset, **kwargs)
         self.num_left_out = skip_batches
 
@@ -58,7 +58,9 @@ class SkipDataLoader(DataLoader[Any]):
         return self.num_left_out
 
     def __iter__(self) -> Any:
-        return itertools.islice(super().__iter__(), self.num_left_out, None)
+        reader = super().__iter__()
+        # One of torchdata's that goes on from a state has read some batches already.
+        return itertools.islice(reader, max(0, self.num_left_out - reader._num_yielded), None)
 
     def __len__(self) -> int:
         return max(0, super().__len__() - self.num_left_out)

@@ -54,7 +54,7 @@ def as_stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
     return new
 
 
-def make_stateful(loader: PreparedLoader, kind: type[PreparedLoader]) -> None:
+def make_stateful(loader: DataLoader[Any], kind: type[DataLoader[Any]]) -> None:
     """Let a loader that is made by hand be of ``kind``, and torchdata's too.
 
     Its ``__init__`` calls this before those of its base classes. A class that the user derived from
