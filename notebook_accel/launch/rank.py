@@ -218,6 +218,12 @@ class LaunchedContext(RankContext):
         """Whether this is the rank's process, and no child that it forked."""
         return os.getpid() == self._pid
 
+    def count_on(self, board: Scoreboard) -> None:
+        """Count on another board from now on, as a child does that the rank has forked: the rank's
+        row says how far the rank is, and no other rank waits for the child."""
+        self._board, self._row = board, board.row(self.local_rank)
+        self._pass = (0, None)
+
     def begin_call(self, number: int, *, has_group: bool) -> None:
         """What is counted from now on belongs to the call of that number.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, notebook_launcher
+from notebook_accel.launch.rank import current
 
 OF_TRAINING = ("torch.", "notebook_accel.")
 
@@ -68,3 +70,32 @@ def test_a_launched_training_reports_and_comes_back_plain() -> None:
     assert [(one.batches, one.steps) for one in ranks] == [(8, 4), (8, 4)]
     told = [text for text in run.state.notices if "SGD was stepped without" in text]
     assert len(told) == 1
+
+
+def count_in_a_child() -> list[int]:
+    """What the rank and a child that it forks count, in the loop of the rank."""
+    accelerator = Accelerator(cpu=True)
+    weights = nn.Linear(1, 1).parameters()
+    loader, optimizer = accelerator.prepare(
+        DataLoader(range(3)),  # type: ignore[arg-type]
+        torch.optim.SGD(weights, lr=0.1),
+    )
+    next(iter(loader))
+    pid = os.fork()
+    if not pid:
+        for _ in loader:
+            optimizer.step()
+        context: Any = current()
+        counted = [context._row.batches, context._row.steps, context.should_stop()]
+        os._exit(0 if counted == [3, 3, False] else 1)
+    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    optimizer.step()
+    context = current()
+    return [ended, context._row.batches, context._row.steps, context._row.reads]
+
+
+def test_a_child_that_a_rank_forks_counts_for_itself() -> None:
+    run = notebook_launcher(count_in_a_child, num_processes=1, view="none")
+    assert run[0] == [0, 1, 1, 0]
+    (one,) = run.state.ranks
+    assert (one.batches, one.steps) == (1, 1)

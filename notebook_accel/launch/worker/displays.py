@@ -129,6 +129,8 @@ class _Outbox:
         is_printed = set(data) == {"text/plain"} and not display_id
         if is_printed or not isinstance(context, rank.LaunchedContext):
             sys.stdout.write(f"{text}\n")
+        elif not context.is_own_process:  # which alone speaks for the rank
+            sys.stdout.write(f"{text} (not shown: a child process of the rank displayed it)\n")
         elif size > _MAX_BYTES:
             megabytes, limit = size / 1e6, _MAX_BYTES / 1e6
             sys.stdout.write(
@@ -146,9 +148,6 @@ class _Outbox:
     def _replace(
         self, data: dict[str, str], display_id: str, context: rank.LaunchedContext
     ) -> None:
-        # A forked child sends nothing, and may have a copy of a lock that somebody holds.
-        if not context.is_own_process:
-            return
         with self._lock:
             is_first = not self._waiting
             self._waiting[display_id] = data

@@ -33,6 +33,7 @@ from notebook_accel.launch import rank, wire
 from notebook_accel.launch.payload.notebook_state import from_bytes
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.transport.channel import ProtocolError
+from notebook_accel.launch.transport.scoreboard import Scoreboard
 from notebook_accel.launch.worker import (
     bars,
     displays,
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from notebook_accel.launch.transport.channel import Channel
-    from notebook_accel.launch.transport.scoreboard import Scoreboard
 
 __all__ = ["STACKS_SIGNAL", "Inherited", "main"]
 
@@ -170,11 +170,15 @@ class _Worker:
     def _set_up(self) -> None:
         """Take the notebook's surroundings."""
         _enter_environment(self._inherited)
+        os.register_at_fork(after_in_child=self._leave_board)
         bars.install()
         displays.install()
         forked_tokenizers.install()
         torch_fixes.avoid_hang_when_model_outlives_group()
         torch_fixes.watch_new_groups(self._making_group)
+
+    def _leave_board(self) -> None:
+        self._context.count_on(Scoreboard(self._inherited.board.num_ranks))
 
     def report_lost_output(self, error: OSError) -> None:
         """Say that output of this rank is lost, and why."""

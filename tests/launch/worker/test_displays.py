@@ -115,6 +115,27 @@ def test_of_a_flood_the_first_ones_are_sent() -> None:
     assert "this rank displays too much" in run.logs(0)
 
 
+def display_in_a_child() -> None:
+    from IPython.display import HTML, display, update_display
+
+    display(HTML("<i>of the rank</i>"), display_id="x")
+    pid = os.fork()
+    if not pid:
+        display(HTML("<i>of a child</i>"))
+        update_display(HTML("<i>replaced</i>"), display_id="x")
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def test_what_a_child_process_displays_is_printed() -> None:
+    """A worker of a DataLoader, say."""
+    run = notebook_launcher(display_in_a_child, num_processes=1, view="none")
+    (shown,) = run.state.ranks[0].displays
+    assert shown.data["text/html"] == "<i>of the rank</i>"
+    told = "(not shown: a child process of the rank displayed it)"
+    assert run.logs(0).splitlines() == [f"<IPython.core.display.HTML object> {told}"] * 2
+
+
 def test_of_what_is_replaced_in_a_loop_the_last_is_sent_also_where_nothing_follows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
