@@ -84,9 +84,8 @@ class AlignDevicesHook(ModelHook):
 
     def __repr__(self) -> str:
         shown = ["execution_device", "offload", "io_same_device", "offload_buffers"]
-        shown += ["place_submodules", "skip_keys"]
-        fields = ", ".join(f"{name}={getattr(self, name)}" for name in shown)
-        return f"AlignDevicesHook({fields})"
+        fields = ", ".join(f"{name}={getattr(self, name)}" for name in [*shown, "place_submodules"])
+        return f"AlignDevicesHook({fields}, skip_keys={self.skip_keys!r})"
 
     def init_hook(self, module: Module) -> Module:
         if self.offload:

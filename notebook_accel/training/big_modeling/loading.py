@@ -33,6 +33,7 @@ from notebook_accel.training.big_modeling.offload_store import (
 from notebook_accel.training.big_modeling.tensors import set_module_tensor_to_device
 from notebook_accel.training.checkpoint.atomic import complete_version
 from notebook_accel.training.checkpoint.state_files import check_regular, explain, read_state
+from notebook_accel.training.collectives import this_rank
 from notebook_accel.training.ties import find_tied_parameters, retie_parameters
 
 if TYPE_CHECKING:
@@ -123,7 +124,10 @@ def load_checkpoint_in_model(
         # Imported here: it takes seconds, which a model that is not sharded over ranks is spared.
         import torch.distributed.checkpoint.state_dict as dist_state
 
-        state: dict[str, Any] = {n: value for file in files for n, value in _tensors(file)}
+        reads = not broadcast_from_rank0 or this_rank() == 0
+        state: dict[str, Any] = {
+            name: value for file in files if reads for name, value in _tensors(file)
+        }
         options = dist_state.StateDictOptions(
             full_state_dict=full_state_dict,
             broadcast_from_rank0=broadcast_from_rank0,

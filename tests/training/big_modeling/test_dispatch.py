@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import accelerate
@@ -16,7 +17,9 @@ from notebook_accel.training.big_modeling import align_devices
 from notebook_accel.training.big_modeling.align_devices import (
     AlignDevicesHook,
     align_module_device,
+    attach_align_device_hook,
     attach_align_device_hook_on_blocks,
+    attach_execution_device_hook,
     has_offloaded_params,
 )
 from notebook_accel.training.big_modeling.dispatch import (
@@ -31,7 +34,7 @@ from notebook_accel.training.big_modeling.hooks import (
 )
 from notebook_accel.training.big_modeling.loading import load_checkpoint_in_model
 from notebook_accel.training.big_modeling.tensors import named_module_tensors
-from tests.training.big_modeling.models import Language, values
+from tests.training.big_modeling.models import Block, Language, values
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,6 +129,18 @@ def test_a_dispatched_model_computes_as_before_with_the_hooks_of_accelerate(
     assert devices_of(model) == between
 
 
+def test_parts_elsewhere_compute_on_the_device_that_is_named(
+    model: Language, tmp_path: Path
+) -> None:
+    theirs = copy.deepcopy(model)
+    device_map: Any = {"embed": "meta", "layers": "cpu", "lmhead": "disk"}
+    for dispatch, one in ((dispatch_model, model), (accelerate.dispatch_model, theirs)):
+        dispatch(one, dict(device_map), main_device="meta", offload_dir=tmp_path / str(id(one)))
+    assert hooks_of(model) == hooks_of(theirs)
+    assert devices_of(model) == devices_of(theirs)
+    assert "execution_device=meta, offload=True" in hooks_of(model)["layers.0.first"]
+
+
 def test_a_model_cannot_be_moved_while_parts_of_it_are_elsewhere(
     model: Language, tmp_path: Path
 ) -> None:
@@ -181,6 +196,80 @@ def test_blocks_get_the_hooks_of_accelerate(model: Language, offload: Any) -> No
     assert hooks_of(model) == hooks_of(theirs)
     assert devices_of(model) == devices_of(theirs)
     assert torch.equal(model(WORDS), expected)
+
+
+ATTACHED: dict[str, dict[str, Any]] = {
+    "on one device": {"execution_device": "cpu"},
+    "offloaded": {"execution_device": "cpu", "offload": True},
+    "with buffers": {"execution_device": "cpu", "offload": True, "offload_buffers": True},
+    "by whole blocks": {
+        "execution_device": "cpu",
+        "offload": True,
+        "preload_module_classes": ["Block"],
+        "skip_keys": "cache",
+    },
+}
+
+
+@pytest.mark.parametrize("with_map", [False, True])
+@pytest.mark.parametrize("name", ATTACHED)
+def test_modules_get_the_hooks_of_accelerate(model: Language, name: str, with_map: bool) -> None:
+    from accelerate.hooks import attach_align_device_hook as peer
+
+    expected, theirs, settings = model(WORDS), copy.deepcopy(model), ATTACHED[name]
+    for attach, one in ((attach_align_device_hook, model), (peer, theirs)):
+        weights = {f"whole.{key}": value for key, value in values(one).items()}
+        named = {"weights_map": weights, "module_name": "whole"} if with_map else {}
+        attach(one, **settings, **named)  # type: ignore[operator]
+    assert hooks_of(model) == hooks_of(theirs)
+    assert devices_of(model) == devices_of(theirs)
+    for _ in range(2):
+        assert torch.equal(model(WORDS), expected)
+    assert devices_of(model) == devices_of(theirs)
+    remove_hook_from_submodules(model)
+    assert set(devices_of(model).values()) == {"cpu"}
+
+
+@pytest.mark.parametrize("preload", [None, ["Block"]])
+def test_modules_are_put_on_a_device_by_the_hooks_of_accelerate(
+    model: Language, preload: list[str] | None
+) -> None:
+    from accelerate.hooks import attach_execution_device_hook as peer
+
+    theirs = copy.deepcopy(model)
+    for attach, one in ((attach_execution_device_hook, model), (peer, theirs)):
+        add_hook_to_module(one.lmhead, AlignDevicesHook("cpu"))  # it keeps its own
+        attach(one, "meta", skip_keys=["cache"], preload_module_classes=preload)
+    assert hooks_of(model) == hooks_of(theirs)
+    assert devices_of(model) == devices_of(theirs)
+    assert "skip_keys=['cache']" in hooks_of(model)["embed"]
+
+
+def test_a_hook_may_act_for_the_modules_inside_and_puts_all_back() -> None:
+    from accelerate import hooks as peer
+
+    ours = SimpleNamespace(
+        AlignDevicesHook=AlignDevicesHook,
+        add_hook_to_module=add_hook_to_module,
+        remove_hook_from_submodules=remove_hook_from_submodules,
+    )
+    inputs, seen = torch.randn(3, 4), []
+    for library in (ours, peer):
+        torch.manual_seed(0)
+        block = Block().eval()
+        expected = block(inputs)
+        hook = library.AlignDevicesHook(
+            "cpu", offload=True, place_submodules=True, io_same_device=True
+        )
+        library.add_hook_to_module(block, hook)
+        found = block(inputs)
+        assert torch.equal(found, expected)
+        seen.append((devices_of(block), hook.original_devices, hook.input_device))
+        library.remove_hook_from_submodules(block)
+        assert set(devices_of(block).values()) == {"cpu"}
+        assert torch.equal(block(inputs), expected)
+    assert seen[0] == seen[1]
+    assert seen[0][0]["first.weight"] == "meta"
 
 
 def test_an_input_that_is_named_stays_where_it_is() -> None:

@@ -81,6 +81,16 @@ def test_a_model_larger_than_memory_is_made_at_once() -> None:
     assert model.weight.numel() == 2**40
 
 
+@pytest.mark.parametrize("include_buffers", [None, False, True])
+def test_tensors_are_made_where_accelerate_makes_them(include_buffers: bool | None) -> None:
+    found = []
+    for init in (init_on_device, accelerate.init_on_device):
+        with init(torch.device("meta"), include_buffers=include_buffers):
+            found.append(devices(Drawn()))
+    assert found[0] == found[1]
+    assert found[0]["linear.weight"] == "meta"
+
+
 def test_a_device_may_be_named() -> None:
     with init_on_device(torch.device("meta")):
         assert nn.Linear(2, 2).weight.is_meta

@@ -7,6 +7,7 @@ import inspect
 import pickle
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -163,6 +164,52 @@ def test_modules_can_be_left_out_of_the_casting(kwargs: dict[str, Any], small: s
         attach(model, torch.float16, torch.float32, **kwargs)
         half = [name for name, weight in model.named_parameters() if weight.dtype == torch.half]
         assert {name.rpartition(".")[0] for name in half} == small
+
+
+class Parcel:
+    """An input that can be anywhere."""
+
+    def __init__(self, moves: list[tuple[str, str]]) -> None:
+        self.moves = moves
+
+    def to(self, device: Any, **_: Any) -> Parcel:
+        self.moves.append(("input", str(device)))
+        return self
+
+
+class Moved(nn.Module):
+    """A model that notes where it is sent, and goes to a device that needs none: meta."""
+
+    def __init__(self, name: str, moves: list[tuple[str, str]]) -> None:
+        super().__init__()
+        self.name, self.moves = name, moves
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def to(self, device: Any) -> Moved:
+        self.moves.append((self.name, str(device)))
+        where = "cpu" if str(device) == "cpu" else "meta"
+        self.weight = nn.Parameter(torch.ones(1, device=where))
+        return self
+
+    def forward(self, parcel: Parcel) -> Parcel:
+        return parcel
+
+
+def test_models_go_to_the_device_and_back_as_accelerates_do() -> None:
+    seen = []
+    for offload in (cpu_offload_with_hook, accelerate.cpu_offload_with_hook):
+        moves: list[tuple[str, str]] = []
+        first, one = offload(Moved("first", moves), "cuda:7")
+        second, two = offload(Moved("second", moves), "cuda:7", prev_module_hook=one)
+        for _ in range(2):
+            second(first(Parcel(moves)))
+        two.offload()
+        two.remove()
+        second(Parcel(moves))
+        seen.append(moves)
+    assert seen[0] == seen[1]
+    assert ("first", "cuda:7") in seen[0]
+    assert ("second", "cpu") in seen[0][2:]
 
 
 def test_models_of_a_pipeline_send_each_other_to_the_host() -> None:

@@ -51,6 +51,21 @@ def test_maps_and_balanced_limits_are_those_of_accelerate(seed: int) -> None:
         assert get_balanced_memory(model, limits, low_zero=low_zero, **spread) == balanced
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_weights_of_another_type_count_as_they_are(seed: int) -> None:
+    chance = random.Random(seed)
+    model = random_model(chance)
+    total = compute_module_sizes(model)[""]
+    limits: dict[int | str, int | str] = {0: total // 3, 1: total // 3, "cpu": total}
+    types = {"embed.weight": torch.float32, "layers.0.first.weight": torch.float64}
+    kwargs: dict[str, Any] = {"dtype": torch.float16, "special_dtypes": types}
+    theirs = accelerate.infer_auto_device_map(model, dict(limits), offload_buffers=True, **kwargs)
+    found = infer_auto_device_map(model, limits, offload_buffers=True, **kwargs)
+    assert found == dict(theirs)
+    balanced = peer.get_balanced_memory(model, dict(limits), **kwargs)
+    assert get_balanced_memory(model, limits, **kwargs) == balanced
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_fallback_allocation_is_that_of_accelerate(seed: int) -> None:
     chance = random.Random(seed)

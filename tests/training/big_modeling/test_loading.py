@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 import accelerate
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.utils import load_state_dict as peer_load_state_dict
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.training.big_modeling import loading
 from notebook_accel.training.big_modeling.empty_weights import init_empty_weights
 from notebook_accel.training.big_modeling.loading import (
     load_checkpoint_and_dispatch,
@@ -22,6 +25,7 @@ from notebook_accel.training.big_modeling.loading import (
 )
 from notebook_accel.training.checkpoint.weights import save_model
 from tests.training.big_modeling.models import Language, values
+from tests.training.harness import run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,6 +98,61 @@ def test_a_loaded_and_dispatched_model_computes_as_the_saved_one(
     )
     for _ in range(2):
         assert torch.equal(other(WORDS), model(WORDS))
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_buffers_may_be_put_on_disk_too(model: Language, buffers: bool, tmp_path: Path) -> None:
+    checkpoint = write(model, "pytorch_model.bin", tmp_path)
+    device_map = {"embed": "cpu", "layers": "disk", "lmhead": "cpu"}
+    on_disk = []
+    for load, name in (
+        (load_checkpoint_and_dispatch, "ours"),
+        (accelerate.load_checkpoint_and_dispatch, "theirs"),
+    ):
+        other = load(
+            Language().eval(),
+            str(checkpoint),
+            device_map,
+            offload_folder=str(tmp_path / name),
+            offload_buffers=buffers,
+        )
+        assert torch.equal(other(WORDS), model(WORDS))
+        means = {str(layer.norm.running_mean.device) for layer in other.layers}
+        assert means == {"meta" if buffers else "cpu"}
+        on_disk.append(set(json.loads((tmp_path / name / "index.json").read_text())))
+    assert on_disk[0] == on_disk[1]
+
+
+def load_into_parts(folder: str) -> list[Any]:
+    """Whole weights into a model of which each rank has a part: all read, or rank 0 alone."""
+    reads: list[int] = []
+    found: list[Any] = []
+    plain = loading._tensors
+
+    def tensors(file: Path) -> Any:
+        reads.append(dist.get_rank())
+        return plain(file)
+
+    loading._tensors = tensors
+    for settings in ({}, {"full_state_dict": True, "broadcast_from_rank0": True}):
+        reads.clear()
+        torch.manual_seed(dist.get_rank())
+        parts = fully_shard(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)))
+        load_checkpoint_in_model(parts, folder, strict=True, **settings)
+        whole = {name: value.full_tensor() for name, value in parts.state_dict().items()}
+        found.append((whole, sorted(set(reads))))
+    return found
+
+
+def test_a_model_in_parts_is_loaded_by_all_ranks_or_by_rank_0(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    saved = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)).state_dict()
+    save_model(saved, tmp_path, "1GB", safe=True)
+    for rank, found in enumerate(run_ranks(load_into_parts, 2, str(tmp_path))):
+        for whole, _ in found:
+            assert whole.keys() == saved.keys()
+            assert all(torch.equal(whole[name], saved[name]) for name in saved)
+        assert [reads for _, reads in found] == [[rank], [0] if rank == 0 else []]
 
 
 def test_limits_spread_a_model_over_host_and_disk(model: Language, tmp_path: Path) -> None:

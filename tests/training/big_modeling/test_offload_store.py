@@ -45,6 +45,7 @@ def test_what_is_written_comes_back_with_every_type(tmp_path: Path) -> None:
     loader = OffloadedWeightsLoader(save_folder=tmp_path / "new")
     assert list(loader) == list(state)
     assert len(loader) == len(state)
+    assert loader.all_keys == list(state)
     for name, value in state.items():
         assert loader[name].dtype == value.dtype
         assert same(loader[name].float(), value.float())

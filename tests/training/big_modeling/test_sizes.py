@@ -30,9 +30,10 @@ def test_sizes_are_those_of_accelerate(seed: int) -> None:
     model = random_model(random.Random(seed))
     special = {"embed.weight": torch.float32}
     for kwargs in ({}, {"dtype": torch.float16}, {"dtype": "float16", "special_dtypes": special}):
-        assert compute_module_sizes(model, **kwargs) == dict(
-            peer.compute_module_sizes(model, **kwargs)
-        )
+        for buffers_only in (False, True):
+            assert compute_module_sizes(model, **kwargs, buffers_only=buffers_only) == dict(
+                peer.compute_module_sizes(model, **kwargs, buffers_only=buffers_only)
+            )
         assert compute_module_total_buffer_size(model, **kwargs) == (
             peer.compute_module_total_buffer_size(model, **kwargs)
         )
