@@ -135,7 +135,7 @@ def make_plan(
     sharding = resolve_fsdp(fsdp)
     sizes = resolve_parallelism(parallelism)
     compiling = resolve_dynamo(dynamo, dynamo_backend)
-    num_ranks, num_local_ranks = topology.count_ranks()
+    num_ranks, num_local_ranks = topology.count_ranks(cpu=cpu)
     if sizes is not None or sharding is not None:
         fit_sizes(sizes, sharding, num_processes=num_ranks, local_num_processes=num_local_ranks)
     zero = resolve_deepspeed(*deepspeed)

@@ -77,6 +77,7 @@ def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = Non
         ConfigError: the environment does not say where the ranks meet, or this machine has fewer
             devices than ranks.
     """
+    _heed_mpi(cpu=cpu)
     shared = current().shared
     found: Topology | None = shared.get(_KEY)
     options = options or InitProcessGroupKwargs()
@@ -87,8 +88,13 @@ def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = Non
     return found
 
 
-def count_ranks() -> tuple[int, int]:
-    """Number of ranks, and of those on this machine, asked without making a process group."""
+def count_ranks(*, cpu: bool = False) -> tuple[int, int]:
+    """Number of ranks, and of those on this machine, asked without making a process group.
+
+    Args:
+        cpu: whether they are asked to compute on the host.
+    """
+    _heed_mpi(cpu=cpu)
     found: Topology | None = current().shared.get(_KEY)
     if found is None or _is_stale(found):
         context = _find_context()
@@ -133,6 +139,21 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
         backend=_backend_of(device),
         pid=os.getpid(),
     )
+
+
+def _heed_mpi(*, cpu: bool) -> None:
+    """Say in torchrun's variables which rank this is, where ``mpirun`` started it.
+
+    For ranks that are to compute on the host alone, as in Accelerate: on other machines the
+    variables of MPI may be those of the job in which a kernel runs.
+    """
+    is_told = "WORLD_SIZE" in os.environ or has_process_group() or current().launched
+    if is_told or not (cpu or environment.read_flag("USE_CPU")):
+        return
+    said = environment.get_cpu_distributed_information()
+    if said.world_size > 1:
+        os.environ.update({name.upper(): str(value) for name, value in said._asdict().items()})
+        os.environ.setdefault("MASTER_PORT", "29500")
 
 
 def _find_context() -> RankContext:

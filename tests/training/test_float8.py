@@ -36,6 +36,7 @@ def test_without_torchao_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         utils.AORecipeKwargs,
         lambda: utils.convert_model_to_fp8_ao(nn.Linear(1, 1)),
         lambda: utils.has_ao_layers(nn.Linear(1, 1)),
+        utils.torchao_required(lambda: None),
     ):
         with pytest.raises(ConfigError, match=r"bf16.*pip install torchao"):
             ask()
@@ -48,7 +49,7 @@ def test_what_does_not_multiply_in_8_bits_is_refused(monkeypatch: pytest.MonkeyP
         Accelerator(**ASKED, kwargs_handlers=[recipe()])
     with pytest.raises(ConfigError, match="enable_fsdp_float8_all_gather=True is not supported"):
         recipe(enable_fsdp_float8_all_gather=True)
-    monkeypatch.setattr(topology, "count_ranks", lambda: (2, 2))
+    monkeypatch.setattr(topology, "count_ranks", lambda **_: (2, 2))
     with pytest.raises(ConfigError, match=r"converts whole linear layers.*tensor parallelism"):
         Accelerator(
             **ASKED,
@@ -59,6 +60,7 @@ def test_what_does_not_multiply_in_8_bits_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_other_code_computes_as_the_emulating_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8, "is_torchao_available", lambda: True)
+    assert utils.torchao_required(lambda value: value)(3) == 3
     given = recipe(emulate=True)
     accelerator = Accelerator(**ASKED, kwargs_handlers=[given])
     assert accelerator.has_fp8_handler
