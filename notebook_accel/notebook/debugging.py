@@ -17,7 +17,8 @@ __all__ = ["debug_launcher"]
 def debug_launcher(
     function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
 ) -> Run:
-    """Call ``function(*args)`` on processes of the CPU that check every collective.
+    """Call ``function(*args)`` on processes of the CPU that check every collective, in full
+    precision whatever the environment and the default config file say.
 
     Args:
         function: what each rank calls.
@@ -31,4 +32,6 @@ def debug_launcher(
         ConfigError, LaunchError, WorkerError, RunStopped, KeyboardInterrupt: as of
             ``notebook_launcher``.
     """
-    return notebook_launcher(function, args, num_processes, devices="cpu", debug=True)
+    return notebook_launcher(
+        function, args, num_processes, mixed_precision="no", devices="cpu", debug=True
+    )

@@ -354,23 +354,23 @@ class Accelerator(WindowView, CheckpointView, TrackerView, PreparingView):
         self,
         parameters: torch.Tensor | Iterable[torch.Tensor],
         max_norm: float,
-        norm_type: float = 2.0,
+        norm_type: float | str = 2.0,
     ) -> torch.Tensor:
         """Clip the gradients of a complete window to a norm; within one nothing is clipped.
 
         Args:
             parameters: one weight or several, whose gradients together get the norm.
             max_norm: the largest one that they may have.
-            norm_type: which norm; DeepSpeed refuses another than 2.
+            norm_type: which norm; "inf" is the largest gradient. DeepSpeed refuses another than 2.
 
         Returns:
             the norm before, a tensor without dimensions.
         """
-        own = self._ready_to_clip(parameters)
+        own, norm = self._ready_to_clip(parameters), float(norm_type)
         if not self.sync_gradients:
             scale = 1.0 if self._scaling is None else self._scaling.scaler.get_scale()
-            return self._strategy.clip_grad_norm(own, float("inf"), norm_type) / scale
-        return self._strategy.clip_grad_norm(own, max_norm, norm_type)
+            return self._strategy.clip_grad_norm(own, float("inf"), norm) / scale
+        return self._strategy.clip_grad_norm(own, max_norm, norm)
 
     def clip_grad_value_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float

@@ -221,11 +221,19 @@ def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
         a model with the same weights whose parts are compiled; the whole compiled, where it has
         no repeated blocks.
     """
-    if not _has_repeated_blocks(module):
+    if _is_repeated_blocks(module):
+        compiled: Module = _compiled_blocks(module, compile_kwargs)
+    elif _has_repeated_blocks(module):
+        compiled = _with_compiled_parts(module, compile_kwargs)
+    else:
         return cast("Module", torch.compile(module, **compile_kwargs))
-    compiled = _with_compiled_parts(module, compile_kwargs)
     compiled.__dict__["_orig_mod"] = module
     return compiled
+
+
+def _compiled_blocks(module: Module, compile_kwargs: dict[str, Any]) -> nn.ModuleList:
+    blocks = (torch.compile(block, **compile_kwargs) for block in module.children())
+    return nn.ModuleList(cast("Any", blocks))
 
 
 def _with_compiled_parts(module: Module, compile_kwargs: dict[str, Any]) -> Module:
@@ -238,8 +246,7 @@ def _with_compiled_parts(module: Module, compile_kwargs: dict[str, Any]) -> Modu
         new.__dict__["forward"] = forward.moved_to(new)
     for name, child in module.named_children():
         if _is_repeated_blocks(child):
-            blocks = (torch.compile(block, **compile_kwargs) for block in child.children())
-            new._modules[name] = nn.ModuleList(cast("Any", blocks))
+            new._modules[name] = _compiled_blocks(child, compile_kwargs)
         elif _has_repeated_blocks(child):
             new._modules[name] = _with_compiled_parts(child, compile_kwargs)
         else:
@@ -248,7 +255,7 @@ def _with_compiled_parts(module: Module, compile_kwargs: dict[str, Any]) -> Modu
 
 
 def compile_regions_in_place(module: Module, **compile_kwargs: Any) -> Module:
-    """Compile each repeated block of a model where it is.
+    """Compile each repeated block of a model, and what is beside them, where they are.
 
     That is for a model whose modules must stay the objects that they are, since ``fully_shard``
     or DeepSpeed have put hooks on them.
@@ -257,9 +264,18 @@ def compile_regions_in_place(module: Module, **compile_kwargs: Any) -> Module:
         module: is changed, and returned; it is compiled as a whole where nothing is repeated.
         **compile_kwargs: as of ``torch.compile``.
     """
-    for block in _repeated_blocks(module) or [module]:
-        block.compile(**compile_kwargs)
+    for part in _regions(module):
+        part.compile(**compile_kwargs)
     return module
+
+
+def _regions(module: Module) -> list[Module]:
+    """The repeated blocks in a module, and the largest modules without such beside them."""
+    if _is_repeated_blocks(module):
+        return [*module.children()]
+    if _has_repeated_blocks(module):
+        return [part for child in module.children() for part in _regions(child)]
+    return [module]
 
 
 def is_compiled_module(module: Module) -> bool:

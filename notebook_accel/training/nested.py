@@ -222,10 +222,11 @@ def slice_tensors(
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Join structures of the same form, tensor by tensor.
+    """Join structures of the same form, tensor by tensor; what is no tensor stays as it is where
+    there is one structure alone.
 
     Raises:
-        TypeError: a leaf is not a tensor.
+        TypeError: a leaf of several structures is not a tensor.
     """
     first = data[0]
     if isinstance(first, (list, tuple)):
@@ -234,9 +235,11 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     if isinstance(first, Mapping):
         joined = {key: concatenate([item[key] for item in data], dim=dim) for key in first}
         return rebuild(first, joined)
-    if not isinstance(first, torch.Tensor):
-        raise TypeError(_refusal(concatenate, first))
-    return torch.cat(list(data), dim=dim)
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(data), dim=dim)
+    if len(data) == 1:
+        return first
+    raise TypeError(_refusal(concatenate, first))
 
 
 def listify(data: Any) -> Any:

@@ -130,10 +130,13 @@ class ProcessView:
         self, function: None = None, *, process_index: int
     ) -> Callable[[_Function], _Function]: ...
     def on_process(self, function: Any = None, process_index: int = 0) -> Any:
-        """Decorator: the function runs on the rank of this index."""
+        """Decorator: the function runs on the rank of this index; where there is one rank alone,
+        on that one, whatever the index is."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
-        return self._only(function, lambda: self.process_index == process_index)
+        return self._only(
+            function, lambda: not self.use_distributed or self.process_index == process_index
+        )
 
     @overload
     def on_local_process(self, function: _Function, local_process_index: int) -> _Function: ...
@@ -142,10 +145,14 @@ class ProcessView:
         self, function: None = None, *, local_process_index: int
     ) -> Callable[[_Function], _Function]: ...
     def on_local_process(self, function: Any = None, local_process_index: int = 0) -> Any:
-        """Decorator: the function runs on the ranks of this index on their machine."""
+        """Decorator: the function runs on the ranks of this index on their machine; where there is
+        one rank alone, on that one, whatever the index is."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
-        return self._only(function, lambda: self.local_process_index == local_process_index)
+        return self._only(
+            function,
+            lambda: not self.use_distributed or self.local_process_index == local_process_index,
+        )
 
     def print(self, *values: Any, **options: Any) -> None:
         """``print`` on the first rank of each machine."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import auto
 
+from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
 from notebook_accel.training import topology
 
@@ -41,7 +42,15 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> auto.tqdm
     Args:
         args, kwargs: what tqdm takes.
         main_process_only: False shows a bar of every rank.
+
+    Raises:
+        ConfigError: it is given by position, as in old releases of Accelerate.
     """
+    if args and isinstance(args[0], bool):
+        raise ConfigError(
+            f"tqdm({args[0]}, ...): expected what to go over first; write "
+            f"tqdm(..., main_process_only={args[0]})"
+        )
     if main_process_only and topology.topology().local_process_index != 0:
         kwargs["disable"] = True
     return auto.tqdm(*args, **kwargs)

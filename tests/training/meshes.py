@@ -208,7 +208,9 @@ def train(mesh: str | None, case: dict[str, Any]) -> dict[str, Any]:
                     loss = loss_of(model(inputs), targets)
                     accelerator.backward(loss)
                 if accelerator.sync_gradients and "clip" in case:
-                    norm = accelerator.clip_grad_norm_(model.parameters(), case["clip"])
+                    norm = accelerator.clip_grad_norm_(
+                        model.parameters(), case["clip"], norm_type=case.get("norm", 2.0)
+                    )
                     seen["norms"].append(float(norm))
                 if accelerator.sync_gradients and "clip_value" in case:
                     accelerator.clip_grad_value_(model.parameters(), case["clip_value"])
@@ -246,7 +248,9 @@ def twin(shares: int, case: dict[str, Any]) -> dict[str, Any]:
             if number % window and number < len(batches):
                 continue
             if "clip" in case:
-                norm = nn.utils.clip_grad_norm_(model.parameters(), case["clip"])
+                norm = nn.utils.clip_grad_norm_(
+                    model.parameters(), case["clip"], norm_type=case.get("norm", 2.0)
+                )
                 seen["norms"].append(float(norm))
             if "clip_value" in case:
                 nn.utils.clip_grad_value_(model.parameters(), case["clip_value"])

@@ -71,18 +71,26 @@ def test_what_was_saved_loads_without_trust(tmp_path: Path) -> None:
 
     save({"path": tmp_path, "w": torch.ones(2)}, tmp_path / "w.bin")
     assert load(tmp_path / "w.bin")["path"] == tmp_path
+    assert load(tmp_path / "w.bin", map_location="meta")["w"].is_meta
+    trusted = load(tmp_path / "w.bin", weights_only=False)
+    assert torch.equal(trusted["w"], torch.ones(2))
     with (tmp_path / "w.bin").open("rb") as opened, pytest.raises(Exception, match="weights_only"):
         load(opened)
 
 
 def two_ranks(word: str) -> str:
     state = notebook_accel.PartialState()
-    return f"{word} {state.process_index} of {state.num_processes} on {state.device}"
+    precision = notebook_accel.Accelerator().mixed_precision
+    place = f"{state.process_index} of {state.num_processes} on {state.device}"
+    return f"{word} {place}, {precision}"
 
 
 def test_the_debug_launcher_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = notebook_accel.launchers.debug_launcher(two_ranks, args=("rank",))
-    assert list(run) == [f"rank {rank} of 2 on cpu" for rank in range(2)]
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    debug_launcher: Any = notebook_accel.launchers.debug_launcher
+    for given, number in (({}, 2), ({"num_processes": 3}, 3)):
+        run = debug_launcher(two_ranks, args=("rank",), **given)
+        assert list(run) == [f"rank {rank} of {number} on cpu, no" for rank in range(number)]
 
 
 def test_a_loader_is_prepared_by_accelerates_arguments() -> None:
@@ -212,6 +220,9 @@ def save_and_show(folder: str) -> tuple[list[str], list[bool]]:
     bars = [tqdm([1]), tqdm([1], main_process_only=False), tqdm([1], disable=True)]
     hidden = [bar.disable for bar in bars]
     assert [list(bar) for bar in bars] == [[1]] * 3
+    for tried in (tqdm, accelerate.utils.tqdm):
+        with pytest.raises(ValueError, match="main_process_only"):
+            tried(True, [1])
     return sorted(os.listdir(folder)), hidden
 
 
@@ -255,6 +266,22 @@ def test_small_names_of_utils() -> None:
     assert merged is there
     assert there == {"a": 1, "b": {"c": 1, "d": 2}, "x": {"y": 1}}
     assert utils.get_grad_scaler(init_scale=4.0).get_scale() in (4.0, 1.0)  # 1: it is off
+
+
+def test_wrappers_inside_a_model_are_taken_off_too() -> None:
+    from notebook_accel.utils import extract_model_from_parallel
+
+    for extract in (extract_model_from_parallel, accelerate.utils.extract_model_from_parallel):
+        parts = [torch.nn.Linear(1, 1) for _ in range(3)]
+        wrap = torch.nn.DataParallel
+        deep = torch.nn.Sequential(wrap(parts[1]), torch.nn.Sequential(wrap(parts[2])))
+        model = wrap(torch.nn.Sequential(parts[0], deep))
+        inner: Any = extract(model)
+        assert inner is model.module
+        assert inner[1] is deep
+        assert type(deep[0]) is wrap
+        assert extract(model, recursive=True) is inner
+        assert [inner[0], inner[1][0], inner[1][1][0]] == parts
 
 
 def test_the_mixed_precision_is_that_of_the_newest_accelerator() -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from accelerate.utils import TorchDynamoPlugin as PeerPlugin
 from accelerate.utils import compile_regions as peer_compile_regions
+from accelerate.utils import other as peer_other
 from torch import nn
 
-from notebook_accel import Accelerator
+from notebook_accel import Accelerator, utils
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.compiling import (
     DynamoBackend,
@@ -20,7 +21,6 @@ from notebook_accel.training.compiling import (
     compile_in_place,
     compile_model,
     compile_regions,
-    compile_regions_in_place,
     has_compiled_regions,
     is_compiled_module,
 )
@@ -74,12 +74,26 @@ def test_a_model_without_repeated_blocks_is_compiled_as_a_whole() -> None:
     assert is_compiled_module(compile_regions(model, backend="eager"))
 
 
-def test_blocks_can_be_compiled_where_they_are() -> None:
+@pytest.mark.parametrize("name", ["compile_regions_fsdp2", "compile_regions_deepspeed"])
+def test_blocks_can_be_compiled_where_they_are(name: str) -> None:
+    def compiled_there(model: nn.Module) -> list[str]:
+        return [part for part, module in model.named_modules() if module._compiled_call_impl]
+
     model, x = Layered(), torch.tensor([1, 2])
-    expected = model(x)
-    assert compile_regions_in_place(model, backend="eager") is model
+    theirs, expected = copy.deepcopy(model), model(x)
+    assert getattr(utils, name)(model, backend="eager") is model
+    getattr(peer_other, name)(theirs, backend="eager")
+    assert compiled_there(model) == compiled_there(theirs)
+    assert "body.layers.0" in compiled_there(model)
     assert torch.equal(model(x), expected)
-    assert all(block._compiled_call_impl for block in model.body["layers"])  # type: ignore[union-attr]
+
+
+def test_a_list_of_blocks_is_compiled_block_by_block() -> None:
+    blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    compiled = compile_regions(blocks, backend="eager")
+    assert compiled_parts(compiled) == compiled_parts(peer_compile_regions(blocks, backend="eager"))
+    assert compiled_parts(compiled) == ["0", "1"]
+    assert uncompiled(compiled) is blocks
 
 
 def test_a_plugin_says_how() -> None:

@@ -51,9 +51,11 @@ from tests.training.meshes import (
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "uneven end, clipping by value, weights of rank 0": {
+    "uneven end, clipping the largest and by value, weights of rank 0": {
         "optimizer": "sgd",
         "samples": 13,
+        "clip": 0.02,
+        "norm": "inf",
         "clip_value": 0.01,
         "read_by_rank_0": True,
     },

@@ -18,6 +18,7 @@ from notebook_accel import (
     Accelerator,
     ConfigError,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
 )
 from notebook_accel.training.accumulation import Accumulation, Window
 from tests.training.single import Told, be, fresh_rank  # noqa: F401
@@ -286,6 +287,26 @@ def test_another_loss_scaler_scales_and_unscales_and_none_scales_nothing() -> No
     assert pickle.loads(pickle.dumps(accelerator)).scaler is None
     with pytest.raises(ConfigError, match="set to a float: expected None or a GradScaler"):
         accelerator.scaler = 4.0
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_what_a_backward_takes_is_handed_on(precision: str) -> None:
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        kwargs_handlers=[GradScalerKwargs(init_scale=4.0)] if precision == "fp16" else [],
+    )
+    model: Any = accelerator.prepare(nn.Linear(2, 1))
+    loss = model(torch.ones(1, 2)).sum()
+    weight, bias = model.weight, model.bias
+    accelerator.backward(loss, retain_graph=True, inputs=[weight])
+    assert bias.grad is None
+    once = weight.grad.clone()
+    accelerator.backward(loss)
+    assert torch.equal(weight.grad, 2 * once)
+    assert bias.grad is not None
+    with pytest.raises(RuntimeError, match="second time"):
+        accelerator.backward(loss)
 
 
 def test_losses_of_fp16_are_clipped_each_after_its_backward_and_together() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -219,6 +220,7 @@ def on_two_machines(folder: str, save_on_each_node: bool) -> dict[str, Any]:
     accelerator.save_state("state")
     accelerator.save_model(model, "weights")
     accelerator.save({"a": 1}, "object.bin")
+    utils.save({"a": 1}, "by hand.bin", save_on_each_node=save_on_each_node)
     written = sorted(str(path) for path in Path().glob("**/*") if path.is_file())
     loaded = None
     if save_on_each_node:
@@ -232,7 +234,8 @@ def test_each_machine_writes_where_it_is_asked_to(tmp_path: Path) -> None:
     for each, folder in ((True, "each"), (False, "one")):
         (tmp_path / folder).mkdir()
         first, second = run_ranks(on_two_machines, 2, str(tmp_path / folder), each)
-        shared = ["object.bin", "state/model.safetensors", "state/optimizer.bin"]
+        shared = ["by hand.bin", "object.bin"]
+        shared += ["state/model.safetensors", "state/optimizer.bin"]
         shared.append("weights/model.safetensors")
         assert first["written"] == sorted([*shared, "state/random_states_0.pkl"])
         own = ["state/random_states_1.pkl"]
@@ -342,6 +345,35 @@ def test_how_models_are_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     plugin = utils.TorchDynamoPlugin(**fields)
     Accelerator(cpu=True, dynamo_plugin=plugin).prepare(nn.Linear(2, 1))
     assert given == [fields] == [peer.TorchDynamoPlugin(**fields).to_kwargs()]
+
+
+HANDLERS: list[tuple[str, dict[str, Any]]] = [
+    ("AutocastKwargs", {"enabled": False}),
+    ("AutocastKwargs", {}),
+    ("GradScalerKwargs", {"init_scale": 4.0, "growth_interval": 2000}),
+    ("DistributedDataParallelKwargs", {"static_graph": True, "comm_hook": "fp16", "dim": 1}),
+    ("DistributedDataParallelKwargs", {"check_reduction": True, "bucket_cap_mb": 25}),
+    ("GradientAccumulationPlugin", {"num_steps": 2, "sync_each_batch": True}),
+    ("ProfileKwargs", {"with_stack": True, "schedule_option": {"wait": 1}}),
+    ("InitProcessGroupKwargs", {"backend": "gloo", "timeout": timedelta(seconds=9)}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), HANDLERS)
+def test_handlers_give_the_fields_that_accelerates_give(name: str, fields: dict[str, Any]) -> None:
+    """Those that differ from the defaults, as arguments for something of torch."""
+    ours, theirs = getattr(utils, name)(**fields), getattr(peer, name)(**fields)
+    assert isinstance(ours, utils.KwargsHandler)
+    assert ours.to_kwargs() == theirs.to_kwargs()
+    if name == "DistributedDataParallelKwargs":
+        assert (
+            ours.to_dict(ignore_keys=["dim"]).keys() == theirs.to_dict(ignore_keys=["dim"]).keys()
+        )
+    open_here = {"backend", "timeout", "init_method", "num_steps"}  # other defaults
+    mine, their_fields = ours.to_dict(), theirs.to_dict()
+    assert mine.keys() == their_fields.keys()
+    for field in mine.keys() - (open_here - fields.keys()):
+        assert mine[field] == their_fields[field], field
 
 
 def test_an_optimizer_is_prepared_alone() -> None:

@@ -61,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "clipping the largest and by value": {
         "model": "sequential",
         "clip": 0.005,
-        "norm": float("inf"),
+        "norm": "inf",
         "clip_value": 0.003,
     },
     "gradients exchanged at every batch": {

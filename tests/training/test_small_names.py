@@ -127,7 +127,30 @@ def test_tensors_without_their_values() -> None:
     assert utils.ignorant_find_batch_size(data) == 2
     assert utils.ignorant_find_batch_size("text") is None
     assert utils.honor_type(obj=Pair(1, 2), generator=iter([3, 4])) == Pair(3, 4)
+    alone: Any = [{"a": data["a"], "b": ("text", 1)}]
+    for module in (utils, peer):
+        joined = module.concatenate(alone)
+        assert torch.equal(joined["a"], data["a"])
+        assert joined["b"] == ("text", 1)
+        with pytest.raises(TypeError):
+            module.concatenate(["text", "text"])
     assert utils.is_namedtuple(data=Pair(1, 2))
+
+
+def test_a_function_is_applied_to_the_leaves_that_are_asked_for() -> None:
+    def add(value: int, more: int, *, factor: int) -> int:
+        return (value + more) * factor
+
+    data: Any = {"a": [1, "text"], "b": Pair((2,), [])}
+    for apply in (utils.recursively_apply, peer.recursively_apply):
+
+        def is_number(value: object) -> bool:
+            return isinstance(value, int)
+
+        found = apply(add, data, 1, test_type=is_number, factor=10)
+        assert found == {"a": [20, "text"], "b": Pair((30,), [])}
+        with pytest.raises(TypeError, match="add"):
+            apply(add, data, 1, test_type=is_number, error_on_other_type=True, factor=10)
 
 
 def test_devices_are_told_apart_as_there() -> None:
@@ -257,6 +280,9 @@ def test_classes_are_made_by_hand_as_there() -> None:
     optimizer.step()
     scheduler.step()
     assert scheduler.get_last_lr() == [0.5]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch asks for get_last_lr() instead
+        assert scheduler.get_lr() == half.get_lr()  # type: ignore[no-untyped-call]
     accelerator = notebook_accel.Accelerator(cpu=True)
     assert is_initialized()
     assert do_nothing(1, a=2) is None  # type: ignore[func-returns-value]
@@ -377,6 +403,8 @@ def test_states_have_the_small_names_too(monkeypatch: pytest.MonkeyPatch) -> Non
     device = state.device
     state.set_device()
     assert state.device == device
+    assert state.initialized
+    assert gradients.initialized
     assert not state.fork_launched
     monkeypatch.setenv("FORK_LAUNCHED", "1")
     assert state.fork_launched
@@ -394,8 +422,9 @@ def test_states_have_the_small_names_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def mark_by_hand(loader: Any, state: Any) -> list[Any]:
     """What a loader and the state of gradients say of a pass that is marked by hand."""
-    seen: list[Any] = []
+    seen: list[Any] = [len(state.dataloader_references)]
     loader.begin()
+    seen += [each is loader for each in state.dataloader_references]
     seen += [state.in_dataloader, state.active_dataloader is loader, state.end_of_dataloader]
     loader.end_of_dataloader, loader.remainder = True, 3
     seen += [state.end_of_dataloader, state.remainder]
@@ -490,9 +519,10 @@ def test_loaders_are_made_by_accelerates_arguments() -> None:
             begin = loader.iteration
             ends = [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
             seen.append((begin, ends, loader.iteration))
+        generator = torch.Generator()
+        loader = module.DataLoaderShard(range(2), synchronized_generator=generator)
+        assert loader.synchronized_generator is generator
     assert seen[:2] == seen[2:]
-    with pytest.raises(ConfigError, match=r"SkipDataLoader\(use_stateful_dataloader=True\): "):
-        notebook_accel.data_loader.SkipDataLoader(range(2), use_stateful_dataloader=True)
 
 
 def test_a_spawned_process_is_told_its_number(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import psutil
 import pytest
 import torch
@@ -98,6 +99,41 @@ def test_ranks_that_do_not_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 2 but MASTER_ADDR is not set"):
         PartialState(cpu=True)
+
+
+def train_under_mpi(port: int, prefix: str, asks: str) -> Any:
+    """What a process is whose place mpirun alone has told."""
+    rank = os.environ["RANK"]
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if prefix:
+        names = {"RANK": rank, "SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2"}
+        os.environ.update({f"{prefix}{name}": value for name, value in names.items()})
+    else:
+        os.environ.update(PMI_RANK=rank, PMI_SIZE="2", MPI_LOCALRANKID=rank, MPI_LOCALNRANKS="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if asks == "variable":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    accelerator = Accelerator(cpu=asks == "argument")
+    total = accelerator.reduce(torch.ones(()))
+    return accelerator.process_index, accelerator.local_process_index, float(total)
+
+
+@pytest.mark.parametrize("prefix", ["", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"])
+@pytest.mark.parametrize("asks", ["argument", "variable"])
+def test_processes_of_mpirun_are_ranks_on_cpus(prefix: str, asks: str) -> None:
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        found = run_ranks(train_under_mpi, 2, held.getsockname()[1], prefix, asks)
+    assert found == [(0, 0, 2.0), (1, 1, 2.0)]
+
+
+def test_variables_of_mpi_are_left_alone_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_SIZE", "2")
+    assert topology.count_ranks() == (1, 1)
+    assert "WORLD_SIZE" not in os.environ
 
 
 def use_the_users_group() -> dict[str, Any]:
@@ -261,6 +297,23 @@ def test_a_single_process_needs_no_group() -> None:
     assert not accelerator.use_distributed
     accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    "make", [PartialState, Accelerator, accelerate.PartialState, accelerate.Accelerator]
+)
+def test_one_process_does_what_any_rank_is_to_do(make: Any) -> None:
+    """As in Accelerate: a script that leaves a job to rank 1 does it without launcher, too."""
+    state = make(cpu=True)
+
+    def job() -> str:
+        return "done"
+
+    jobs = [state.on_process(process_index=3)(job), state.on_process(job, process_index=3)]
+    jobs += [state.on_local_process(local_process_index=3)(job), state.on_last_process(job)]
+    jobs += [state.on_main_process(job), state.on_local_main_process(job)]
+    assert [each() for each in jobs] == ["done"] * 6
+    accelerate.state.AcceleratorState._reset_state(True)
 
 
 def test_a_rank_that_was_forked_from_a_single_process_finds_its_own_place(
