@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LogView", "close_widget"]
 
-# For 2,000 lines, where lines are short; blocks of long lines have fewer.
-_MAX_WIDGETS = 24
+# For 2,000 lines of 200 characters; where lines are longer than that, fewer of them are shown.
+_MAX_WIDGETS = 40
 _ALL_RANKS = -1
 
 

@@ -31,11 +31,11 @@ __all__ = ["MAX_LINES", "LogBlock", "LogWindow"]
 MAX_LINES = 2000
 # A block is one message at most, and a panel may send 20 KB at a time.
 _BLOCK_LINES = 100
-_BLOCK_BYTES = 8_000
+_BLOCK_BYTES = 12_000
 _LINES_AT_ONCE = 20
-# Of a longer line the start is shown: a page with a line of a megabyte stands still.
-_LINE_CHARACTERS = 2_000
-_LINE_BYTES = 8_000
+# Of a line that takes more the start is shown, without its colours. The last line of a block may
+# go beyond the block's own bytes by as much.
+_LINE_BYTES = 6_000
 # The element around lines of one rank, and that around text in a colour.
 _LABEL_BYTES = 90
 _COLOUR_BYTES = 50
@@ -211,8 +211,8 @@ class LogWindow:
 
 def _as_markup(lines: list[str]) -> Markup:
     text = join_lines(lines)
-    # Not by Markup's own join, which would escape each once more.
-    return Markup("\n".join(map(ansi_to_markup, lines))) if text is None else text
+    # All at once: a colour goes on in the next line, until the program ends it.
+    return ansi_to_markup("\n".join(lines)) if text is None else text
 
 
 def _markup_bytes(line: str) -> int:
@@ -222,10 +222,7 @@ def _markup_bytes(line: str) -> int:
 
 
 def _cut(line: str) -> str:
-    """The line, cut where it is so long that a page would stand still."""
-    if len(line) * _COLOUR_BYTES <= _LINE_BYTES:
+    """The line, cut where it takes more than a block may."""
+    if len(line) * _COLOUR_BYTES <= _LINE_BYTES or _markup_bytes(line) <= _LINE_BYTES:
         return line
-    text = line[:_LINE_CHARACTERS]
-    if _markup_bytes(text) > _LINE_BYTES:
-        text = shorten(plain_text(text), _LINE_BYTES)
-    return text if len(line) <= _LINE_CHARACTERS else f"{text}… ({len(line):,} characters)"
+    return shorten(plain_text(line), _LINE_BYTES)

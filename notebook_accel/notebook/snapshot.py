@@ -463,6 +463,7 @@ def _block(printed: _Printed, label: str, style: str, *, is_open: bool) -> Marku
 
 
 def _pre(lines: Sequence[str], style: str) -> Markup:
-    text = Markup("\n").join(ansi_to_markup(shorten(line, 2_000)) for line in lines)
+    # All at once: a colour goes on in the next line, until the program ends it.
+    text = ansi_to_markup("\n".join(shorten(line, 2_000) for line in lines))
     # A parser drops a newline right after the tag, so an empty first line needs one more.
     return element("pre", Markup("\n") + text if text.startswith("\n") else text, style=style)

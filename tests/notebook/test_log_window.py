@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import re
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 
 from notebook_accel.launch import wire
+from notebook_accel.launch.agent.file_tail import FileTail
 from notebook_accel.notebook.log_window import MAX_LINES, LogWindow
 from notebook_accel.notebook.markup import message_bytes
 from tests.notebook.states import after, running
 from tests.notebook.test_markup import HOSTILE, Tags
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def output(rank: int, text: str, skipped: int = 0) -> wire.Output:
@@ -119,10 +125,47 @@ def test_a_block_fits_into_a_message_whatever_ranks_print(line: str) -> None:
     assert not [name for name, _ in page.attributes if name.startswith("on")]
 
 
-def test_a_long_line_says_how_long_it_is() -> None:
+def shown_of(text: str) -> str:
+    """What a page shows of an output, whatever its blocks are."""
     window = LogWindow([0])
-    window.read(after(running(1), output(0, "x" * 3_500 + "\n")))
-    assert "x… (3,500 characters)" in Tags(send_all(window)[0]).text
+    window.read(after(running(1), output(0, text)))
+    blocks = send_all(window)
+    return Tags("".join(blocks[number] for number in sorted(blocks))).text
+
+
+def test_of_a_long_line_both_ends_are_shown_and_what_is_between_is_marked() -> None:
+    line = "begin " + "x" * 3_900 + " end"
+    assert shown_of(f"{line}\n") == line
+    assert re.fullmatch(r"begin x+ \[…\] x+ end", shown_of(f"begin {'x' * 990_000} end\n"))
+
+
+def test_a_line_of_a_megabyte_that_has_no_end_yet_says_that_the_log_has_more(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_bytes(b"x" * 1_000_000 + b" and on")
+    tail = FileTail(path)
+    try:
+        text, skipped = tail.read()
+    finally:
+        tail.close()
+    assert skipped == 0
+    shown = shown_of(text)
+    assert shown.startswith("[notebook-accel: a part of this line is in the rank's log only] xxx")
+    assert shown.endswith("xxx and on")
+    assert len(shown) <= 4_000
+
+
+def test_a_colour_goes_on_in_the_next_line_until_it_is_ended() -> None:
+    window = LogWindow([0])
+    text = "plain\n\x1b[31mred\nstill red\x1b[0m\nplain again\n"
+    window.read(after(running(1), output(0, text)))
+    html = send_all(window)[0]
+    assert "plain\n<span style='color:#cf4f57'>red\nstill red</span>\nplain again" in html
+
+
+def test_a_title_of_a_terminal_that_is_never_ended_swallows_no_line() -> None:
+    assert shown_of("\x1b]0;title\nseen\nbell\x07\n").endswith("seen\nbell")
 
 
 def test_reading_a_flood_of_many_ranks_takes_a_fraction_of_the_time_between_two_updates() -> None:

@@ -2,7 +2,7 @@
 last state.
 
 Output comes in pieces that end anywhere. A :class:`Tail` holds the newest lines and whether the
-last of them goes on; :func:`append_output` adds a piece.
+last of them goes on; :func:`append_output` adds a piece. Of a line of megabytes it holds both ends.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Tail", "append_output", "as_shown", "one_line", "plain_text"]
+__all__ = ["GAP", "MAX_LINE", "Tail", "append_output", "as_shown", "one_line", "plain_text"]
 
 # Escape sequences of a terminal begin with ESC, or with a single character from \x80 to \x9f.
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
-    r"|(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
+    # Within a line: a title that is never ended would swallow the lines up to the next bell.
+    r"|(?:\x1b\]|\x9d)[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)"
     r"|\x1b[ -/]+[0-~]|\x1b[@-Z\\-_]"
 )
 # Some of these characters are not allowed in a page, others a terminal obeys; the last ones change
@@ -26,8 +27,11 @@ _CONTROLS = re.compile(
 # NEL (\x85) breaks a line, but plain_text would take it out as a control character, and so join the
 # two lines: it is replaced before.
 _BREAKS = re.compile(r"[\s\x85]+")
-# Of a longer line the end is shown: it is progress, printed as dots or by a carriage return.
-_MAX_LINE = 4_000
+# Characters of a line, beyond which its middle is left out: its begin says what it is, and its end
+# is what moves, where a program prints its progress as dots.
+MAX_LINE = 4_000
+# Stands for what was left out. In a log a lone ellipsis could be the program's own.
+GAP = " […] "
 
 
 def plain_text(text: str) -> str:
@@ -85,5 +89,16 @@ def append_output(tail: Tail, text: str, *, limit: int) -> Tail:
         # The first piece goes on with the open line; the carriage return was stripped when shown.
         new[:1] = [lines[-1] + ("\r" if tail.is_rewound else "") + "".join(new[:1])]
         lines = lines[:-1]
-    shown = (as_shown(line)[-_MAX_LINE:] for line in new[-limit:])
+    shown = (_both_ends(as_shown(line)) for line in new[-limit:])
     return Tail((*lines, *shown)[-limit:], is_open, is_open and new[-1].endswith("\r"))
+
+
+def _both_ends(line: str) -> str:
+    """A line that is too long without its middle.
+
+    Where a piece is added to what this gave, the begin stays, and the end is that of the piece.
+    """
+    if len(line) <= MAX_LINE:
+        return line
+    half = (MAX_LINE - len(GAP)) // 2
+    return f"{line[:half]}{GAP}{line[-half:]}"

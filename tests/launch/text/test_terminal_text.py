@@ -7,6 +7,8 @@ import random
 import pytest
 
 from notebook_accel.launch.text.terminal_text import (
+    GAP,
+    MAX_LINE,
     Tail,
     append_output,
     as_shown,
@@ -119,6 +121,18 @@ def test_a_line_without_end_is_bounded() -> None:
     (line,) = tail.lines
     assert len(line) < 50_000
     assert line.endswith("." * 1000 + "999")
+
+
+def test_of_a_line_that_grows_for_ever_the_begin_stays_and_the_end_moves() -> None:
+    whole = "epoch 1 " + "." * 10_000 + " done"
+    for size in (1, 100, 5_000, len(whole)):
+        pieces = [whole[start : start + size] for start in range(0, len(whole), size)]
+        (line,) = fold(pieces).lines
+        begin, _, end = line.partition(GAP)
+        assert begin.startswith("epoch 1 ...")
+        assert end.endswith("... done")
+        assert GAP not in end
+        assert len(line) <= MAX_LINE
 
 
 def test_nothing_changes_nothing() -> None:
