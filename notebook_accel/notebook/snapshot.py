@@ -56,6 +56,9 @@ _SHORT_OUTPUT = 24
 _LAST_LINES = 10
 # All the lines that stay open together, of however many ranks.
 _MAX_OPEN_LINES = 60
+# Characters of output in the summary as text, and of a line of it.
+_MAX_OUTPUT_TEXT = 6_000
+_MAX_LINE_TEXT = 200
 # More folds than these are in one that holds them all.
 _MAX_FOLDS = 8
 
@@ -151,7 +154,8 @@ def render_slim(state: RunState, *, now: float | None = None, with_output: bool 
         style=_FONT,
     )
     title = summary.summary_lines(state, now=now)[0]
-    text = f"{title}, {values}" if values else title
+    text = [f"{title}, {values}" if values else title]
+    text += _output_text(state) if with_output else []
     for max_lines, _, _ in _SIZES:
         output = _output(state, _PLAIN_TEXT, max_lines) if with_output else ""
         parts = [line, _notices(state), output, _other_displays(state)]
@@ -159,7 +163,7 @@ def render_slim(state: RunState, *, now: float | None = None, with_output: bool 
         html = element("div", *parts, class_=_NO_MATHS, style="padding:0 7px")
         if message_bytes(html) <= MAX_BYTES:
             break
-    return Snapshot(html, text)
+    return Snapshot(html, "\n".join(text))
 
 
 def render_snapshot(
@@ -201,13 +205,14 @@ def render_snapshot(
             break
     # Not as Markup, which would escape what it is added to.
     displays = str(render_displays(state)) if with_displays else ""
-    return Snapshot(html, _text(state, now), displays)
+    return Snapshot(html, _text(state, now, with_output=with_output), displays)
 
 
-def _text(state: RunState, now: float) -> str:
+def _text(state: RunState, now: float, *, with_output: bool) -> str:
     """The summary for terminals and files: no HTML, and nothing that a terminal would obey."""
     lines = summary.summary_lines(state, now=now)
     lines += [one_line(text, _MAX_NOTICE) for text in state.notices[-_MAX_NOTICES:]]
+    lines += _output_text(state) if with_output else []
     if state.error:
         lines.append(_end(plain_text(state.error), 4000))
     return "\n".join(lines)
@@ -397,19 +402,13 @@ def _output(state: RunState, style: str, max_lines: int) -> Markup:
         total = sum(rank.num_lines + rank.open_line for rank in state.ranks)
         lines = f"{total:,} line{'' if total == 1 else 's'} of output: all of it in run.logs()"
         return element("div", lines, style=_MUTED) if total else Markup("")
-    alike: dict[_Printed, list[int]] = {}
-    for rank in state.ranks:
-        printed = _printed(rank, max_lines)
-        if printed.total:
-            alike.setdefault(printed, []).append(rank.rank)
     open_blocks: list[Markup] = []
     folds: list[Markup] = []
     folded: list[int] = []
     room = _MAX_OPEN_LINES
-    culprits = {rank.rank for rank in state.ranks if summary.condition(rank) == "failed"}
-    for printed, ranks in sorted(alike.items(), key=lambda item: culprits.isdisjoint(item[1])):
+    for printed, ranks in _printed_alike(state, max_lines):
         label = wording.rank_list(ranks) if state.world_size > 1 else ""
-        num_lines = min(printed.total, _LAST_LINES if printed.is_long else _SHORT_OUTPUT)
+        num_lines = min(printed.total, printed.num_open)
         # The output of the rank at fault, else of the first one, is what most people look for,
         # however long.
         if not open_blocks or (not printed.is_long and num_lines <= room):
@@ -434,6 +433,39 @@ class _Printed:
     @property
     def is_long(self) -> bool:
         return self.total > _SHORT_OUTPUT
+
+    @property
+    def num_open(self) -> int:
+        """How many of the lines are shown without a click, at most."""
+        return _LAST_LINES if self.is_long else _SHORT_OUTPUT
+
+
+def _printed_alike(state: RunState, max_lines: int) -> list[tuple[_Printed, list[int]]]:
+    """What was printed, with the ranks that printed it; that of a rank at fault comes first."""
+    alike: dict[_Printed, list[int]] = {}
+    for rank in state.ranks:
+        printed = _printed(rank, max_lines)
+        if printed.total:
+            alike.setdefault(printed, []).append(rank.rank)
+    culprits = {rank.rank for rank in state.ranks if summary.condition(rank) == "failed"}
+    return sorted(alike.items(), key=lambda item: culprits.isdisjoint(item[1]))
+
+
+def _output_text(state: RunState) -> list[str]:
+    """The last lines that ranks printed, for readers that show no HTML."""
+    lines: list[str] = []
+    room = _MAX_OUTPUT_TEXT
+    for printed, ranks in _printed_alike(state, _SHORT_OUTPUT):
+        found = [plain_text(line)[:_MAX_LINE_TEXT] for line in printed.lines[-printed.num_open :]]
+        room -= sum(map(len, found))
+        if room < 0:
+            lines.append("more output: run.logs()")
+            break
+        title = f"output of {wording.rank_list(ranks)}" if state.world_size > 1 else "output"
+        hidden = printed.total - len(found)
+        lines += [f"{title}, the last lines of {printed.total:,}:" if hidden else f"{title}:"]
+        lines += found
+    return lines
 
 
 def _printed(rank: RankState, max_lines: int) -> _Printed:

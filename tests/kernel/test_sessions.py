@@ -70,7 +70,7 @@ def test_a_short_cell_has_one_slim_line_and_no_table(book: Notebook) -> None:
     reply = cell(book, "%%accelerate\nprint('hello')\n1")
     headers = [output["data"] for output in reply.outputs]
     assert [re.sub(r"\d+", "N", one["text/plain"]) for one in headers] == [
-        "In[N]: succeeded, N ranks, N.N s"
+        "In[N]: succeeded, N ranks, N.N s\noutput of ranks N-N:\nhello"
     ]
     assert "<table" not in headers[0]["text/html"]
     assert "hello" in headers[0]["text/html"]

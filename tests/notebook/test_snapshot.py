@@ -68,8 +68,40 @@ def test_it_holds_ranks_metrics_output_and_traceback() -> None:
     ):
         assert words in page.text
     assert page.tags.count("img") == 1
-    for words in ("train: failed", "300 steps", "loss: 0.25", "one line for you", ERROR):
+    for words in (
+        "train: failed",
+        "300 steps",
+        "loss: 0.25",
+        "one line for you",
+        # Ranks that failed first.
+        "output of rank 1:\nlast of one\noutput of rank 0:\nfirst\nlast of zero\n",
+        ERROR,
+    ):
         assert words in snapshot.text
+    # Where it is printed beside the summary, once is enough.
+    beside = render_snapshot(full(), with_output=False)
+    assert "last of zero" not in beside.text + beside.html
+
+
+def test_as_text_the_last_lines_of_output_are_there_equal_ones_once() -> None:
+    same = [wire.Output(rank=rank, text="\x1b[31mhello\x1b[0m\n") for rank in (0, 1)]
+    long = wire.Output(rank=2, text="".join(f"line {n}\n" for n in range(500)), skipped=1000)
+    text = render_snapshot(after(running(3), *same, long)).text
+    last = "\n".join(f"line {n}" for n in range(490, 500))
+    end = f"output of ranks 0-1:\nhello\noutput of rank 2, the last lines of 1,500:\n{last}"
+    assert text.endswith(end)
+    alone = after(running(1), wire.Output(rank=0, text="hello\n"))
+    assert render_snapshot(alone).text.endswith("\noutput:\nhello")
+    many = [wire.Output(rank=rank, text=f"{rank} {'x' * 400}\n" * 5) for rank in range(8)]
+    text = render_snapshot(after(running(8), *many)).text
+    assert text.endswith("\nmore output: run.logs()")
+    assert len(text) < 8_000
+
+
+def test_a_colour_goes_on_in_the_next_line_until_it_is_ended() -> None:
+    printed = wire.Output(rank=0, text="plain\n\x1b[31mred\nstill red\x1b[0m\n")
+    html = str(render_snapshot(after(running(1), printed)).html)
+    assert "plain\n<span style='color:#cf4f57'>red\nstill red</span></pre>" in html
 
 
 def test_a_plot_says_in_words_what_it_shows() -> None:
@@ -237,7 +269,7 @@ def test_a_cell_that_ended_at_once_has_one_line_and_its_output() -> None:
     page = Tags(snapshot.html)
     assert "table" not in page.tags
     assert page.text == "In[3] ✓ succeeded 2 ranks, 42.0 srank 0hello"
-    assert snapshot.text == "In[3]: succeeded, 2 ranks, 42.0 s"
+    assert snapshot.text == "In[3]: succeeded, 2 ranks, 42.0 s\noutput of rank 0:\nhello"
 
 
 def test_the_line_of_a_cell_that_ended_at_once_names_the_last_metrics() -> None:
