@@ -25,7 +25,13 @@ from notebook_accel.notebook.display_slot import widget_view
 from notebook_accel.notebook.log_view import LogView, close_widget
 from notebook_accel.notebook.markup import Markup, element
 from notebook_accel.notebook.metrics_view import MetricsView
-from notebook_accel.notebook.panel import Details, render_panel, render_stacks, render_title
+from notebook_accel.notebook.panel import (
+    Details,
+    render_alert,
+    render_panel,
+    render_stacks,
+    render_title,
+)
 from notebook_accel.notebook.rank_displays import first_asked, render_displays, seconds_to_wait
 from notebook_accel.notebook.snapshot import AskedStacks
 from notebook_accel.notebook.style import style_element
@@ -43,8 +49,8 @@ if TYPE_CHECKING:
 __all__ = ["LivePanel"]
 
 _STOP_TOOLTIP = (
-    "Stop all ranks at the same step and keep their results. "
-    "The kernel's own Interrupt ends them as well."
+    "Stop all ranks at the same step. What is being trained is kept (run.rescued), or what the "
+    "function returns, if it reads should_stop. The kernel's own Interrupt ends them as well."
 )
 _TITLE_SECONDS = 1.0
 # So long after a click on Kill another one is part of it, since many people click twice; from then
@@ -105,7 +111,8 @@ class LivePanel:
         self._is_folder_asked = False
         self._drawn_displays: tuple[Display, ...] = ()
         self._displays_due = 0.0
-        self._title, self._note, self._body, self._displays = (ipywidgets.HTML() for _ in range(4))
+        self._title, self._note, self._body = (ipywidgets.HTML() for _ in range(3))
+        self._alert, self._displays = (ipywidgets.HTML() for _ in range(2))
         tooltip = f"{_STOP_TOOLTIP} {clicks.tooltip}".rstrip()
         self._stop = ipywidgets.Button(description="Stop", tooltip=tooltip)
         self._stop.on_click(lambda _: stop())
@@ -138,6 +145,7 @@ class LivePanel:
             (self._title, "na-head"),
             (self._buttons, "na-buttons"),
             (self._note, "na-note"),
+            (self._alert, "na-alert"),
             (self._body, "na-body"),
         ):
             widget.add_class(name)
@@ -153,6 +161,7 @@ class LivePanel:
                 self._metrics.box,
                 self._log.box,
                 self._displays,
+                self._alert,
             ]
         )
         self._box.add_class("na-panel")
@@ -182,6 +191,7 @@ class LivePanel:
             self._titled, self._titled_at = state.status, now
             self._title.value = str(render_title(state, details))
         self._body.value = str(render_panel(state, details))
+        self._alert.value = str(render_alert(state))
         self._draw_buttons(state, now)
         self._draw_note(state)
         curves = self._run._conductor.curves
@@ -255,6 +265,7 @@ class LivePanel:
             self._folder,
             self._buttons,
             self._displays,
+            self._alert,
         ):
             close_widget(widget)
 

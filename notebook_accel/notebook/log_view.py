@@ -129,6 +129,7 @@ class LogView:
             old, self._scroll = self._scroll, self._make_scroll_box()
             self.box.children = (self._bar, self._scroll)
             close_widget(old)
+        self._say_what_was_found()
         if not self._has_output and not self._window.is_empty:
             self._has_output = True
             self.box.remove_class("na-empty")
@@ -169,6 +170,13 @@ class LogView:
         for index in list(self._shown):
             self._clear(index)
         self._is_follow_asked = True
+
+    def _say_what_was_found(self) -> None:
+        """Say of an empty box that it is the search which leaves nothing in it."""
+        is_in_vain = bool(self._words) and self._window.is_empty
+        self._title.value = "nothing found" if is_in_vain else "output"
+        # On a narrow page only a title that says something has room.
+        (self._title.remove_class if is_in_vain else self._title.add_class)("na-optional")
 
     def _send_block(self) -> bool:
         numbers = self._window.block_numbers

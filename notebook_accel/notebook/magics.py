@@ -113,6 +113,12 @@ class AccelerateMagics(Magics):
     @argument("--fresh", action="store_true", help="run it in new ranks, which end with it")
     @argument("--bg", action="store_true", help="run it in the background; gives a Run")
     @argument("--pull", metavar="NAMES", help="then copy these into the notebook: a,b")
+    @argument(
+        "--each-rank",
+        "--each_rank",
+        action="store_true",
+        help="--pull gives a list with each rank's value, instead of rank 0's",
+    )
     @argument("--push", metavar="NAMES", help="first copy these to the ranks: x,y")
     @argument("--no-push", "--no_push", action="store_true", help="copy none but those of --push")
     @argument("--write", metavar="FILE", help="first write it, and what it needs, as a script")
@@ -162,10 +168,13 @@ class AccelerateMagics(Magics):
             chosen = CellOptions(
                 ranks=_parse_ranks(options.ranks),
                 pull=_parse_names(options.pull),
+                pulls_each_rank=options.each_rank,
                 push=_parse_names(options.push),
                 pushes_used=not options.no_push,
                 in_background=options.bg,
             )
+            if chosen.pulls_each_rank and not chosen.pull:
+                raise UsageError("--each-rank says what --pull gives: add --pull NAMES")
             _check_syntax(shell.transform_cell(cell), source.filename)
             end_held_launch()
             if options.write and chosen.ranks is not None:
@@ -392,6 +401,7 @@ def _check_fresh(options: Any) -> None:
         "--ranks": options.ranks,
         "--bg": options.bg,
         "--pull": options.pull,
+        "--each-rank": options.each_rank,
         "--push": options.push,
         "--no-push": options.no_push,
     }

@@ -64,8 +64,8 @@ class MetricsView:
         choices = [self._group, self._lines, self._scale, self._smoothing]
         for choice in choices:
             choice.add_class("na-filter")
-        self._before = ipywidgets.Button(description="←", tooltip="The metrics before these")
-        self._after = ipywidgets.Button(description="→", tooltip="More metrics")
+        self._before = ipywidgets.Button(description="← back", tooltip="The metrics before these")
+        self._after = ipywidgets.Button(description="more →", tooltip="More metrics")
         for button, step in ((self._before, -1), (self._after, 1)):
             button.add_class("na-small-button")
             button.on_click(lambda _, step=step: self._turn(step))

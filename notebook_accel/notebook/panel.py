@@ -37,7 +37,14 @@ if TYPE_CHECKING:
 
     from notebook_accel.launch.control.state import RankState, RunState
 
-__all__ = ["MAX_BYTES", "Details", "render_panel", "render_stacks", "render_title"]
+__all__ = [
+    "MAX_BYTES",
+    "Details",
+    "render_alert",
+    "render_panel",
+    "render_stacks",
+    "render_title",
+]
 
 # A message of 20 KB five times a second is what a page keeps up with (notebook/dashboard.py); the
 # rest is for what the message has beside the panel.
@@ -110,7 +117,7 @@ def render_title(state: RunState, details: Details) -> Markup:
         "div",
         element("span", class_=f"na-dot na-{state.status}"),
         element("b", shorten(state.name, 60), title=shorten(state.name, 90)),
-        element("span", state.status, class_=f"na-status na-{state.status}", role="status"),
+        element("span", state.status, class_=f"na-status na-{state.status}"),
         element("span", wording.clock(elapsed(state, details.now)), class_="na-muted na-clock"),
     )
     return element(
@@ -119,6 +126,21 @@ def render_title(state: RunState, details: Details) -> Markup:
         element("div", *facts, class_="na-muted na-facts"),
         class_="na na-title",
     )
+
+
+def render_alert(state: RunState) -> Markup:
+    """What a screen reader says of its own accord; "" where there is nothing to say.
+
+    The panel is drawn anew as long as its clock moves on, and a reader would say all of it each
+    time. This changes with what it says alone.
+    """
+    if state.status == "stopping":
+        text = f"{state.name}: waiting for the ranks to leave"
+    elif state.hang is not None:
+        text = f"{state.name}: {state.hang.text}"
+    else:
+        return Markup("")
+    return element("div", shorten(text, 800), role="alert")
 
 
 def render_stacks(
@@ -154,6 +176,7 @@ _COLUMNS = (
     ("count", ""),
     ("rate", "rate"),
     ("left", "left"),
+    ("step", "step"),
     ("load", "cpu"),
     ("memory", "memory"),
 )
@@ -226,6 +249,9 @@ def _row(
     """The row of a rank: its outermost bar, and thin bars below it for ``inner`` ones."""
     status = live_condition(rank, state)
     kind_of_label = ""
+    if not rank.bars and rank.steps:
+        # How many steps has a column of its own.
+        line = replace(line, label="batches" if rank.batches else "steps")
     if status == "waits" and state.hang is not None:
         line = replace(line, label=f"in {state.hang.operations[rank.rank]}")
         kind_of_label = " na-in"
@@ -249,6 +275,7 @@ def _row(
         element("td", line.count, class_="na-c-count"),
         element("td", line.rate, class_="na-c-rate"),
         element("td", line.remaining, class_="na-c-left"),
+        element("td", _step_of(rank), class_="na-c-step"),
         element("td", load_of(rank), class_="na-c-load"),
         element("td", memory_of(rank), class_="na-c-memory", title=_taken(rank)),
     )
@@ -265,6 +292,7 @@ def _inner_row(rank: RankState, line: ProgressLine, text_bytes: int) -> Markup:
         element("td", line.rate, class_="na-c-rate"),
         # A cell for each column: a narrow page hides some of them by their classes.
         element("td", class_="na-c-left"),
+        element("td", class_="na-c-step"),
         element("td", class_="na-c-load"),
         element("td", class_="na-c-memory"),
         class_="na-inner",
@@ -286,6 +314,13 @@ def _bar(rank: RankState, line: ProgressLine, kind: str) -> Markup:
         aria_label=shorten(f"rank {rank.rank}: {line.text}", 60),
         class_=f"{kind}{_class_of(condition(rank))}",
     )
+
+
+def _step_of(rank: RankState) -> str:
+    """The steps that the rank's optimizers made, else the newest one that it has logged."""
+    logged = (step for step, _ in rank.metrics.values() if step is not None)
+    step = rank.steps or max(logged, default=0)
+    return wording.count(step) if step else ""
 
 
 def _taken(rank: RankState) -> str | None:
@@ -329,7 +364,7 @@ def _hang(state: RunState, details: Details) -> Markup:
     """Who waits for whom; their stacks are a widget of their own, whose fold stays as it is."""
     if state.hang is not None:
         kind = "na-hang" if state.hang.is_certain else "na-waiting"
-        return element("div", shorten(hang_line(state), 800), class_=kind, role="alert")
+        return element("div", shorten(hang_line(state), 800), class_=kind)
     if details.last_hang:
         text = f"The run goes on. Before that: {details.last_hang}"
         return element("div", shorten(text, 800), class_="na-muted")
@@ -352,7 +387,7 @@ def _stopping(details: Details) -> Markup:
         seconds = max(1, math.ceil(left + details.grace))
         text = f"one that ignores the interrupt is ended within {seconds} s"
     line = f"Waiting for the ranks to leave: {text}. Kill ends them now, and results are lost."
-    return element("div", line, class_="na-waiting", role="status")
+    return element("div", line, class_="na-waiting")
 
 
 def _notices(state: RunState, text_bytes: int) -> Markup:

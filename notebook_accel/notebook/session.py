@@ -72,6 +72,7 @@ class CellOptions:
     Attributes:
         ranks: which ranks run it; None for all.
         pull: names that come back afterwards.
+        pulls_each_rank: whether they come back as lists with one value a rank.
         push: names that go along, whoever assigned them last.
         pushes_used: whether the notebook's names that the cell uses go along.
         in_background: whether the notebook stays free meanwhile.
@@ -79,6 +80,7 @@ class CellOptions:
 
     ranks: frozenset[int] | None = None
     pull: tuple[str, ...] = ()
+    pulls_each_rank: bool = False
     push: tuple[str, ...] = ()
     pushes_used: bool = True
     in_background: bool = False
@@ -191,7 +193,7 @@ class NotebookSession:
             ranks=options.ranks,
             renews_group=self._ends.has_lost_group,
             pull=options.pull,
-            pull_from=min(options.ranks) if options.ranks else 0,
+            pull_from=None if options.pulls_each_rank else min(options.ranks or [0]),
         )
         self.left_out[number] = LeftOut(text, "did not end well")
         block = not options.in_background
@@ -325,7 +327,8 @@ class NotebookSession:
                 self.left_out[cell.number] = LeftOut(request.text, "ran with --ranks")
         self._take(outcomes)
         show_values([None if one is None else one.value for one in outcomes], cell.slot)
-        if run.state.failure is None and outcomes[request.pull_from or 0] is not None:
+        asked = outcomes if request.pull_from is None else [outcomes[request.pull_from]]
+        if run.state.failure is None and None not in asked:
             self._assign(request.pull, outcomes, request.pull_from)
 
     def _take(self, outcomes: Iterable[NamesOutcome | None]) -> None:

@@ -321,6 +321,9 @@ def test_pull_and_push_by_name(book: Notebook) -> None:
         %accelerate pull --each-rank number
         assert number == [0, 1]
     """)
+    book.run("%%accelerate --pull number,lone --each-rank\nif rank: lone = number + 1")
+    book.run("assert number == [0, 1] and lone == [None, 2]")
+    assert "add --pull NAMES" in book.run("%%accelerate --each-rank\n1")
     # What was pulled belongs to the session still.
     assert book.run("%%accelerate\nnumber, bool(net.weight.any())") == (
         "rank 0: (0, True)\nrank 1: (1, True)\n"
@@ -560,7 +563,7 @@ def test_a_cell_is_written_as_a_script_that_torchrun_runs(book: Notebook, tmp_pa
 
 
 def test_a_function_is_launched_on_the_warm_workers(book: Notebook) -> None:
-    book.run("%%accelerate\nweight = 20")
+    book.run("%%accelerate\nweight, pids = 20, __import__('os').getpid()")
     text = book.run("""
         from notebook_accel import notebook_launcher
         weight = 1
@@ -571,8 +574,10 @@ def test_a_function_is_launched_on_the_warm_workers(book: Notebook) -> None:
             return os.getpid(), x * weight + bias
         run = notebook_launcher(work, (2,), session=True)
         print([value for _, value in run])
+        %accelerate pull --each-rank pids
+        print(pids == [pid for pid, _ in run])
     """)
-    assert "[5, 5]" in text
+    assert "[5, 5]\nTrue\n" in text
     assert "without session=True" in book.fails("run.export('x.py')")
     assert book.run("%%accelerate\nweight = 20") == ""
     assert book.run("print([v for _, v in notebook_launcher(work, (2,), session=True)])").endswith(

@@ -13,16 +13,29 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 from nbconvert import HTMLExporter, MarkdownExporter
+from nbconvert.preprocessors.sanitize import SanitizeHTML
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from notebook_accel.launch import wire
 from notebook_accel.notebook.snapshot import render_line, render_slim, render_snapshot
 from tests.notebook.states import after, metrics, running, with_failed
+from tests.notebook.test_markup import Tags
 
 if TYPE_CHECKING:
     from notebook_accel.notebook.snapshot import Snapshot
 
 # Mathematics, an empty line, Markdown and HTML that must stay text.
+# What GitHub keeps of HTML: html-pipeline's list, as far as it matters here. Of images it keeps
+# those alone that lie on a server.
+GITHUB_TAGS = """
+    a b blockquote br code del details div em h1 h2 h3 h4 h5 h6 hr i img ins kbd li ol p pre q s samp
+    small span strong sub summary sup table tbody td tfoot th thead tr tt ul var
+""".split()  # noqa: SIM905 (a list of names is read more easily so)
+GITHUB_ATTRIBUTES = {
+    "*": ["alt", "aria-label", "colspan", "height", "open", "role", "rowspan", "title", "width"],
+    "a": ["href"],
+    "img": ["src"],
+}
 NASTY = "$5 or $6\n\n\n# {0} <i>&amp;</i> \\(x\\) _a_ `b`\n\n    $$y$$"
 _NEVER_READ = {"script", "style", "textarea", "pre", "code"}
 _NO_MATHS = {"tex2jax_ignore", "mathjax_ignore"}
@@ -72,6 +85,43 @@ def test_in_markdown_it_is_one_block_of_html(name: str) -> None:
     assert block.rstrip().endswith("</div>")
     for other in blocks:
         assert other is block or "end of" not in other
+
+
+def test_what_github_keeps_of_a_summary_says_it_all() -> None:
+    state = after(
+        running(2),
+        wire.Output(rank=0, text="\x1b[31ma red line\x1b[0m\n"),
+        wire.Output(rank=1, text="x\n" * 40 + "the last of many\n"),
+        wire.Notice(text="a word for you"),
+        wire.Bar(rank=0, bar=0, name="epochs", n=1, total=3),
+    )
+    error = "rank 1 failed: ValueError: bad\n\nCell In[3], line 7"
+    rows = metrics([f"metric-{number}" for number in range(9)])
+    snapshot = render_snapshot(with_failed(state, [1], error=error), rows)
+    output = new_output("display_data", data=snapshot.bundle)
+    notebook = new_notebook(cells=[new_code_cell("run()", outputs=[output])])
+    # What it does not keep it would show as text here, tags and all.
+    sanitiser = SanitizeHTML(tags=GITHUB_TAGS, attributes=GITHUB_ATTRIBUTES, styles=[])
+    kept = sanitiser.preprocess(notebook, {})[0].cells[0].outputs[0].data["text/html"]
+    page = Tags(kept)
+    assert sorted(page.tags) == sorted(Tags(snapshot.html).tags)
+    assert {name for name, _ in page.attributes} <= {"alt", "height", "width"}
+    for words in (
+        "✗ failed",
+        "epochs: 1/3",
+        "a red line",
+        "41 lines of output",
+        "the last of many",
+        "a word for you",
+        "ValueError: bad",
+        "Cell In[3], line 7",
+        "metric-8",
+    ):
+        assert words in page.text
+    assert "<" not in page.text
+    # In the place of each chart stands what it shows.
+    alts = [value for name, value in page.attributes if name == "alt"]
+    assert alts == [f"metric-{number}: 1 → 0.03688 at step 99" for number in range(6)]
 
 
 @pytest.mark.parametrize("name", SNAPSHOTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,9 @@ from notebook_accel.notebook import dashboard, display_slot, live_panel
 from notebook_accel.notebook.clicks import ClicksAfterTheCell, ClicksByPump, ClicksBySubshell
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.notebook.panel import Details
 from tests.notebook.states import after, running, succeeded
+from tests.notebook.test_panel import hanging
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -220,11 +223,39 @@ def test_all_that_can_be_clicked_is_let_through_before_a_page_shows_it(
     shown.await_last_message()
 
 
+def test_all_that_can_be_clicked_has_a_name_in_words(page: Page) -> None:
+    """A screen reader says an arrow by its shape."""
+    shown = Shown()
+    clickable = inputs(shown.panel._box)
+    assert len(clickable) >= 12
+    for widget in clickable:
+        assert re.search("[A-Za-z]{3}", widget.description)
+        assert widget.tooltip
+    shown.end()
+    shown.await_last_message()
+
+
+def test_a_screen_reader_is_told_of_a_hang_once(page: Page) -> None:
+    shown = Shown()
+    told: list[str] = []
+    shown.panel._alert.observe(lambda change: told.append(change["new"]), names="value")
+    with shown.view._lock:  # the panel's own thread draws a run that does not hang
+        for now in (1042.0, 1043.0):
+            state = replace(hanging(), ended=now)
+            shown.panel.draw(state, Details(now=now))
+            assert f"for 0:{now - 1029:.0f}: the run hangs" in shown.panel._body.value
+    assert len(told) == 1
+    assert "the run hangs" in told[0]
+    shown.end()
+    shown.await_last_message()
+
+
 def test_stop_is_asked_for_once_however_often_it_is_clicked(page: Page) -> None:
     stopped: list[bool] = []
     shown = Shown(stop=lambda: stopped.append(True))
     button = shown.panel._stop
-    assert "Interrupt" in button.tooltip
+    for words in ("Interrupt", "run.rescued", "should_stop"):
+        assert words in button.tooltip
     button.click()
     button.click()
     assert stopped == [True]

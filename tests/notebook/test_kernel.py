@@ -186,6 +186,43 @@ notebook_launcher(wait, num_processes=1)
     assert run(kernel, typed).text == "7.0 stopped\n"
 
 
+def test_a_plain_loop_that_is_stopped_says_what_to_type_for_what_was_trained(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    ready = tmp_path / "ready"
+    kernel.displays.clear()
+    cell = kernel.start(
+        f"""
+def endless():
+    import pathlib, torch
+    from torch.utils.data import DataLoader, TensorDataset
+    from notebook_accel import Accelerator
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.ones(8, 1)))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    while True:
+        for (x,) in loader:
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            pathlib.Path({str(ready)!r}).touch()
+mine = notebook_launcher(endless, num_processes=2)
+"""
+    )
+    assert kernel.listen_until(ready.exists, seconds=60)
+    kernel.wait_for_panel()
+    kernel.click("Stop")
+    error = "\n".join(kernel.finish(cell).traceback)
+    assert "RunStopped" in error
+    # As the error says it, so does the summary.
+    shown = unescape("".join(one["data"]["text/html"] for one in kernel.displays.values()))
+    what_to_type = r"import notebook_accel; (notebook_accel\.find_run\('[^']+'\)\.rescued)"
+    (typed,) = set(re.findall(what_to_type, error)) & set(re.findall(what_to_type, shown))
+    seen = f"import notebook_accel; kept = {typed}; print(kept.step > 0, type(kept.models[0]))"
+    assert run(kernel, seen).text == "True <class 'torch.nn.modules.linear.Linear'>\n"
+
+
 def test_the_notebook_stays_free_and_the_page_is_not_flooded(
     kernel: Kernel, tmp_path: Path
 ) -> None:

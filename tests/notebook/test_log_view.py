@@ -168,6 +168,23 @@ def test_a_search_shows_the_lines_with_these_words_alone_and_new_ones_too() -> N
     assert text(view) == "a loss\nb"
 
 
+def test_a_search_in_vain_says_so_until_a_line_comes() -> None:
+    state = after(running(1), output(0, "a\n"))
+    view = view_of(state)
+    view.read(state)
+    draw_all(view, state)
+    assert view._title.value == "output"
+    view._search.value = "needle"
+    draw_all(view, state)
+    assert (text(view), view._title.value) == ("", "nothing found")
+    assert "na-optional" not in view._title._dom_classes
+    state = after(state, output(0, "the needle\n"))
+    view.read(state)
+    draw_all(view, state)
+    assert (text(view), view._title.value) == ("the needle", "output")
+    assert "na-optional" in view._title._dom_classes
+
+
 def test_the_whole_output_of_the_chosen_ranks_is_a_link() -> None:
     state = after(running(2), output(0, "a\n"))
     view = view_of(state)

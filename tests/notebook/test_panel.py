@@ -13,6 +13,7 @@ from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.panel import (
     MAX_BYTES,
     Details,
+    render_alert,
     render_panel,
     render_stacks,
     render_title,
@@ -45,8 +46,21 @@ def test_a_rank_without_a_bar_shows_what_its_loader_counted() -> None:
     sample = wire.Sample(rank=1, batches=250, total_batches=100, pass_start=200, steps=125)
     state = after(running(2), sample)
     page = Tags(render_panel(state, Details(now=1042.0, throughputs={1: 25.0})))
-    for words in ("125 steps", "50/100", "25.0 batch/s", "0:02"):
+    for words in ("batches50/100", "25.0 batch/s0:02125"):
         assert words in page.text
+    # One that has no loader of ours either.
+    state = after(running(1), wire.Sample(rank=0, steps=1_240))
+    assert "steps1,2401,240" in Tags(render_panel(state, NOW)).text
+
+
+def test_a_row_has_the_step_beside_the_bars() -> None:
+    state = after(running(2), bar(0), wire.Sample(rank=0, steps=1_240), bar(1))
+    # A rank without an optimizer of ours has the step that it logged.
+    state = after(state, wire.Metric(rank=1, values={"loss": 0.5}, step=77))
+    state = after(state, wire.Metric(rank=1, values={"accuracy": 0.5}, step=None))
+    page = Tags(render_panel(state, NOW))
+    assert "50/20010.0 it/s0:151,240" in page.text
+    assert "50/20010.0 it/s0:1577" in page.text
 
 
 def test_ranks_that_take_their_time_to_leave_are_told_to_be_waited_for() -> None:
@@ -132,7 +146,21 @@ def test_who_waits_for_whom() -> None:
 def test_what_was_said_of_a_hang_stays_when_it_is_over() -> None:
     page = Tags(render_panel(running(2), replace(NOW, last_hang="Nothing has moved for 0:13")))
     assert page.text.endswith("The run goes on. Before that: Nothing has moved for 0:13")
-    assert ("role", "alert") not in page.attributes
+
+
+def test_a_screen_reader_is_told_in_words_that_do_not_change_with_the_clock() -> None:
+    assert render_alert(running(2)) == ""
+    later = replace(hanging(), ended=1050.0)
+    assert render_alert(hanging()) == render_alert(later)
+    page = Tags(render_alert(later))
+    assert page.text == "train: the run hangs: rank 0 waits in all_reduce"
+    assert page.attributes == [("role", "alert")]
+    page = Tags(render_alert(replace(running(2, name=HOSTILE), status="stopping")))
+    assert page.text.endswith(": waiting for the ranks to leave")
+    assert page.tags == ["div"]
+    # What is drawn anew each second would be said each second.
+    drawn = Tags(render_title(later, NOW) + render_panel(later, replace(NOW, stopping=3.0)))
+    assert not [value for name, value in drawn.attributes if name == "role"]
 
 
 def test_a_rank_that_says_nothing_is_quiet() -> None:
