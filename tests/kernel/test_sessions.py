@@ -335,6 +335,10 @@ def test_pull_and_push_by_name(book: Notebook) -> None:
     book.run("big = np.zeros(1_000_000)\nownership._LARGE_BYTES = 1_000_000")
     (pushed,) = cell(book, "%%accelerate\nbig;").outputs
     assert "pushed `big` (8 MB)" in pushed["data"]["text/html"]
+    book.run("large_layer, small = torch.nn.Linear(1000, 500), torch.nn.Linear(100, 500)")
+    (pushed,) = cell(book, "%%accelerate\nlarge_layer, small, big;").outputs
+    assert "pushed `large_layer` (2 MB)" in pushed["data"]["text/html"]
+    assert pushed["data"]["text/html"].count("pushed") == 1, "neither what is small nor again"
     book.run("ownership._LARGE_BYTES = large")
     assert "the session has no `nothing`" in book.fails("%accelerate pull nothing")
     assert "the session has no `nothing`" in book.fails("%accelerate pull --each-rank nothing")

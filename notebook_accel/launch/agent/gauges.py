@@ -1,7 +1,8 @@
 """What a rank takes of its machine: processor time and memory, and its NVIDIA device's.
 
 psutil knows the process. NVML (the package nvidia-ml-py) knows the device without making a context
-on it, but of a device's memory torch's own count is taken first, where the rank has one.
+on it, but of a device's memory torch's own count is taken first, where the rank has one. Without
+NVML the driver's files still say what the device is called.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -20,6 +22,8 @@ __all__ = ["Gauges", "gauges_of"]
 
 # Processor use is a mean over this time; over a shorter one its clock of 10 ms shows.
 _SECONDS = 1.0
+# A folder for each device, in the order of their slots.
+_DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
 
 def gauges_of(launch: wire.Launch, spec: wire.RankSpec, pid: int | None) -> Gauges:
@@ -112,6 +116,10 @@ class Gauges:
 
     def _read_device(self, nvidia: str) -> None:
         nvml = _nvml()
+        if nvml is None:
+            # What the device does, only NVML says: there is nothing to read again.
+            self.device, self._nvidia = _name_by_driver(nvidia, self._is_pci_order), None
+            return
         try:
             if self._handle is None:
                 self._handle = self._find_device(nvml, nvidia)
@@ -134,3 +142,22 @@ class Gauges:
         if not self._is_pci_order and len({nvml.nvmlDeviceGetName(one) for one in handles}) > 1:
             raise LookupError("which of NVML's devices is meant is not known")
         return handles[int(nvidia) % len(handles)]
+
+
+def _name_by_driver(nvidia: str, is_pci_order: bool) -> str:
+    """What the driver calls the device; "" where it has no such files, or which is meant is unsure.
+
+    Args:
+        nvidia, is_pci_order: as for :class:`Gauges`.
+    """
+    names: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for path in sorted(_DRIVER_FILES.glob("*/information")):
+            lines = (line.partition(":") for line in path.read_text(errors="replace").splitlines())
+            facts = {key.strip(): value.strip() for key, _, value in lines}
+            names[facts.get("GPU UUID", path.parent.name)] = facts.get("Model", "")
+    if not nvidia.isdigit():
+        return next((name for uuid, name in names.items() if uuid.startswith(nvidia)), "")
+    if not names or (not is_pci_order and len(set(names.values())) > 1):
+        return ""
+    return list(names.values())[int(nvidia) % len(names)]
