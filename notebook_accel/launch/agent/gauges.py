@@ -150,14 +150,14 @@ def _name_by_driver(nvidia: str, is_pci_order: bool) -> str:
     Args:
         nvidia, is_pci_order: as for :class:`Gauges`.
     """
-    names: dict[str, str] = {}
+    found: list[tuple[str, str]] = []
     with contextlib.suppress(OSError):
         for path in sorted(_DRIVER_FILES.glob("*/information")):
             lines = (line.partition(":") for line in path.read_text(errors="replace").splitlines())
             facts = {key.strip(): value.strip() for key, _, value in lines}
-            names[facts.get("GPU UUID", path.parent.name)] = facts.get("Model", "")
+            found.append((facts.get("GPU UUID", ""), facts.get("Model", "")))
     if not nvidia.isdigit():
-        return next((name for uuid, name in names.items() if uuid.startswith(nvidia)), "")
-    if not names or (not is_pci_order and len(set(names.values())) > 1):
+        return next((name for uuid, name in found if uuid.startswith(nvidia)), "")
+    if not found or (not is_pci_order and len({name for _, name in found}) > 1):
         return ""
-    return list(names.values())[int(nvidia) % len(names)]
+    return found[int(nvidia) % len(found)][1]
