@@ -90,6 +90,15 @@ IN_SIGHT = f"""(words) => {{ {_RANGE}
     .getBoundingClientRect();
   return line.top >= box.top && line.bottom <= box.bottom + 1;
 }}"""
+# How many pixels of the line at the top edge of the log's box are out of sight.
+CUT_OFF = """() => {
+  const top = document.querySelector('.na-scroll').getBoundingClientRect().top;
+  for (const lines of document.querySelectorAll('.na-blocks pre')) {
+    const box = lines.getBoundingClientRect();
+    const height = parseFloat(getComputedStyle(lines).lineHeight);
+    if (box.top < top && box.bottom > top) return Math.round((top - box.top) % height);
+  }
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +223,7 @@ def test_the_log_follows_until_somebody_scrolls_up_and_again_by_a_button(
     assert list(map(int, re.findall(r"line (\d+)", text))) == list(range(1900))
     add(1)
     assert page.evaluate(IN_SIGHT, "part 1")
+    assert page.evaluate(CUT_OFF) == 0, "the line at the top is whole"
 
     # A reader who scrolled up stays where he is, with what he selected.
     page.evaluate(f"() => {SCROLL}.scrollBy(0, -5000)")
