@@ -94,6 +94,10 @@ NOTE_TIMES = """() => {
     const observer = new MutationObserver(look);
     observer.observe(document.body, {childList: true, subtree: true});
 }"""
+NAME_OF_FOCUSED = """() => {
+    const found = document.activeElement;
+    return (found.labels?.[0] ?? found).textContent;
+}"""
 CLOCK = "document.querySelector('.na-clock').textContent"
 MANY = """
 def many():
@@ -304,7 +308,13 @@ def test_of_many_ranks_one_is_picked_by_a_click(notebook: Notebook) -> None:
         "() => document.querySelector('tbody td.na-c-rank').innerText === '16'", timeout=30_000
     )
     assert rows.all_inner_texts()[1] == "0"
-    # The keyboard does as well as the mouse.
+    # The keyboard does as well as the mouse: it comes to all of it, in the order in which it stands.
+    output.get_by_role("button", name="Stop").focus()
+    names = []
+    for _ in range(5):
+        output.page.keyboard.press("Tab")
+        names.append(output.page.evaluate(NAME_OF_FOCUSED))
+    assert names == ["Kill", "Stacks", "Log folder", "Output of", "Search the output"]
     output.get_by_role("button", name="Stop").press("Space")
     wait_for(output, "■ stopped")
 
