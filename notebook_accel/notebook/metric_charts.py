@@ -34,6 +34,8 @@ _ALL = ""
 # Stands for a rank where the mean of all is drawn.
 _MEAN = -1
 _WIDTH, _HEIGHT = 240, 64
+# Between the lowest and the highest value; the rest is for the width of lines.
+_ROOM = _HEIGHT - 8
 # Of one chart: points of the mean, and stripes of the range around it. A point each two pixels.
 _MEAN_POINTS = 120
 _STRIPES = 20
@@ -102,6 +104,9 @@ def _card(chart: Chart, look: Look, limit: int, num_stripes: int) -> Markup:
     values = [value for value in chart.last.values() if math.isfinite(value)]
     mean = sum(value / len(values) for value in values) if values else math.nan
     shown = mean if is_mean else next(iter(chart.last.values()), math.nan)
+    smooth = {rank: _smoothed(points, look.smoothing) for rank, points in lines.items()}
+    can_be_log = all(y > 0 for points in smooth.values() for _, y in points)
+    no_log = "a logarithmic scale needs values above zero"
     head = element(
         "div",
         element(
@@ -112,14 +117,16 @@ def _card(chart: Chart, look: Look, limit: int, num_stripes: int) -> Markup:
         ),
         element("span", "mean", class_="na-muted") if is_mean else "",
         element("b", wording.number(shown)),
+        element("span", "linear", class_="na-muted", title=no_log)
+        if look.is_log and not can_be_log
+        else "",
         element("span", spread(chart.last), class_="na-muted na-spread"),
         class_="na-chart-head",
     )
-    smooth = {rank: _smoothed(points, look.smoothing) for rank, points in lines.items()}
     if not any(len(points) > 1 for points in smooth.values()):
         # One value is no curve, and its number says it all.
         return element("div", head, class_="na-chart")
-    is_log = look.is_log and all(y > 0 for points in smooth.values() for _, y in points)
+    is_log = look.is_log and can_be_log
     return element(
         "div", head, _plot(smooth, is_log=is_log, limit=limit, num=num_stripes), class_="na-chart"
     )
@@ -166,11 +173,12 @@ def _plot(lines: Mapping[int, Sequence[Point]], *, is_log: bool, limit: int, num
     ys = [y for points in lines.values() for _, y in points]
     x_low, x_high, low, high = min(xs), max(xs), min(ys), max(ys)
     bottom, top = scale(low), scale(high)
+    is_flat = low == high
     curves = []
     for rank, points in lines.items():
         pixels = (
             f"{share_of(x, x_low, x_high) * _WIDTH:.0f},"
-            f"{_HEIGHT - 4 - share_of(scale(y), bottom, top) * (_HEIGHT - 8):.0f}"
+            f"{_HEIGHT - 4 - (0.5 if is_flat else share_of(scale(y), bottom, top)) * _ROOM:.0f}"
             for x, y in thin_out(points, limit)
         )
         curves.append(element("polyline", points=" ".join(pixels), stroke=colour_of(rank)))
@@ -188,10 +196,9 @@ def _plot(lines: Mapping[int, Sequence[Point]], *, is_log: bool, limit: int, num
         element("span", f"step {wording.number(round(x_high))}"),
         class_="na-chart-steps",
     )
-    labels = [
-        element("span", tick(value), class_=f"na-tick-{side}")
-        for side, value in (("top", high), ("bottom", low))
-    ]
+    # One value needs no two labels.
+    ticks = {"middle": low} if is_flat else {"top": high, "bottom": low}
+    labels = [element("span", tick(y), class_=f"na-tick-{side}") for side, y in ticks.items()]
     stripes = element("div", *_stripes(lines, x_low, x_high, num), class_="na-stripes")
     return element("div", svg, *labels, steps, stripes, class_="na-plot")
 

@@ -210,7 +210,7 @@ def _ranks(state: RunState, details: Details, text_bytes: int) -> Markup:
         picked = details.picked
         if picked is not None and all(rank.rank != picked for rank in shown):
             shown = [state.ranks[picked], *shown[:-1]]
-        rest = hidden_ranks(state.ranks, shown)
+        rest = hidden_ranks(state.ranks, shown, lambda rank: _status_of_many(rank, state))
     rows: list[Markup] = []
     for rank in shown:
         throughput = details.throughputs.get(rank.rank)
@@ -237,6 +237,11 @@ def _ranks(state: RunState, details: Details, text_bytes: int) -> Markup:
     if rest:
         parts.append(element("div", f"slowest first, {rest}", class_="na-fold na-muted"))
     return join(parts)
+
+
+def _status_of_many(rank: RankState, state: RunState) -> str:
+    status = live_condition(rank, state)
+    return "waiting" if status == "waits" else status
 
 
 def _row(

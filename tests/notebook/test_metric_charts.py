@@ -55,6 +55,10 @@ def test_a_logarithmic_scale_is_straight_for_an_exponential_and_left_out_at_zero
     assert heights(render_charts([below], Look(is_log=True))) == heights(
         render_charts([below], Look())
     )
+    # It is said, as well: nothing would change at the click otherwise.
+    assert "x1linear" in Tags(render_charts([below], Look(is_log=True))).text
+    assert "linear" not in Tags(render_charts([chart(1)], Look(is_log=True))).text
+    assert "linear" not in Tags(render_charts([below], Look())).text
 
 
 @pytest.mark.parametrize("most", [1.7e308, 1e-320])
@@ -66,6 +70,14 @@ def test_the_largest_and_the_smallest_numbers_are_drawn(most: float) -> None:
         markup = render_charts([odd], look)
         assert all(line == [60, 32, 4] for line in heights(markup))
         assert not re.search("\\b(nan|inf)\\b", markup)
+
+
+def test_a_value_that_stays_is_a_line_in_the_middle_with_one_label() -> None:
+    flat = Chart(name="lr", points={0: [(0, 0.1), (9, 0.1)]}, means={}, last={0: 0.1})
+    for look in (Look(), Look(is_log=True)):
+        markup = render_charts([flat], look)
+        assert heights(markup) == [[32, 32]]
+        assert re.findall("na-tick-([a-z]+)", markup) == ["middle"]
 
 
 def test_smoothing_calms_a_line() -> None:

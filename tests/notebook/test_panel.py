@@ -227,6 +227,19 @@ def test_of_many_ranks_all_are_in_a_row_and_the_slowest_have_one_each() -> None:
     assert any(value and value.startswith("rank 100:") for _, value in page.attributes)
 
 
+def test_of_many_ranks_those_without_a_row_are_said_to_do_what_they_do() -> None:
+    hang = Hang(
+        is_certain=True,
+        text="it hangs",
+        since=1029.0,
+        operations=dict.fromkeys(range(1, 64), "all_reduce"),
+        missing=(0,),
+        stacks=(),
+    )
+    page = Tags(render_panel(replace(running(64), hang=hang), NOW))
+    assert "slowest first, … and 58 more, all waiting" in page.text
+
+
 def test_the_end_is_drawn_too() -> None:
     page = Tags(render_title(succeeded(running(2)), Details(now=9999.0)))
     assert "succeeded" in page.text

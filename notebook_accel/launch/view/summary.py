@@ -18,7 +18,7 @@ from notebook_accel.launch.view.progress import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from notebook_accel.launch.control.state import RankState, RunState
 
@@ -123,10 +123,14 @@ def ranks_with_row(ranks: Sequence[RankState]) -> Sequence[RankState]:
     return sorted(culprits_first[: _MAX_ROWS // 2], key=lambda rank: rank.rank)
 
 
-def hidden_ranks(ranks: Sequence[RankState], shown: Iterable[RankState]) -> str:
+def hidden_ranks(
+    ranks: Sequence[RankState],
+    shown: Iterable[RankState],
+    status_of: Callable[[RankState], str] = condition,
+) -> str:
     """One line for ranks without a row, ``… and 96 more: 93 running, 3 failed``; "" for none."""
     with_row = {rank.rank for rank in shown}
-    hidden = Counter(condition(rank) for rank in ranks if rank.rank not in with_row)
+    hidden = Counter(status_of(rank) for rank in ranks if rank.rank not in with_row)
     if not hidden:
         return ""
     if len(hidden) == 1:
