@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 # What GitHub keeps of HTML: html-pipeline's list, as far as it matters here. Of images it keeps
 # those alone that lie on a server.
 GITHUB_TAGS = """
-    a b blockquote br code del details div em h1 h2 h3 h4 h5 h6 hr i img ins kbd li ol p pre q s samp
-    small span strong sub summary sup table tbody td tfoot th thead tr tt ul var
+    a b blockquote br code del details div em h1 h2 h3 h4 h5 h6 hr i img ins kbd li ol p pre q s
+    samp small span strong sub summary sup table tbody td tfoot th thead tr tt ul var
 """.split()  # noqa: SIM905 (a list of names is read more easily so)
 GITHUB_ATTRIBUTES = {
     "*": ["alt", "aria-label", "colspan", "height", "open", "role", "rowspan", "title", "width"],

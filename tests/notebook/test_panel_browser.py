@@ -308,7 +308,7 @@ def test_of_many_ranks_one_is_picked_by_a_click(notebook: Notebook) -> None:
         "() => document.querySelector('tbody td.na-c-rank').innerText === '16'", timeout=30_000
     )
     assert rows.all_inner_texts()[1] == "0"
-    # The keyboard does as well as the mouse: it comes to all of it, in the order in which it stands.
+    # The keyboard does as well as the mouse: it comes to all of it, in the order of the page.
     output.get_by_role("button", name="Stop").focus()
     names = []
     for _ in range(5):
