@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,11 +191,15 @@ def test_the_panel_says_where_clicks_wait(
     shown.await_last_message()
 
 
+def inside(widget: Any) -> list[Any]:
+    """All widgets in a tree of them."""
+    children = getattr(widget, "children", ())
+    return [found for child in children for found in (child, *inside(child))]
+
+
 def inputs(widget: Any) -> list[Any]:
     """What a person can use of a tree of widgets: all but its boxes and what is only read."""
-    if isinstance(widget, ipywidgets.Box):
-        return [found for child in widget.children for found in inputs(child)]
-    return [] if isinstance(widget, ipywidgets.HTML) else [widget]
+    return [one for one in inside(widget) if not isinstance(one, (ipywidgets.Box, ipywidgets.HTML))]
 
 
 def test_all_that_can_be_clicked_is_let_through_before_a_page_shows_it(
@@ -233,6 +238,18 @@ def test_all_that_can_be_clicked_has_a_name_in_words(page: Page) -> None:
         assert widget.tooltip
     shown.end()
     shown.await_last_message()
+
+
+def test_a_page_needs_the_core_widgets_alone_and_loads_nothing_from_elsewhere(page: Page) -> None:
+    shown = Shown()
+    kinds = {widget._model_module for widget in [shown.panel._box, *inside(shown.panel._box)]}
+    assert kinds == {"@jupyter-widgets/controls"}
+    shown.end()
+    shown.await_last_message()
+    folder = Path(dashboard.__file__).parent
+    files = [path for kind in ("py", "css") for path in folder.rglob(f"*.{kind}")]
+    addresses = {found for path in files for found in re.findall(r"//[\w.]+/", path.read_text())}
+    assert addresses == {"//www.w3.org/"}, "that of SVG is a name, and no place"
 
 
 def test_a_screen_reader_is_told_of_a_hang_once(page: Page) -> None:

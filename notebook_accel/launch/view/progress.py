@@ -231,13 +231,18 @@ class Throughput:
     def of_run(self, state: RunState) -> tuple[float, str] | None:
         """Items a second of a rank in the mean, and what one is; None while too little is known.
 
-        Of ranks that still go on: one that has ended is no slower for it.
+        Of ranks that still go on: one that has ended is no slower for it. Of those that take no
+        batches and make no steps of ours, what their innermost bars count.
         """
         going = [rank for rank in state.ranks if not rank.has_ended]
         rates = [rate for rank in going if (rate := self.of(rank.rank))]
-        if not rates:
+        if rates:
+            return sum(rates) / len(rates), "batch" if going[0].batches else "step"
+        bars = [current_bars(rank.bars)[-1] for rank in going if rank.bars]
+        of_bars = [bar.rate for bar in bars if bar.rate]
+        if not of_bars:
             return None
-        return sum(rates) / len(rates), "batch" if going[0].batches else "step"
+        return sum(of_bars) / len(of_bars), one_line(bars[0].unit, _MAX_UNIT)
 
     def of(self, rank: int) -> float | None:
         """Items a second of ``rank``, None while too little is known."""

@@ -150,6 +150,20 @@ def test_throughput_is_that_of_the_last_seconds() -> None:
     assert throughput.of(1) is None
 
 
+def test_throughput_of_ranks_that_only_draw_bars_is_that_of_the_innermost_ones() -> None:
+    throughput = Throughput()
+    state = replace(running(2), ranks=(nested(epoch_rate=0.1), RankState(rank=1)))
+    assert throughput.of_run(state) == (1.0, "it")
+    other = replace(nested(epoch_rate=0.1), rank=1, bars=(bar(1, "train", 5, 9, rate=3.0),))
+    assert throughput.of_run(replace(state, ranks=(state.ranks[0], other))) == (2.0, "it")
+    # What is counted goes before what is drawn.
+    for second in range(3):
+        counted = replace(state.ranks[0], batches=second * 10)
+        throughput.note(replace(state, ranks=(counted,)), now=float(second))
+    assert throughput.of_run(replace(state, ranks=(counted,))) == (10.0, "batch")
+    assert Throughput().of_run(running(2)) is None
+
+
 def test_spread_is_empty_where_ranks_agree() -> None:
     assert spread({0: 1.0, 1: 1.0}) == ""
     assert spread({0: 1.0, 1: 0.5}) == "0.5 to 1"
