@@ -43,6 +43,8 @@ def speak(folder):
     print("\x1b[31mred\x1b[0m \x1b[2J\x1b[Hcleared \x07bell \x1b]0;title\x07after")
     print("\N{PARTY POPPER} \N{LATIN SMALL LETTER E WITH ACUTE} \u8a9e $5 or $6")
     print("10%\r20%\r30%", flush=True)
+    print("\x1b[32mgreen\nstill green\x1b[0m")
+    print("begin " + "long " * 3_000 + "end of the long line")
     os.write(1, b"bad \xff\xfe bytes\n")
     for number in range(50):
         print("needle" if number == 20 else "straw", number, "of", accelerator.process_index)
@@ -89,6 +91,7 @@ NOTE_TIMES = """() => {
         if (both) window.times.runs ??= Date.now();
         if (!document.querySelector(".na-hang")) return;
         window.times.hangs = Date.now();
+        window.times.said = document.querySelector(".na-hang").textContent;
         observer.disconnect();
     };
     const observer = new MutationObserver(look);
@@ -173,6 +176,9 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
         "bad \N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER} bytes",
         "1 more of rank 0: run.logs(0) has all lines",
         "after the long line",
+        "begin long long",
+        "long […] ",
+        "long end of the long line",
     ):
         wait_for(output, words)
     text = output.locator(".na-blocks").inner_text()
@@ -182,9 +188,10 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     assert page.evaluate("() => window.harmed") is None
     red = output.locator(".na-blocks span").filter(has_text=re.compile("^red$"))
     colour = red.evaluate("span => getComputedStyle(span).color")
-    assert colour != output.locator(".na-blocks pre").first.evaluate(
-        "pre => getComputedStyle(pre).color"
-    )
+    plain = output.locator(".na-blocks pre").first.evaluate("pre => getComputedStyle(pre).color")
+    assert colour != plain
+    green = output.locator(".na-blocks span").filter(has_text=re.compile("still green$"))
+    assert green.evaluate("span => getComputedStyle(span).color") not in (colour, plain)
 
     # Search, and save.
     output.get_by_label("Search the output").fill("NEEDLE")
@@ -264,6 +271,10 @@ def test_a_hang_is_shown_within_fifteen_seconds(notebooks: dict[str, Notebook]) 
         wait_for(output, re.compile(where))
         times = output.page.evaluate("() => window.times")
         assert times["hangs"] - times.get("runs", times["hangs"]) < 15_000
+        # A page may come to it only when the ranks have gone quiet: since when, the panel says.
+        since = re.search(r"Nothing has moved for 0:(\d\d):", times["said"])
+        assert since
+        assert int(since[1]) < 15, times
         assert output.locator("tbody tr").nth(0).inner_text().split()[1:4] == [
             "waits",
             "in",
