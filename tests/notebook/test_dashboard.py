@@ -261,8 +261,8 @@ def test_a_screen_reader_is_told_of_a_hang_once(page: Page) -> None:
             state = replace(hanging(), ended=now)
             shown.panel.draw(state, Details(now=now))
             assert f"for 0:{now - 1029:.0f}: the run hangs" in shown.panel._body.value
-    assert len(told) == 1
-    assert "the run hangs" in told[0]
+        assert len(told) == 1
+        assert "the run hangs" in told[0]
     shown.end()
     shown.await_last_message()
 
