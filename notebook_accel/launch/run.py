@@ -384,7 +384,7 @@ class Run:
         """
         if rank is not None:
             return self._read_log(self._index_of(rank))
-        return "".join(self._labelled(rank) for rank in range(len(self)))
+        return "".join(_labelled(rank, self._read_log(rank)) for rank in range(len(self)))
 
     def _read_log(self, rank: int) -> str:
         if not self.state.session:
@@ -393,11 +393,20 @@ class Run:
         part = self.state.ranks[rank]
         return self._folder.read_log(rank, part.log_start or 0, part.log_end)
 
-    def _labelled(self, rank: int) -> str:
-        text = self._read_log(rank)
-        # Not splitlines(): a form feed ends no line.
-        lines = text.removesuffix("\n").split("\n") if text else []
-        return "".join(f"[rank {rank}] {line}\n" for line in lines)
+    def _last_logs(self, rank: int | None, max_bytes: int) -> str:
+        """The last lines of what :meth:`logs` gives; of all ranks, as many bytes of each."""
+        if rank is not None:
+            return self._end_of_log(rank, max_bytes)
+        share = max_bytes // len(self)
+        return "".join(_labelled(one, self._end_of_log(one, share)) for one in range(len(self)))
+
+    def _end_of_log(self, rank: int, max_bytes: int) -> str:
+        part = self.state.ranks[rank]
+        first = part.log_start or 0
+        start = max(first, part.log_end - max_bytes)
+        text = self._folder.read_log(rank, start, part.log_end)
+        # It most likely begins within a line.
+        return text if start == first else text.partition("\n")[2]
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -502,3 +511,10 @@ class Run:
     def __repr__(self) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return f"<Run {self.id} of {self.name}: {self.status}, {ranks}>"
+
+
+def _labelled(rank: int, text: str) -> str:
+    """The output of a rank with its number on each line."""
+    # Not splitlines(): a form feed ends no line.
+    lines = text.removesuffix("\n").split("\n") if text else []
+    return "".join(f"[rank {rank}] {line}\n" for line in lines)

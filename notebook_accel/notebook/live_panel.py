@@ -57,7 +57,7 @@ _TITLE_SECONDS = 1.0
 # on the button asks whether one is sure, and so long it waits for the answer.
 _DOUBLE_CLICK_SECONDS = 0.6
 _SURE_SECONDS = 4.0
-# A page keeps what a link holds in its memory.
+# A page keeps what a link holds in its memory, and a Jupyter server drops messages of 3 MB.
 _MAX_LINK_BYTES = 2_000_000
 # A summary that is a widget outlives its kernel: Jupyter would draw broken links before it then.
 _ENDED_STYLE = (
@@ -316,22 +316,25 @@ class LivePanel:
         self._is_folder_asked = True
 
     def _saved_log(self, rank: int | None) -> Markup:
-        """A link that holds the output of a rank, or of all; their folder, where that is large."""
+        """A link that holds the output of a rank, or of all; of a large one, the end."""
         who = "all ranks" if rank is None else f"rank {rank}"
         ranks = range(self._run.world_size) if rank is None else [rank]
         parts = [self._run.state.ranks[number] for number in ranks]
         size = sum(part.log_end - (part.log_start or 0) for part in parts)
-        if size > _MAX_LINK_BYTES:
-            text = f"{_size(size)}: see Log folder"
-            return element("span", text, class_="na-muted", title=str(self._run.log_dir))
+        is_whole = size <= _MAX_LINK_BYTES
         try:
-            data = self._run.logs(rank).encode(errors="replace")
+            text = self._run.logs(rank) if is_whole else self._run._last_logs(rank, _MAX_LINK_BYTES)
         except FileNotFoundError as error:
             return element("span", str(error), class_="na-muted")
+        data = text.encode(errors="replace")
+        if len(data) > _MAX_LINK_BYTES:  # with the label of each line
+            data, is_whole = data[-_MAX_LINK_BYTES:].partition(b"\n")[2], False
+        part = _size(len(data)) if is_whole else f"last {_size(len(data))} of {_size(size)}"
         name = f"{self._run.id}-{who.replace(' ', '-')}.txt"
         return element(
             "a",
-            f"{who}, {_size(len(data))}",
+            f"{who}, {part}",
+            title=None if is_whole else f"All of it is in {self._run.log_dir}",
             download=name,
             href=f"data:text/plain;charset=utf-8;base64,{base64.b64encode(data).decode()}",
         )

@@ -86,7 +86,7 @@ class LogView:
         )
         self._save = ipywidgets.Button(
             description="Save",
-            tooltip="Give a link that saves the whole output of these ranks as a file",
+            tooltip="Give a link that saves the output of these ranks as a file",
         )
         for button, act in ((self._follow, self._on_follow), (self._save, self._on_save)):
             button.add_class("na-small-button")

@@ -638,6 +638,22 @@ def test_a_run_whose_handle_is_held_outlives_all_newer_ones(tmp_path: Path) -> N
             read()
 
 
+def test_the_end_of_a_log_is_whole_lines() -> None:
+    def train() -> None:
+        for number in range(1000):
+            print("line", number)
+
+    run = on_cpu(train, n=2)
+    of_one = run.logs(1)
+    assert run._last_logs(1, 1_000_000) == of_one
+    last = run._last_logs(1, 100)
+    assert 80 < len(last) <= 100
+    assert of_one.endswith(f"\n{last}")
+    of_all = run._last_logs(None, 200)
+    lines = last.splitlines()
+    assert of_all.splitlines() == [f"[rank {rank}] {line}" for rank in (0, 1) for line in lines]
+
+
 EARLIER = """
 import os, signal, sys, time
 from notebook_accel.config import LaunchConfig

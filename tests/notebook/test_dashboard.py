@@ -333,6 +333,32 @@ def test_what_cannot_be_drawn_stops_no_panel(page: Page, monkeypatch: pytest.Mon
     shown.await_last_message()
 
 
+def test_of_a_large_log_a_link_saves_the_end(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_panel, "_MAX_LINK_BYTES", 3_000)
+    asked: list[tuple[int | None, int]] = []
+
+    def last(rank: int | None, max_bytes: int) -> str:
+        asked.append((rank, max_bytes))
+        return "the end\n" * 250
+
+    shown = Shown(_last_logs=last)
+    grown = [replace(rank, log_end=5_000) for rank in shown.run.state.ranks]
+    shown.run.state = replace(shown.run.state, ranks=tuple(grown))
+    log = shown.panel._log
+    log._save.click()
+    log.draw(shown.run.state)
+    assert "all ranks, last 2 KB of 10 KB" in log._link.value
+    assert "title='All of it is in /runs/1'" in log._link.value
+    assert "download='calm-otter-all-ranks.txt'" in log._link.value
+    log._filter.value = 1
+    log._save.click()
+    log.draw(shown.run.state)
+    assert "rank 1, last 2 KB of 5 KB" in log._link.value
+    assert asked == [(None, 3_000), (1, 3_000)]
+    shown.end()
+    shown.await_last_message()
+
+
 def test_where_no_cell_waits_the_panel_has_what_a_rank_displays(page: Page) -> None:
     shown = Shown(waits=False)
     is_drawn = threading.Event()
