@@ -180,6 +180,14 @@ _COLUMNS = (
     ("load", "cpu"),
     ("memory", "memory"),
 )
+# What a word for a state means, where that is not said by the word.
+_MEANINGS = {
+    "quiet": "it has made no step and printed nothing since",
+    "waits": "it waits for other ranks",
+    "missing": "other ranks wait for it",
+    "lost peer": "it lost its connection to a rank that failed",
+    "not asked": "the call is not meant for it",
+}
 # A row without an inner bar, as high as one with it: a cell for each column, since a narrow page
 # gives the bar a line of its own.
 _BLANK_ROW = element(
@@ -274,6 +282,7 @@ def _row(
             "td",
             shown,
             class_=f"na-c-state {_class_of(status)}",
+            title=_MEANINGS.get(status),
         ),
         _label(line, text_bytes, kind_of_label),
         element("td", *bars, class_="na-c-bar"),

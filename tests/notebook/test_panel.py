@@ -140,6 +140,7 @@ def test_who_waits_for_whom() -> None:
     for words in ("Nothing has moved for 0:13: the run hangs", "waits", "in all_reduce", "missing"):
         assert words in page.text
     assert ("class", "na-c-state na-missing") in page.attributes
+    assert ("title", "other ranks wait for it") in page.attributes
     assert ("class", "na-c-label na-in") in page.attributes
 
 
