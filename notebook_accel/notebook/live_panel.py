@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 import threading
 import time
 from collections import deque
@@ -309,8 +310,7 @@ class LivePanel:
         text, state = self._run.stacks(), self._run.state
         if not state.has_ended:
             title = f"stacks after {wording.clock(state.now() - state.started)}"
-            parts = [part.partition("\n") for part in _parts(text)]
-            self.asked_stacks = AskedStacks(title, tuple((who, rest) for who, _, rest in parts))
+            self.asked_stacks = AskedStacks(title, _alike(text))
 
     def _on_folder(self, _button: Any) -> None:
         self._is_folder_asked = True
@@ -346,15 +346,20 @@ def _button(description: str, tooltip: str) -> Any:
     return button
 
 
-def _parts(stacks: str) -> list[str]:
-    """The text of ``run.stacks()``, cut where another rank begins."""
-    parts: list[str] = []
+def _alike(stacks: str) -> tuple[tuple[str, str], ...]:
+    """The text of ``run.stacks()``: each different stack once, behind the ranks that have it."""
+    texts: dict[int, str] = {}
     for line in stacks.splitlines():
         if line.startswith("rank ") and line[5:].isdigit():
-            parts.append(line)
-        elif parts:
-            parts[-1] += f"\n{line}"
-    return parts or [stacks]
+            texts[int(line[5:])] = ""
+        elif texts:
+            texts[[*texts][-1]] += f"{line}\n"
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        # The number of a thread is another one in each process.
+        ranks.setdefault(re.sub("0x[0-9a-f]+", "", text), []).append(rank)
+    found = [(wording.rank_list(alike), texts[alike[0]]) for alike in ranks.values()]
+    return tuple(found) or (("all ranks", stacks),)
 
 
 def _size(num_bytes: int) -> str:

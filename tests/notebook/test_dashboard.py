@@ -312,6 +312,18 @@ def test_stacks_that_somebody_asked_for_are_in_the_summary(page: Page) -> None:
     assert [bundle["text/html"] for bundle in page.shown.values()] == [html, html]
 
 
+def test_ranks_that_stand_in_the_same_place_share_a_stack(page: Page) -> None:
+    text = "".join(f"rank {rank}\nThread 0x7f{rank}a\n  in wait\n" for rank in range(3))
+    shown = Shown(stacks=lambda: f"{text}rank 3\nThread 0x1\n  in step\n")
+    shown.panel._fetch_stacks()
+    assert shown.panel.asked_stacks.stacks == (
+        ("ranks 0-2", "Thread 0x7f0a\n  in wait\n"),
+        ("rank 3", "Thread 0x1\n  in step\n"),
+    )
+    shown.end()
+    shown.await_last_message()
+
+
 def test_what_cannot_be_drawn_stops_no_panel(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     def logs(rank: int | None) -> str:
         raise FileNotFoundError("run calm-otter was deleted from disk")

@@ -238,8 +238,10 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     output.get_by_role("button", name="Stacks").click()
     wait_for(output, "stacks after")
     shown = output.locator(".na-stacks").inner_text()
-    assert "rank 0" in shown
-    assert len(re.findall(r"Cell In\[\d+\]", shown)) == 2
+    # Both ranks may stand at the same line.
+    assert re.search("ranks 0-1|rank 0.*rank 1", shown, re.DOTALL)
+    num_stacks = len(re.findall(r"Cell In\[\d+\]", shown))
+    assert num_stacks in (1, 2)
     output.get_by_role("button", name="Log folder").click()
     folder = output.locator(".na-folder code")
     folder.wait_for(timeout=30_000)
@@ -254,7 +256,7 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     check_summary_layout(notebook)
     # What was asked for is worth keeping.
     fold = output.locator("details", has_text="stacks after").text_content() or ""
-    assert len(re.findall(r"Cell In\[\d+\]", fold)) == 2
+    assert len(re.findall(r"Cell In\[\d+\]", fold)) == num_stacks
 
 
 def test_a_hang_is_shown_within_fifteen_seconds(notebooks: dict[str, Notebook]) -> None:
