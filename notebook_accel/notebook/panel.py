@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.view.progress import (
     ProgressLine,
-    load_of,
-    memory_of,
     most_lines,
     progress_lines,
 )
@@ -180,6 +178,8 @@ _COLUMNS = (
     ("load", "cpu"),
     ("memory", "memory"),
 )
+# Before the two last ones, where ranks have devices of which anything is known.
+_DEVICE_COLUMNS = (("use", "gpu"), ("device", "gpu mem"))
 # What a word for a state means, where that is not said by the word.
 _MEANINGS = {
     "quiet": "it has made no step and printed nothing since",
@@ -230,18 +230,12 @@ def _ranks(state: RunState, details: Details, text_bytes: int) -> Markup:
             rows += [_BLANK_ROW] * (most_lines(rank) - 1 - len(inner))
         else:
             rows.append(_row(state, rank, first, inner, text_bytes))
-    is_of_device = any(rank.device_use is not None for rank in state.ranks)
-    heads = [
-        element(
-            "th",
-            "gpu" if name == "load" and is_of_device else title,
-            scope="col",
-            class_=f"na-c-{name}",
-        )
-        for name, title in _COLUMNS
-    ]
+    is_of_device = _is_of_device(state)
+    columns = [*_COLUMNS[:-2], *(_DEVICE_COLUMNS if is_of_device else ()), *_COLUMNS[-2:]]
+    heads = [element("th", title, scope="col", class_=f"na-c-{name}") for name, title in columns]
     head = element("thead", element("tr", *heads))
-    parts.append(element("table", head, element("tbody", *rows), class_="na-ranks"))
+    class_ = "na-ranks na-of-device" if is_of_device else "na-ranks"
+    parts.append(element("table", head, element("tbody", *rows), class_=class_))
     if rest:
         parts.append(element("div", f"slowest first, {rest}", class_="na-fold na-muted"))
     return join(parts)
@@ -290,9 +284,31 @@ def _row(
         element("td", line.rate, class_="na-c-rate"),
         element("td", line.remaining, class_="na-c-left"),
         element("td", _step_of(rank), class_="na-c-step"),
-        element("td", load_of(rank), class_="na-c-load"),
-        element("td", memory_of(rank), class_="na-c-memory", title=_taken(rank)),
+        *(_device_cells(rank) if _is_of_device(state) else ()),
+        element("td", _percent(rank, rank.cpu), class_="na-c-load"),
+        element("td", _memory(rank.memory), class_="na-c-memory"),
     )
+
+
+def _is_of_device(state: RunState) -> bool:
+    found = (rank.device_use is not None or rank.device_memory for rank in state.ranks)
+    return any(found)
+
+
+def _device_cells(rank: RankState) -> list[Markup]:
+    # On a narrow page they stand for what the process takes, too.
+    return [
+        element("td", _percent(rank, rank.device_use), class_="na-c-use", title=_taken(rank)),
+        element("td", _memory(rank.device_memory), class_="na-c-device", title=_taken(rank)),
+    ]
+
+
+def _percent(rank: RankState, load: int | None) -> str:
+    return "" if load is None or rank.has_ended else f"{load}%"
+
+
+def _memory(num_bytes: int | None) -> str:
+    return wording.memory(num_bytes) if num_bytes else ""
 
 
 def _inner_row(rank: RankState, line: ProgressLine, text_bytes: int) -> Markup:

@@ -118,7 +118,7 @@ def test_what_a_rank_takes_of_its_machine() -> None:
         rank=0, memory=412_000_000, cpu=97, device_use=80, device_memory=21_300_000_000
     )
     page = Tags(render_panel(after(running(1), sample), NOW))
-    for words in ("gpu", "80%", "21.3 GB"):
+    for words in ("leftstepgpugpu memcpumemory", "80%21.3 GB97%412 MB"):
         assert words in page.text
     assert ("title", "device 21.3 GB, process 412 MB, 97% of a core") in page.attributes
 

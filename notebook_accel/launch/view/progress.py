@@ -24,7 +24,6 @@ __all__ = [
     "Throughput",
     "current_bars",
     "last_values",
-    "load_of",
     "memory_of",
     "most_lines",
     "name_of",
@@ -261,12 +260,6 @@ def memory_of(rank: RankState) -> str:
     """Memory of the rank's device, or of its process where that is unknown; "" for neither."""
     used = rank.device_memory or rank.memory
     return wording.memory(used) if used else ""
-
-
-def load_of(rank: RankState) -> str:
-    """Percent of its time that the rank's device computes, or of a core where that is unknown."""
-    load = rank.cpu if rank.device_use is None else rank.device_use
-    return "" if load is None or rank.has_ended else f"{load}%"
 
 
 def last_values(state: RunState) -> dict[str, dict[int, float]]:
