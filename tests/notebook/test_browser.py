@@ -223,7 +223,7 @@ def test_the_log_follows_until_somebody_scrolls_up_and_again_by_a_button(
     assert list(map(int, re.findall(r"line (\d+)", text))) == list(range(1900))
     add(1)
     assert page.evaluate(IN_SIGHT, "part 1")
-    assert page.evaluate(CUT_OFF) == 0, "the line at the top is whole"
+    assert page.evaluate(CUT_OFF) in (0, None), "the line at the top is whole"
 
     # A reader who scrolled up stays where he is, with what he selected.
     page.evaluate(f"() => {SCROLL}.scrollBy(0, -5000)")
