@@ -83,7 +83,7 @@ _CELL = (
 )
 _HEAD = f"{_CELL};font-weight:normal;opacity:.65"
 # Pixels of each column, the gap included; the progress takes what is left, up to so many a letter.
-_WIDTHS = {"rank": 46, "state": 106, "progress": 80, "rate": 108, "memory": 72}
+_WIDTHS = {"rank": 44, "state": 96, "progress": 80, "rate": 98, "memory": 68}
 _OF_CHARACTER = 7
 _MONO = "font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
 _TEXT = (
@@ -365,9 +365,8 @@ def _plot(name: str, by_rank: Mapping[int, Sequence[Point]]) -> Markup:
         marks = [
             element(
                 "span",
-                "● ",
+                element("span", "● ", style=f"color:{charts.colour_of(rank)}"),
                 element("span", f"rank {rank} ", style=_MUTED),
-                style=f"color:{charts.colour_of(rank)}",
             )
             for rank in shown
         ]
