@@ -76,14 +76,14 @@ _TABLE = (
 )
 _ROW = "display:flex;flex-wrap:wrap;padding:0;background:none"
 # Pixels between two columns.
-_GAP = 16
+_GAP = 12
 _CELL = (
     f"box-sizing:border-box;text-align:left;padding:2px {_GAP}px 2px 0;border:none;font-size:13px;"
     "overflow-wrap:anywhere"
 )
 _HEAD = f"{_CELL};font-weight:normal;opacity:.65"
 # Pixels of each column, the gap included; the progress takes what is left, up to so many a letter.
-_WIDTHS = {"rank": 44, "state": 96, "progress": 80, "rate": 98, "memory": 68}
+_WIDTHS = {"rank": 42, "state": 102, "progress": 76, "rate": 96, "memory": 68}
 _OF_CHARACTER = 7
 _MONO = "font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
 _TEXT = (

@@ -90,6 +90,7 @@ IN_SIGHT = f"""(words) => {{ {_RANGE}
     .getBoundingClientRect();
   return line.top >= box.top && line.bottom <= box.bottom + 1;
 }}"""
+FONT_OF_LINES = "() => getComputedStyle(document.querySelector('.na-blocks pre')).font"
 # How many pixels of the line at the top edge of the log's box are out of sight.
 CUT_OFF = """() => {
   const top = document.querySelector('.na-scroll').getBoundingClientRect().top;
@@ -224,6 +225,10 @@ def test_the_log_follows_until_somebody_scrolls_up_and_again_by_a_button(
     add(1)
     assert page.evaluate(IN_SIGHT, "part 1")
     assert page.evaluate(CUT_OFF) in (0, None), "the line at the top is whole"
+    before = page.evaluate(FONT_OF_LINES)
+    for theme in ("dark", "light"):
+        notebook.set_theme(theme)
+        assert page.evaluate(FONT_OF_LINES) == before
 
     # A reader who scrolled up stays where he is, with what he selected.
     page.evaluate(f"() => {SCROLL}.scrollBy(0, -5000)")
