@@ -84,7 +84,7 @@ _CELL = (
 _HEAD = f"{_CELL};font-weight:normal;opacity:.65"
 # Pixels of each column, the gap included; the progress takes what is left, up to so many a letter.
 _WIDTHS = {"rank": 42, "state": 102, "progress": 76, "rate": 96, "memory": 68}
-_OF_CHARACTER = 7
+_OF_CHARACTER = 8
 _MONO = "font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
 _TEXT = (
     f"{_MONO};white-space:pre-wrap;word-break:break-word;overflow:auto;max-height:400px;"
