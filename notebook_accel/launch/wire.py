@@ -474,11 +474,9 @@ class CountDevices(Message, frozen=True, kw_only=True):
 
 
 class Devices(Message, frozen=True, kw_only=True):
-    """The accelerators: their torch type ("cuda", or "cpu" for none), names and bytes of memory.
+    """The accelerators: what ``Inventory`` of training/devices.py says, by the same names.
 
-    ``versions`` are those of torch and of what carries the devices, ``environment`` variables that
-    ranks on them need. ``problem`` says why torch can use none, ``error`` why they could not be
-    counted, where that is so.
+    ``error`` says why they could not be counted; "" where they could.
     """
 
     kind: str

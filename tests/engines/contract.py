@@ -447,7 +447,7 @@ class EngineContract:
         with pytest.raises(WorkerError, match="rank 1 failed: ConnectionError: it closed"):
             self.launch(train)
 
-    @pytest.mark.parametrize("how", ["returns", "raises", "exits"])
+    @pytest.mark.parametrize("how", ["returns", "raises", "exits", "exits with a word"])
     def test_a_forked_child_that_comes_back_is_no_rank(self, how: str) -> None:
         def train(how: str) -> int:
             child = os.fork()
@@ -457,10 +457,15 @@ class EngineContract:
                 raise ValueError("in the child")
             if how == "exits":
                 sys.exit(3)
+            if how == "exits with a word":
+                sys.exit("the child has no data")
             return -1
 
-        code = {"returns": 0, "raises": 1, "exits": 3}[how]
-        assert self.launch(train, how).results == [code, code]
+        code = {"returns": 0, "raises": 1, "exits": 3, "exits with a word": 1}[how]
+        run = self.launch(train, how)
+        assert run.results == [code, code]
+        said = {"raises": "ValueError: in the child", "exits with a word": "the child has no data"}
+        assert said.get(how, "") in run.logs(0)
 
     def test_what_is_left_to_do_after_the_return_is_bounded(self, tmp_path: Path) -> None:
         def train(folder: str) -> float:

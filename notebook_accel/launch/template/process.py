@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import traceback
+from dataclasses import asdict
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,7 @@ _PRELOADED = (
 _IDLE_SECONDS = 1e7
 # A driver that was asleep names its devices within seconds; a broken one never does.
 _ANSWER_SECONDS = 60.0
-# The end of it, which says what was wrong.
+# Of a child's traceback its end is kept, which says what was wrong.
 _MAX_TRACEBACK_BYTES = 20_000
 
 
@@ -165,7 +166,7 @@ class _Server:
         from notebook_accel.launch.agent import agent
 
         os.setsid()
-        # The same for this agent: its parent is the template, which ends with the kernel.
+        # Should this agent be stopped (SIGSTOP) as its template ends, the system wakes it.
         processes.wake_with_parent()
         of_agents = (*self._agents.values(), *self._errors.values())
         for number in (self._channel.fileno(), self._selector.fileno(), *of_agents):
@@ -265,13 +266,4 @@ def _answer_devices(channel: Channel, environment: dict[str, str], template: int
     os.environ.clear()
     os.environ.update(environment)
     found = import_module("notebook_accel.training.devices").inventory()
-    channel.send(
-        wire.Devices(
-            kind=found.kind,
-            names=found.names,
-            memory=found.memory,
-            versions=found.versions,
-            environment=found.environment,
-            problem=found.problem,
-        )
-    )
+    channel.send(wire.Devices(**asdict(found)))

@@ -20,7 +20,7 @@ from notebook_accel.launch.worker.exit_codes import exit_code
 from notebook_accel.launch.worker.tracebacks import error_text, format_error, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from notebook_accel.launch.rank import LaunchedContext
     from notebook_accel.launch.worker.interrupts import Interrupts
@@ -80,7 +80,6 @@ def run_call(
     *,
     context: LaunchedContext,
     interrupts: Interrupts,
-    is_interrupted: Callable[[], bool],
     sent_before: Sequence[Any] | None,
     setup_error: BaseException | None,
 ) -> Outcome:
@@ -91,7 +90,6 @@ def run_call(
         fds: the descriptors that came with it.
         context: of this rank.
         interrupts: lets a KeyboardInterrupt through while the call runs.
-        is_interrupted: whether the agent has interrupted this call already.
         sent_before: the notebook's classes and functions that the calls before brought; None in
             the first one.
         setup_error: why the rank could not get ready, which is then how the call ends.
@@ -100,7 +98,7 @@ def run_call(
         # The frames of the error before go, with all that they hold of the device's memory.
         context.kept_error = None
     try:
-        return _run(message, fds, context, interrupts, is_interrupted, sent_before, setup_error)
+        return _run(message, fds, context, interrupts, sent_before, setup_error)
     except KeyboardInterrupt as error:
         # It came while another end of the call was being noted. No other comes after it: the agent
         # sends a single SIGINT a call.
@@ -113,7 +111,6 @@ def _run(
     fds: list[int],
     context: LaunchedContext,
     interrupts: Interrupts,
-    is_interrupted: Callable[[], bool],
     sent_before: Sequence[Any] | None,
     setup_error: BaseException | None,
 ) -> Outcome:
@@ -121,7 +118,7 @@ def _run(
     try:
         # Before any interrupt is raised: it closes the descriptors, which nobody else does.
         packed = unpack(message.payload, fds)
-        interrupts.begin_call(is_interrupted=is_interrupted)
+        interrupts.begin_call(message.call)
         if setup_error is not None:
             raise setup_error
         call = payload.unpack_call(packed, sent_before=sent_before)
@@ -147,25 +144,28 @@ def _run(
         _end_in_forked_child(context, error)
         if message.keeps_error:
             context.kept_error = KeptError(error)
-        return _raised(error, context, call, is_ending=interrupts.num_seen > 0)
+        return _raised(error, context, call, is_ending=interrupts.has_seen(message.call))
 
 
 def _finish(context: LaunchedContext) -> None:
     """Do what was put off to the end of the function: a checkpoint in the making is waited for."""
-    for finish in (*context.before_return.values(),):
+    # A copy: each of them takes itself out.
+    for finish in tuple(context.before_return.values()):
         finish()
 
 
 def _end_in_forked_child(context: LaunchedContext, error: BaseException | None = None) -> None:
     """A child that the function forked, and that came back here, is no rank: it ends.
 
-    Its exit code is what Python would have given it.
+    Its exit code is what Python would have given it, and so is what it writes of its error.
     """
     if context.is_own_process:
         return
     code = 0
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if error.code is not None and not isinstance(error.code, int):
+            _write_error(f"{error_text(error)}\n")
     elif error is not None:
         code = 1
         _write_error(format_error(error, caller=__file__))
@@ -200,7 +200,7 @@ def _raised(
     *,
     is_ending: bool = False,
 ) -> Outcome:
-    """How a call ended that raised; ``is_ending`` where somebody had interrupted it before."""
+    """How a call ended that raised; ``is_ending`` where its agent had interrupted it before."""
     if _is_success(error):
         packed = payload.pack_result(None, call)
         _flush_output()

@@ -14,7 +14,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from notebook_accel.launch import wire
     from notebook_accel.launch.transport.channel import Channel
@@ -22,18 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["WAKE_SIGNAL", "Interrupts", "Sender"]
 
-# Has a main thread that is about to sleep, or whose SIGINT another thread was given, look at what
-# came: Python runs its handlers between two of its instructions alone.
+# Wakes a main thread that has a SIGINT to handle and does not know: it was about to sleep, or the
+# system gave the signal to another thread. Python runs handlers in the main thread alone, between
+# two of its instructions.
 WAKE_SIGNAL = signal.SIGRTMIN + 8
 
 
 class Interrupts:
-    """Decides for each SIGINT whether it is raised, now or a little later.
-
-    Attributes:
-        num_seen: how many the main thread has got to see in this call. While it is in native
-            code, in a collective for example, it sees none.
-    """
+    """Decides for each SIGINT whether it is raised, now or a little later."""
 
     def __init__(self, row: RankRow) -> None:
         """Take SIGINT over.
@@ -42,7 +38,6 @@ class Interrupts:
             row: where the agent notes which call it interrupts, and reads which it still has to.
         """
         self._row = row
-        self.num_seen = 0
         self._in_call = False
         self._is_deferring = False
         self._came_meanwhile = False
@@ -53,20 +48,16 @@ class Interrupts:
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(WAKE_SIGNAL, lambda *_: None)
 
-    def begin_call(self, *, is_interrupted: Callable[[], bool]) -> None:
-        """Raise them from here on.
-
-        Args:
-            is_interrupted: whether the agent sent one for this call before the rank had read it.
+    def begin_call(self, call: int) -> None:
+        """Raise them from here on, in the call of this number.
 
         Raises:
-            KeyboardInterrupt: the agent sent one.
+            KeyboardInterrupt: the agent sent one for this call before the rank had read it.
         """
-        self.num_seen = 0
         self._came_meanwhile = False
         self._in_call = True
         # In this order: one that comes between the two lines is raised by the signal itself.
-        if is_interrupted():
+        if self._row.interrupted_call == call:
             self._note_seen()
             raise KeyboardInterrupt
 
@@ -75,13 +66,21 @@ class Interrupts:
         self._in_call = False
         self._came_meanwhile = False
 
+    def has_seen(self, call: int) -> bool:
+        """Whether the main thread has got to see that the agent interrupted this call.
+
+        While it is in native code, in a collective for example, it does not.
+        """
+        return self._row.seen_interrupt == call
+
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Raise one that comes inside of the block only at its end."""
         # Where it is deferred already (a signal handler that reports during a report), the outer
         # block raises it.
         is_outer = threading.current_thread() is threading.main_thread() and not self._is_deferring
-        self._is_deferring = self._is_deferring or is_outer
+        if is_outer:
+            self._is_deferring = True
         try:
             yield
         finally:
@@ -92,7 +91,6 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _note_seen(self) -> None:
-        self.num_seen += 1
         self._row.seen_interrupt = self._row.interrupted_call
 
     def _on_signal(self, _number: int, _frame: Any) -> None:

@@ -226,7 +226,6 @@ class _Worker:
             fds,
             context=self._context,
             interrupts=self._interrupts,
-            is_interrupted=lambda: self._row.interrupted_call == message.call,
             sent_before=self._sent,
             setup_error=self._setup_error,
         )
@@ -258,9 +257,10 @@ class _Worker:
     def _disconnect_if_stuck(self) -> None:
         """Shut the connections to other ranks down, if the call that is meant waits for them."""
         with self._end_lock:
-            is_meant = self._row.disconnected_call == self._context.call
+            call = self._context.call
+            is_meant = self._row.disconnected_call == call
             # One that runs Python has seen its KeyboardInterrupt.
-            if is_meant and not self._row.call_over and self._interrupts.num_seen == 0:
+            if is_meant and not self._row.call_over and not self._interrupts.has_seen(call):
                 self._context.lost_group = True
                 groups.disconnect()
 

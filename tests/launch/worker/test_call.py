@@ -117,13 +117,14 @@ def outcome_of(
     is_interrupted: bool = False,
 ) -> call.Outcome:
     before = signal.getsignal(signal.SIGINT)
+    row = RankRow()
+    row.interrupted_call = int(is_interrupted)
     try:
         return call.run_call(
             wire.Call(run="r", call=1, payload=packet, grace=1.0),
             [*fds],
             context=context,
-            interrupts=Interrupts(RankRow()),
-            is_interrupted=lambda: is_interrupted,
+            interrupts=Interrupts(row),
             sent_before=None,
             setup_error=None,
         )

@@ -130,7 +130,7 @@ def test_a_result_goes_out_though_the_function_left_no_descriptor() -> None:
 @pytest.mark.usefixtures("_signals")
 def test_an_interrupt_waits_for_the_outermost_block() -> None:
     interrupts = Interrupts(RankRow())
-    interrupts.begin_call(is_interrupted=lambda: False)
+    interrupts.begin_call(1)
     whole = False
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012, SIM117
         with interrupts.deferred():
@@ -144,7 +144,7 @@ def test_an_interrupt_waits_for_the_outermost_block() -> None:
 @pytest.mark.usefixtures("_signals")
 def test_an_interrupt_in_a_block_that_fails_is_not_raised_after_the_call() -> None:
     interrupts = Interrupts(RankRow())
-    interrupts.begin_call(is_interrupted=lambda: False)
+    interrupts.begin_call(1)
     with pytest.raises(ValueError, match="no message"), interrupts.deferred():  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         raise ValueError("no message")
