@@ -17,7 +17,6 @@ first, since the clocks of two machines say nothing about it. Functions here are
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from collections import defaultdict
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from notebook_accel.launch.control.error_hints import LIKELY_CAUSES, hint_lines
 from notebook_accel.launch.control.state import Failure
 from notebook_accel.launch.system.processes import describe_exit, signal_name
 from notebook_accel.launch.text.terminal_text import plain_text
@@ -41,22 +41,8 @@ __all__ = ["Verdict", "judge"]
 # Lines of output that the error shows of a rank that died without an exception.
 _NUM_LAST_LINES = 10
 
-_LIKELY = {
-    "SIGKILL": "the machine ran out of memory, or somebody killed it",
-    "SIGSEGV": "native code (an extension, a driver) accessed memory that is not its own",
-    "SIGBUS": "a memory-mapped file was cut short, or /dev/shm is full",
-    "SIGABRT": "native code gave up; its last output says why",
-    "SIGILL": "a library was built for another processor",
-    "SIGFPE": "native code divided by zero",
-    "SIGTERM": "somebody asked it to end",
-}
 # NCCL's watchdog aborts a rank that lost another: a consequence, not a cause.
 _WATCHDOG = re.compile(r"ProcessGroupNCCL.*(watchdog|aborting)|NCCL watchdog", re.IGNORECASE)
-
-# What gloo and torch say of tensors that do not go together.
-_MISMATCH = re.compile(r"collective mismatch|data size doesn't match expected size")
-# What torch says of others where a device has no memory left.
-_HOLDS_MEMORY = re.compile(r"\bProcess (\d+) has \S+ \S+ memory in use")
 
 
 class _Kind(IntEnum):
@@ -158,8 +144,7 @@ def _rank_failure(
     raised = cause.failure
     lines = [
         *_describe(cause),
-        *_mismatch_hint(cause),
-        *_memory_hint(cause),
+        *hint_lines(cause),
         *_other_failures(culprits, cause),
         *_peers_that_returned(cause, returned),
         "",
@@ -191,36 +176,11 @@ def _describe(rank: RankState) -> list[str]:
     ]
 
 
-def _mismatch_hint(rank: RankState) -> list[str]:
-    """What to do where tensors of different ranks met in one collective."""
-    said = rank.failure.text if rank.failure else "\n".join(rank.tail)
-    if not _MISMATCH.search(said):
-        return []
-    hint = (
-        "Likely, ranks gave one collective (gather, reduce, backward) tensors of different shapes "
-        "or types: launch again with debug=True, which compares them before and names the ranks"
-    )
-    return ["", hint]
-
-
-def _memory_hint(rank: RankState) -> list[str]:
-    """What to do where a device had no memory left and this very process holds some of it."""
-    said = rank.failure.text if rank.failure else ""
-    own = str(os.getpid())
-    if own not in _HOLDS_MEMORY.findall(said):
-        return []
-    hint = (
-        f"Process {own} is this notebook's own kernel: delete the tensors that it has on the "
-        "device and call torch.cuda.empty_cache(), or restart it, then launch again"
-    )
-    return ["", hint]
-
-
 def _death(rank: RankState) -> str:
     ended = f"rank {rank.rank} {describe_exit(rank.exitcode, rank.signal)}"
     if rank.signal is None:
         return f"{ended}, without an exception (os._exit, or native code that ended the process)"
-    likely = _LIKELY.get(signal_name(rank.signal))
+    likely = LIKELY_CAUSES.get(signal_name(rank.signal))
     return f"{ended}: likely, {likely}" if likely else ended
 
 
@@ -268,7 +228,7 @@ def _peers_that_returned(cause: RankState, returned: list[int]) -> list[str]:
 
 def _agent_failure(lost: LostAgent, without_result: tuple[int, ...]) -> Failure:
     end = lost.end
-    advice = f"Likely, {_LIKELY['SIGKILL']}; launch again."
+    advice = f"Likely, {LIKELY_CAUSES['SIGKILL']}; launch again."
     if end.traceback:
         advice = "Launch again; if it happens again, this says why." + end.in_its_own_words
     return Failure(

@@ -32,7 +32,7 @@ import msgspec
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import run_list, wire
-from notebook_accel.launch.control.advice import closing_advice
+from notebook_accel.launch.control.closing_advice import closing_advice
 from notebook_accel.launch.control.environment import num_threads_of, rank_environment
 from notebook_accel.launch.control.export import Origins
 from notebook_accel.launch.control.pool import RankPool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -205,17 +204,6 @@ def test_tensors_that_do_not_go_together_lead_to_the_debug_mode() -> None:
     said = wire.Output(rank=1, text="what(): Is there a distributed collective mismatch?\n")
     assert "debug=True" in failure(run(2, said, died(1, signal=6), *ended_by_agent(0))).message
     assert "debug=True" not in failure(run(2, died(1, signal=6), *ended_by_agent(0))).message
-
-
-def test_memory_of_a_device_that_the_notebook_itself_holds_is_named() -> None:
-    said = (
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 16.00 GiB "
-        "of which 1.00 GiB is free. Process {} has 14.00 GiB memory in use. Of the allocated ..."
-    )
-    for pid, hints in ((os.getpid(), 1), (os.getppid(), 0)):
-        error = raised(0, said.format(pid), type_name="OutOfMemoryError")
-        told = failure(run(1, error, died(0, exitcode=1))).message
-        assert told.count("this notebook's own kernel") == hints
 
 
 def test_a_death_with_an_exit_code() -> None:
