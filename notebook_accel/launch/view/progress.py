@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ProgressLine",
     "Throughput",
+    "counted_items",
     "current_bars",
     "last_values",
     "memory_of",
@@ -74,7 +75,7 @@ def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[
 
     Args:
         rank: the rank.
-        throughput: batches (else steps) a second, for a rank that draws no bar.
+        throughput: items of :func:`counted_items` a second, for a rank that draws no bar.
     """
     bars = current_bars(rank.bars)
     if not bars:
@@ -180,8 +181,17 @@ def _seconds_left(bars: Sequence[BarState], spent: float = 0.0) -> float | None:
     return left_of_item + max(0.0, outer.total - outer.n - 1) * seconds_an_item
 
 
+def counted_items(rank: RankState) -> tuple[int, str]:
+    """How many items a rank has counted, and what one is: batches, or steps where it takes none.
+
+    The one place that chooses: the rate in the panel's title, the bar of a rank that draws none,
+    and the order of the slowest ranks go by it.
+    """
+    return (rank.batches, "batch") if rank.batches else (rank.steps, "step")
+
+
 def _line_of_counters(rank: RankState, throughput: float | None) -> ProgressLine:
-    unit, value = ("batch", rank.batches) if rank.batches else ("step", rank.steps)
+    value, unit = counted_items(rank)
     if not value:
         return ProgressLine(fraction=1.0 if rank.returned and rank.is_asked else None)
     total = rank.total_batches or None
@@ -210,7 +220,7 @@ def _fraction(n: float, total: float | None) -> float | None:
 
 
 class Throughput:
-    """Batches a second of each rank (steps, where it takes no batches), over the last seconds."""
+    """How many items of :func:`counted_items` each rank does a second, over the last seconds."""
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[tuple[float, int]]] = {}
@@ -219,7 +229,7 @@ class Throughput:
         """Take the ranks' counts as they stand at ``now``, in seconds of any clock."""
         for rank in state.ranks:
             samples = self._samples.setdefault(rank.rank, deque())
-            value = rank.batches or rank.steps
+            value, _ = counted_items(rank)
             if samples and value < samples[-1][1]:
                 # The rank began to take batches: what was counted before were steps.
                 samples.clear()
@@ -236,7 +246,8 @@ class Throughput:
         going = [rank for rank in state.ranks if not rank.has_ended]
         rates = [rate for rank in going if (rate := self.of(rank.rank))]
         if rates:
-            return sum(rates) / len(rates), "batch" if going[0].batches else "step"
+            _, unit = counted_items(going[0])
+            return sum(rates) / len(rates), unit
         bars = [current_bars(rank.bars)[-1] for rank in going if rank.bars]
         of_bars = [bar.rate for bar in bars if bar.rate]
         if not of_bars:

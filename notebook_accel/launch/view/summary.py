@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view.progress import (
+    counted_items,
     last_values,
     memory_of,
     name_of,
@@ -108,8 +109,8 @@ def slowest_first(state: RunState) -> list[RankState]:
     order = {"failed": 0, "missing": 1, "lost peer": 2, "quiet": 3, "succeeded": 9, "not asked": 9}
 
     def key(rank: RankState) -> tuple[int, float, int]:
-        line = progress_lines(rank)[0]
-        far = line.fraction if line.fraction is not None else float(rank.batches or rank.steps)
+        line, (items, _) = progress_lines(rank)[0], counted_items(rank)
+        far = line.fraction if line.fraction is not None else float(items)
         return order.get(live_condition(rank, state), 5), far, rank.rank
 
     return sorted(state.ranks, key=key)
@@ -141,7 +142,7 @@ def hidden_ranks(
 
 def rank_facts(rank: RankState, seconds: float) -> tuple[str, str, str, str, str]:
     """What a summary says of a rank after ``seconds``, in the order of :data:`COLUMNS`."""
-    items = rank.batches or rank.steps
+    items, _ = counted_items(rank)
     throughput = items / seconds if seconds > 0 else None
     status = condition(rank)
     return (
