@@ -158,6 +158,40 @@ def test_two_iterators_of_one_loader() -> None:
     second.close()
 
 
+def test_a_pass_within_another_one_over_the_same_loader_takes_nothing_from_it() -> None:
+    loader = prepare(numbers(10), 1, 2)
+    seen = []
+    for _ in loader:
+        seen.append(active_loaders().position.last_round)
+        next(iter(loader))  # the sampler of the loop is at its end already
+    assert seen == [None, (4, 3, 1)]
+
+    class Own(list):  # type: ignore[type-arg]
+        batch_size = 2
+
+    raw = DataLoader(range(6), batch_sampler=Own([[0], [1, 2], [3], [4, 5]]))  # type: ignore[arg-type]
+    divided = prepare(raw, 1, 2, split_batches=True)
+    seen = []
+    for _ in divided:
+        seen.append(active_loaders().position.last_round)
+        next(iter(divided))
+    assert seen == [(1, 1, 0), None, (1, 1, 0), (2, 1, 1)]
+
+
+def test_a_loop_keeps_its_place_beside_another_pass_over_the_same_loader() -> None:
+    places = []
+    shuffled = prepare(numbers(12, shuffle=True))
+    for number, _ in enumerate(shuffled):
+        if not number:
+            order = shuffled.state_dict()["generators"]["order"]
+            next(iter(shuffled))
+        state = shuffled.state_dict()
+        places.append((state["iteration"], state["given"]))
+        if number == 1:
+            assert torch.equal(state["generators"]["order"], order)
+    assert places[1:] == [(0, 2), (0, 3), (1, 0)]
+
+
 def test_a_dataset_that_raises_ends_the_pass() -> None:
     class Broken:
         def __len__(self) -> int:

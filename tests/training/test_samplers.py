@@ -163,14 +163,14 @@ def test_the_last_round_says_what_is_repeated() -> None:
     batches = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
     first, second = shards(batches, 2)
     assert first.remainder == 4
-    assert first.last_round is None
+    assert first.newest_pass.last_round is None
     list(first), list(second)
-    assert first.last_round == LastRound(num_samples=4, batch_size=3, num_own_samples=3)
-    assert second.last_round == LastRound(num_samples=4, batch_size=3, num_own_samples=1)
+    assert first.newest_pass.last_round == LastRound(num_samples=4, batch_size=3, num_own_samples=3)
+    assert second.newest_pass.last_round == LastRound(num_samples=4, batch_size=3, num_own_samples=1)
     whole = shards(BatchSampler(SequentialSampler(range(12)), 3, drop_last=False), 2)[0]
     assert whole.remainder == 0
     list(whole)
-    assert whole.last_round is None
+    assert whole.newest_pass.last_round is None
 
 
 def test_unevenness_is_known_before_the_pass() -> None:

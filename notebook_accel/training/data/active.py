@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from notebook_accel.training.data.samplers import LastRound
+    from notebook_accel.training.data.samplers import LastRound, ShardPass
 
 __all__ = ["ActiveLoaders", "LoaderProgress", "Position", "active_loaders"]
 
@@ -45,11 +45,16 @@ class Position:
             of the training (:meth:`ActiveLoaders.stop`): a checkpoint saved after that keeps its
             place, and resuming goes on there.
         replay: the random numbers with which the pass reads its samples, kept for a resume.
+        generators: the states of the loader's generators as the pass began.
+        shard_pass: what the sampler that divides the samples finds in this pass; None where there
+            is no such sampler. A pass that code marks itself (pass_view.py) has none: there the
+            sampler is asked for its newest one.
     """
 
     __slots__ = (
         "end_of_dataloader",
         "epoch",
+        "generators",
         "is_over",
         "is_stopped",
         "is_uneven",
@@ -59,6 +64,7 @@ class Position:
         "num_lacking",
         "remainder",
         "replay",
+        "shard_pass",
     )
 
     def __init__(
@@ -70,6 +76,7 @@ class Position:
         remainder: int = -1,
         is_uneven: bool = False,
         replay: Replay | None = None,
+        generators: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.loader: Any = None
         self.epoch = epoch
@@ -82,6 +89,8 @@ class Position:
         self.is_over = False
         self.is_stopped = False
         self.replay = replay or Replay(None, watches=False)
+        self.generators: Mapping[str, torch.Tensor] = generators or {}
+        self.shard_pass: ShardPass | None = None
 
 
 class LoaderProgress:
@@ -90,8 +99,8 @@ class LoaderProgress:
     def __init__(self) -> None:
         self.iteration = 0  # number of the epoch
         self.samples = 0  # of all ranks, in the epochs that are complete
-        self.position: Position | None = None  # of the newest pass
-        self.generators: dict[str, torch.Tensor] = {}  # states as that pass began
+        # Of the pass that began or gave a batch last.
+        self.position: Position | None = None
         self.restored: Mapping[str, Any] | None = None  # what the next pass has to go on from
         # Of a dataset that says itself how far it is (``stateful``): what the next pass has to go
         # on from, and its states after the last few batches read, by their numbers.

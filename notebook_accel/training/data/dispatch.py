@@ -166,7 +166,7 @@ class DataLoaderDispatcher(PreparedLoader):
         # One rank reads for all, not one of each group that holds a model together: those must get
         # the very same samples, and two readers of a stream may get different ones.
         if num_ranks() == 1:
-            return self._read_from(position.num_given)
+            return self._read_from(position, position.num_given)
         return self._lead(position) if this_rank() == 0 else self._follow(position)
 
     def _lead(self, position: Position) -> Iterator[RoundBatch]:
@@ -182,7 +182,7 @@ class DataLoaderDispatcher(PreparedLoader):
         )
         # In an epoch that is resumed, too, the last round is filled up from the start of the epoch.
         needs_first = start > 0 and not (divider.drop_last or divider.is_uneven)
-        batches = self._read_from(start, keeps_first=needs_first)
+        batches = self._read_from(position, start, keeps_first=needs_first)
         rounds = divider.divide(batches)
         is_begun = not needs_first
         while True:

@@ -147,10 +147,9 @@ class PreparedLoader(ResumableLoader):
         if self._skips_complete_epoch():
             return iter(())
         # In this order: restore, so that what rank 0 sends is what the checkpoint had; send; then
-        # note the states, which a checkpoint of this pass keeps.
+        # note the states (`_new_position`), which a checkpoint of this pass keeps.
         start, num_lacking, drawn = self._restore()
         self._synchronize()
-        self._progress.generators = self._generator_states()
         before = getattr(self._progress.position, "replay", None)
         replay = Replay(drawn, watches=not self.num_workers, before=before)
         position = self._new_position(num_given=start, num_lacking=num_lacking, replay=replay)
@@ -195,17 +194,23 @@ class PreparedLoader(ResumableLoader):
 
     def _read(self, position: Position) -> Iterator[Any]:
         """The batches of this rank from ``position`` on, as the dataset made them."""
-        return self._read_from(position.num_given)
+        return self._read_from(position, position.num_given)
 
-    def _read_from(self, start: int, *, keeps_first: bool = False) -> Iterator[Any]:
+    def _read_from(
+        self, position: Position, start: int, *, keeps_first: bool = False
+    ) -> Iterator[Any]:
         """The batches from ``start`` on, as torch's iterator gives them.
 
-        With ``keeps_first`` the first one of the epoch comes before them, for a reader that fills
-        the last round up with its samples.
+        Args:
+            position: of the pass.
+            start: the first batch to read; other than in ``position``, where one rank reads for
+                all.
+            keeps_first: give the first batch of the epoch before them, for a reader that fills the
+                last round up with its samples.
         """
-        index, position = self._index, self._progress.position
+        index = self._index
         index.keeps_first = keeps_first and start > 0
-        index.before_start = position.replay.reach_start if position and start else None
+        index.before_start = position.replay.reach_start if start else None
         if isinstance(self.dataset, IterableDataset):
             reader = iter(super().__iter__())
             return index.skip(reader, start) if start else reader
@@ -215,7 +220,10 @@ class PreparedLoader(ResumableLoader):
             # alone. The order of the pass may come from the same generator, and a resumed pass,
             # which is always a first one, must draw the order that it had. So every pass draws one.
             self._draw_seed()
-        return iter(super().__iter__())
+        reader = iter(super().__iter__())
+        # It has asked the sampler for a pass, maybe twice, and takes the newest.
+        position.shard_pass = getattr(index.sampler, "newest_pass", None)
+        return reader
 
     def _seed_of_workers(self) -> int | None:
         """The seed from which the random numbers of worker processes are seeded for each batch.
@@ -230,7 +238,7 @@ class PreparedLoader(ResumableLoader):
         """The batches of ``source`` as the loop gets them, while ``position`` says where it is."""
         context = current()
         count, active, ahead = context.count_batch, active_loaders(context), position.replay.ahead
-        stack, total = active.stack, self._count_total()
+        stack, total, progress = active.stack, self._count_total(), self._progress
         send, receive = self._transfer(position)
         is_stream = isinstance(self._shard, IterableDatasetShard)
         size = self.total_batch_size or 0 if is_stream else 0
@@ -249,6 +257,8 @@ class PreparedLoader(ResumableLoader):
                 count(total, position.num_given + 1)
                 if not stack or stack[-1] is not position:
                     active.put_on_top(position)
+                if progress.position is not position:
+                    progress.position = position
                 position.num_given += 1
                 if size and position.last_round is not None:
                     # Not the last round of all: several workers read, and each ends its own part.
@@ -261,6 +271,7 @@ class PreparedLoader(ResumableLoader):
                 # Before the end is noted: a loop that is stopped here has not had the last batch.
                 count(total, position.num_given + 1)
             self._reach_end(position, batch)
+            progress.position = position
             if batch is not _NO_BATCH:
                 active.put_on_top(position)
                 position.num_given += 1
@@ -329,7 +340,7 @@ class PreparedLoader(ResumableLoader):
     @property
     def _knows_repeats(self) -> bool:
         """Whether this loader is told of repeated samples: if it hears of none, there are none."""
-        is_shared_out = hasattr(self._shard, "last_round") or self._marks_last_round
+        is_shared_out = hasattr(self._shard, "newest_pass") or self._marks_last_round
         return is_shared_out or self._options.num_processes == 1
 
     def _transfer(self, position: Position) -> Transfer:
@@ -337,12 +348,12 @@ class PreparedLoader(ResumableLoader):
         send, move = make_transfer(self._options.device, self._options.non_blocking)
         shard = self._shard
         is_split = isinstance(shard, BatchSamplerShard) and shard.split_batches
-        repeats = shard.repeats if is_split else {}
         if not (self._marks_last_round or is_split):
             return Transfer(send, move)
 
         def receive(batch: Any) -> Any:
             batch = batch if move is None else move(batch)
+            repeats = position.shard_pass.repeats if is_split and position.shard_pass else {}
             position.last_round, is_uneven = repeats.pop(position.num_given, None), None
             if type(batch) is RoundBatch:
                 batch, position.last_round, is_uneven = batch

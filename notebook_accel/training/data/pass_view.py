@@ -1,5 +1,8 @@
 """What a prepared loader shows of its newest pass, and how code marks a pass that it makes itself.
 
+The newest pass is the one that began or gave a batch last: within a loop over the loader that is
+the loop's, unless another pass over the same loader has begun since its last batch.
+
 A loop over a prepared loader needs none of the setters and marks. They are for classes that users
 and libraries derive from Accelerate's loaders, with an ``__iter__`` of their own::
 
@@ -66,6 +69,7 @@ class PassView:
         self._marked_position().remainder = value
 
     def _marked_position(self) -> Position:
+        """The newest pass, of which code that makes it says how far it is; a new one without it."""
         if self._progress.position is None:
             self.reset()
         assert self._progress.position is not None
@@ -73,8 +77,9 @@ class PassView:
 
     def _note_last_round(self, position: Position) -> None:
         """Note what the last round lacks, as the sampler has found once it has no more."""
-        if hasattr(self._shard, "last_round"):
-            position.last_round = self._shard.last_round
+        found = position.shard_pass or getattr(self._shard, "newest_pass", None)
+        if found is not None:
+            position.last_round = found.last_round
         if position.last_round is not None:
             position.remainder = position.last_round.num_samples
 
@@ -84,6 +89,7 @@ class PassView:
             epoch=self._progress.iteration,
             remainder=getattr(self._shard, "remainder", -1),
             is_uneven=getattr(self._shard, "is_uneven", self._options.is_uneven),
+            generators=self._generator_states(),
             **known,
         )
 
@@ -97,7 +103,6 @@ class PassView:
         """Make this loader the active one, at the start of a pass."""
         position = self._new_position()
         position.loader = self
-        self._progress.generators = self._generator_states()
         self._progress.position = position
         active_loaders().put_on_top(position)
 

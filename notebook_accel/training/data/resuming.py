@@ -130,7 +130,7 @@ class ResumableLoader(DataLoader[Any], PassView):
         ):
             states = self._generator_states()
         else:
-            epoch, given, states = position.epoch, position.num_given, progress.generators
+            epoch, given, states = position.epoch, position.num_given, position.generators
             drawn, lacking = position.replay.state_dict(), position.num_lacking
         return {
             "iteration": epoch,

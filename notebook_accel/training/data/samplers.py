@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader
@@ -38,6 +39,7 @@ __all__ = [
     "BatchSamplerShard",
     "LastRound",
     "RoundBatch",
+    "ShardPass",
     "SkipBatchSampler",
     "batch_sampler_of",
     "batch_size_of",
@@ -78,6 +80,23 @@ class RoundBatch(NamedTuple):
     """Whether ranks may have batches of different sizes in this round; None: as in all others."""
 
 
+@dataclass
+class ShardPass:
+    """What one pass over a :class:`BatchSamplerShard` has found of rounds that lack samples.
+
+    Each pass has one of its own: another one over the same sampler may begin before it ends, as
+    ``next(iter(loader))`` does within a loop over the loader.
+
+    Attributes:
+        last_round: the last round; None until it is reached, and if it lacks no samples.
+        repeats: rounds before the last one that have no sample for this rank, which repeats one
+            instead; by the numbers of their batches.
+    """
+
+    last_round: LastRound | None = None
+    repeats: dict[int, LastRound] = field(default_factory=dict)
+
+
 def fill_up(round_: list[Any], first_round: list[Any], size: int) -> list[Any]:
     """The round, filled up to ``size`` with samples (or batches) of the first one, which are taken
     again and again where they are few."""
@@ -116,9 +135,6 @@ class BatchSamplerShard(BatchSampler):
         ConfigError: ``split_batches`` with a batch size that cannot be divided.
     """
 
-    last_round: LastRound | None = None
-    """The last round of the newest pass; None until it is reached, and if it lacks no samples."""
-
     def __init__(
         self,
         batch_sampler: Iterable[Any],
@@ -127,9 +143,7 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
-        # What gathering leaves out of batches before the last one, by their numbers: this rank
-        # repeats a sample in those that have none for it.
-        self.repeats: dict[int, LastRound] = {}
+        self.newest_pass = ShardPass()
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index
@@ -235,15 +249,14 @@ class BatchSamplerShard(BatchSampler):
         return whole + (not self.drop_last and rest > (0 if self.even_batches else needed))
 
     def __iter__(self) -> Iterator[Any]:
-        self.last_round = None
-        self.repeats.clear()
+        self.newest_pass = found = ShardPass()
         if self.num_processes == 1:
             return iter(self.batch_sampler)
         if self._shares_samples:
-            return self._share_samples()
-        return self._split_batches() if self.split_batches else self._share_batches()
+            return self._share_samples(found)
+        return self._split_batches(found) if self.split_batches else self._share_batches(found)
 
-    def _share_samples(self) -> Iterator[list[Any]]:
+    def _share_samples(self, found: ShardPass) -> Iterator[list[Any]]:
         size, own = self._samples_a_round, self._own_part
         # The samples come from the sampler itself: what its batch sampler skips is skipped here.
         samples = itertools.islice(self.sampler, self._num_skipped, None)
@@ -255,11 +268,11 @@ class BatchSamplerShard(BatchSampler):
             return
         batch = (fill_up(round_, first_round, size) if self.even_batches else round_)[own]
         # Before the yield: the loader asks for it while the loop has the batch.
-        self.last_round = LastRound(len(round_), len(batch), len(round_[own]))
+        found.last_round = LastRound(len(round_), len(batch), len(round_[own]))
         if batch:
             yield batch
 
-    def _split_batches(self) -> Iterator[list[Any]]:
+    def _split_batches(self, found: ShardPass) -> Iterator[list[Any]]:
         """Divide each batch of a user's own batch sampler, whatever its size.
 
         A batch may be smaller than there are ranks. For batches before the last: a rank without a
@@ -272,14 +285,14 @@ class BatchSamplerShard(BatchSampler):
             part = self._part_of(batch)
             if not len(part):
                 part = batch[:1]
-                self.repeats[number] = LastRound(len(batch), len(part), 0)
+                found.repeats[number] = LastRound(len(batch), len(part), 0)
             yield part
             batch = following
         if not len(batch) or (self.drop_last and len(batch) < self.batch_size):
             return
         own = self._part_of(batch)
         part = batch[:1] if self.even_batches and not len(own) else own
-        self.last_round = LastRound(len(batch), len(part), len(own))
+        found.last_round = LastRound(len(batch), len(part), len(own))
         if len(part):
             yield part
 
@@ -290,7 +303,7 @@ class BatchSamplerShard(BatchSampler):
         stop = start + size + (self.process_index < extra)
         return batch[start:stop]
 
-    def _share_batches(self) -> Iterator[Any]:
+    def _share_batches(self, found: ShardPass) -> Iterator[Any]:
         """Give the batches of a user's own batch sampler to the ranks in turn, each whole."""
         batches, size = iter(self.batch_sampler), self.num_processes
         first_round = round_ = [*itertools.islice(batches, size)]
@@ -308,7 +321,7 @@ class BatchSamplerShard(BatchSampler):
             # A batch without a size (a single index, say) counts as one sample.
             own = 0 if self.process_index >= num_batches else batch_size or 1
             # Batches may differ in size, so that no rank knows how many samples all have.
-            self.last_round = LastRound(-1, batch_size, own)
+            found.last_round = LastRound(-1, batch_size, own)
             yield batch
 
 

@@ -32,6 +32,8 @@ from notebook_accel.training.data.shard import DataLoaderShard
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from notebook_accel.training.data.active import Position
+
 __all__ = ["StatefulDispatcher", "StatefulShard", "as_stateful", "is_stateful", "make_stateful"]
 
 
@@ -84,14 +86,16 @@ class _KeepsReaderState(PreparedLoader):
     _batches_a_step = 1
     """Batches that are read for one that the loop gets."""
 
-    def _read_from(self, start: int, *, keeps_first: bool = False) -> Iterator[Any]:
+    def _read_from(
+        self, position: Position, start: int, *, keeps_first: bool = False
+    ) -> Iterator[Any]:
         """The batches from ``start`` on, while the state of the dataset after each one is kept.
 
         A dataset that was restored to that place goes on there; else what comes before is read, and
         left out. With ``keeps_first`` the first batch of the epoch is read once more, ahead.
         """
         if not hasattr(self.dataset, "state_dict"):
-            yield from super()._read_from(start, keeps_first=keeps_first)
+            yield from super()._read_from(position, start, keeps_first=keeps_first)
             return
         progress, is_iterable = self._progress, isinstance(self.dataset, IterableDataset)
         restored, progress.reader = progress.reader, None
@@ -101,7 +105,7 @@ class _KeepsReaderState(PreparedLoader):
         begin = int(restored["begin"]) if restored else start
         # The methods of torchdata's class, which in the order of the bases comes after ours.
         torchdata: Any = super(ResumableLoader, self)
-        index, position = self._index, progress.position
+        index = self._index
         index.start, index.keeps_first = 0, False
         index.before_start = None
         if keeps_first:
@@ -112,11 +116,12 @@ class _KeepsReaderState(PreparedLoader):
             dataset.load_state_dict(at_start)  # that read has moved it on
             for name, generator in self._generators().items():
                 generator.set_state(order[name])  # so that the others come in the same order
-        if position is not None and start:
+        if start:
             index.before_start = position.replay.reach_start
         torchdata.load_state_dict(restored["state"] if restored else {})
         index.start = 0 if is_iterable else begin
         reader = torchdata.__iter__()
+        position.shard_pass = getattr(index.sampler, "newest_pass", None)
         batches = index.skip(reader, 0 if restored else start) if is_iterable else reader
         for number, batch in enumerate(batches, start + 1):
             states[number] = {
