@@ -45,7 +45,7 @@ _LITTLE_DISK = _GIB
 # A rank has some ten threads, each of which counts, and a loader's worker is a process more.
 _FEW_PROCESSES = 200
 # nvidia-smi takes a second or two, and never answers where a driver hangs.
-_SECONDS = 10
+_NVIDIA_SECONDS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ def _ask_nvidia(query: str, *, columns: int) -> list[list[str]]:
             [command, query, "--format=csv,noheader"],
             capture_output=True,
             text=True,
-            timeout=_SECONDS,
+            timeout=_NVIDIA_SECONDS,
             check=True,
         )
     except (OSError, subprocess.SubprocessError):

@@ -86,7 +86,10 @@ def _serve(timeout: timedelta, at: StorePort) -> None:
 
 
 def _await_listener(address: str, port: int, timeout: timedelta) -> None:
-    """Wait until rank 0 listens: a store that finds nobody there sleeps half a second and more."""
+    """Wait until rank 0 listens: a store that finds nobody there sleeps half a second and more.
+
+    Where it does not in time, the store itself raises what says so.
+    """
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         try:

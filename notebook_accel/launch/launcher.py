@@ -1,7 +1,7 @@
 """Launches and sessions: checks what is asked for, packs it, and has an engine begin the run.
 
-What a launch and a call of a session have in common is here; ``begin_call`` of engines/base.py
-sends the call, from which on the run goes on.
+What a launch and a call of a session have in common is here. ``begin_call`` of engines/base.py
+sends the call; from then on the run goes on by itself.
 """
 
 from __future__ import annotations

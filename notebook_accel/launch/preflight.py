@@ -86,8 +86,8 @@ def _check_arguments(args: object, kwargs: object) -> None:
     if isinstance(args, Mapping):
         raise ConfigError(f"args={_short(args)}: arguments with names go to kwargs=")
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-        shown = _short(args)
-        raise ConfigError(f"args={shown}: expected a tuple of arguments, such as args=({shown},)")
+        given = _short(args)
+        raise ConfigError(f"args={given}: expected a tuple of arguments, such as args=({given},)")
     is_named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
     if kwargs is not None and not is_named:
         raise ConfigError(

@@ -81,7 +81,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What every message carries.
 
     Attributes:
-        run: id of the run, which is that of its rank processes.
+        run: id of the run that started the rank processes; in a session that of the session,
+            whatever call the message is about.
         call: number of the call that the message is about, from 1 on; 0 where it is about
             processes.
         process: pid of the sender.

@@ -171,8 +171,9 @@ class Agent:
                 self._reap_ended()
             self._tick()
             if self._may_pause:
-                # What a rank said wakes the selector at once. One pause for all ranks: a message
-                # of the kernel's, such as a stop, must not wait for a pause of each.
+                # A rank that logs a thousand values a second would wake this loop for each of
+                # them: in a pause several come together. One pause for all ranks, so that a
+                # message of the kernel's, such as a stop, does not wait for a pause of each.
                 self._may_pause = False
                 time.sleep(_TICK_SECONDS / 10)
         flush_to_kernel(self._channel, self._kernel)
@@ -342,6 +343,7 @@ class Agent:
             self._unwatch(rank.channel.fileno())
             rank.note_closed(time.monotonic())
             return
+        # Metrics alone: what else a rank says is passed on at once.
         self._may_pause |= {type(message) for message, _ in messages} == {wire.Metric}
         self._pass_on(rank, messages)
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Gauges", "gauges_of"]
 
-# Processor use is a mean over this time; over a shorter one its clock of 10 ms shows.
-_SECONDS = 1.0
+# Between two readings. Processor use is a mean over this time; over a shorter one the clock of
+# 10 ms shows by which the system counts it.
+_READ_SECONDS = 1.0
 # A folder for each device, in the order of their slots.
 _DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
@@ -96,7 +97,7 @@ class Gauges:
         """Read anew, if a second has passed; ``now`` in seconds of the monotonic clock."""
         if now < self._next:
             return
-        self._next = now + _SECONDS
+        self._next = now + _READ_SECONDS
         # A process that has just ended has none of it, and /proc may be out of descriptors.
         with contextlib.suppress(psutil.Error, OSError):
             self._read_process(now)

@@ -36,7 +36,8 @@ _WAKE_SECONDS = 0.25
 # A dump of stacks is whole once the file has not grown for this long.
 _STACKS_QUIET_SECONDS = 0.1
 _STACKS_SECONDS = 3.0
-# A process that ends closes its connection just before.
+# A connection that closes is mostly the first sign of a process that ends. One that still lives
+# after this time has closed it itself.
 _CLOSED_SECONDS = 1.0
 # A rank packs its result, sets `call_over`, and only then writes it. Seconds without a byte after
 # which the result counts as lost.
@@ -165,10 +166,13 @@ class RankProcess:
     def begin_settling(self) -> None:
         """A rank failed: from now on count the time that this one has had to fail as well."""
         self._must_settle = True
-        self.has_settled()
+        self.has_settled()  # the clock starts with the first question
 
     def has_settled(self) -> bool:
-        """Whether the rank has had the time to tell of a failure of its own."""
+        """Whether the rank has had the time to tell of a failure of its own.
+
+        Its clock starts with the first question at which it is in the function, or in no call.
+        """
         if not (self.alive and self._must_settle):
             return True
         if self._own_time is None and (self._has_started or not self.is_in_call):
@@ -314,7 +318,8 @@ class RankProcess:
             signal.pidfd_send_signal(self.exit_fd, number)
 
     def reap(self) -> int:
-        """The exit code of the ended process, negative for a signal; closes what belonged to it."""
+        """Wait for the ended process, and close the connection to it; gives its exit code, which
+        is negative for a signal."""
         self._process.join()
         self.alive = False
         self.is_in_call = False

@@ -67,7 +67,10 @@ class Origin:
 
 
 class Origins:
-    """Where the values of a launch came from; of this class, nobody knows."""
+    """Where the values of a launch came from.
+
+    This class knows of none, as outside of a notebook; the notebook's is in notebook/origins.py.
+    """
 
     def of_argument(self, key: int | str) -> Origin | None:
         """The expression of an argument, by its place or name."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from typing import IO, TYPE_CHECKING, Any, TypedDict
 
@@ -157,8 +158,7 @@ _DECODER = msgspec.json.Decoder(_Row)
 def _encode(row: dict[str, Any]) -> bytes:
     # JSON has no nan and no infinity; they travel as text.
     value = row["value"]
-    is_finite = value - value == 0
-    return msgspec.json.encode(row if is_finite else {**row, "value": repr(value)})
+    return msgspec.json.encode(row if math.isfinite(value) else {**row, "value": repr(value)})
 
 
 def _decode(line: bytes) -> dict[str, Any]:

@@ -28,7 +28,6 @@ def open_regular(path: Path, *, follow: bool = False, write: bool = False) -> IO
     Raises:
         OSError: it is no regular file, or its rights do not allow it.
     """
-
     flags = _CAREFULLY | (os.O_RDWR if write else os.O_RDONLY) | (0 if follow else os.O_NOFOLLOW)
 
     def opener(name: str, _: int) -> int:

@@ -56,6 +56,10 @@ _LIVE = ".live"
 _STATE = "state.msgpack"
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 _KERNEL = re.compile(r"\.kernel-[0-9a-f]{12}")
+_REMEDY = (
+    "Make room on its disk, or set NOTEBOOK_ACCEL_RUNS to a folder on another one that can be "
+    "written"
+)
 
 
 def runs_folder() -> Path:
@@ -306,12 +310,6 @@ def making_files(folder: Path) -> Iterator[None]:
             f"the files for the run's logs and metrics cannot be made in {folder}: "
             f"{error.strerror}. {_REMEDY}"
         ) from None
-
-
-_REMEDY = (
-    "Make room on its disk, or set NOTEBOOK_ACCEL_RUNS to a folder on another one that can be "
-    "written"
-)
 
 
 def lost_files_notice(what: str, folder: Path, error: OSError | UnicodeEncodeError | None) -> str:

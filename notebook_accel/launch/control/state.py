@@ -295,7 +295,7 @@ def _changed(value: S, **fields: Any) -> S:
     return new
 
 
-def change_rank(
+def _change_rank(
     state: RunState, rank: int | None, change: Callable[[RankState], RankState]
 ) -> RunState:
     """``state`` with one rank changed; a rank that the run does not have changes nothing."""
@@ -332,7 +332,7 @@ def _(message: wire.AgentReady, state: RunState) -> RunState:
 @apply.register
 def _(message: wire.CallStarted, state: RunState) -> RunState:
     status = "running" if state.status == "starting" else state.status
-    return change_rank(
+    return _change_rank(
         _changed(state, status=status),
         message.rank,
         lambda rank: _changed(rank, status="running", pid=message.process),
@@ -345,7 +345,7 @@ def _(message: wire.Metric, state: RunState) -> RunState:
         last = {name: (message.step, value) for name, value in message.values.items()}
         return _changed(rank, metrics={**rank.metrics, **last})
 
-    return change_rank(state, message.rank, change)
+    return _change_rank(state, message.rank, change)
 
 
 @apply.register
@@ -363,11 +363,12 @@ def _(message: wire.Displayed, state: RunState) -> RunState:
         displays = _kept((*displays, new))
         return _changed(rank, displays=displays, num_displays=rank.num_displays + 1)
 
-    return change_rank(state, message.rank, change)
+    return _change_rank(state, message.rank, change)
 
 
 def _kept(displays: tuple[Display, ...]) -> tuple[Display, ...]:
-    """As many as are kept: what may still be replaced goes last, and else the oldest first."""
+    """The displays without the oldest ones, where they are too many; of these, those without an id
+    go first, since a rank may still replace the others."""
     kept = list(displays)
     while len(kept) > _MAX_DISPLAYS or (len(kept) > 1 and _size(kept) > _MAX_DISPLAY_BYTES):
         kept.remove(next((one for one in kept[:-1] if not one.display_id), kept[0]))
@@ -384,7 +385,7 @@ def _(message: wire.Bar, state: RunState) -> RunState:
         bar = BarState(rank=rank.rank, **_own_fields(message))
         return _changed(rank, bars=_with_bar(rank.bars, bar))
 
-    return change_rank(state, message.rank, change)
+    return _change_rank(state, message.rank, change)
 
 
 def _with_bar(bars: tuple[BarState, ...], bar: BarState) -> tuple[BarState, ...]:
@@ -427,17 +428,17 @@ def _(message: wire.Output, state: RunState) -> RunState:
             log_end=message.end,
         )
 
-    return change_rank(state, message.rank, change)
+    return _change_rank(state, message.rank, change)
 
 
 @apply.register
 def _(message: wire.Sample, state: RunState) -> RunState:
-    return change_rank(state, message.rank, lambda rank: _changed(rank, **_own_fields(message)))
+    return _change_rank(state, message.rank, lambda rank: _changed(rank, **_own_fields(message)))
 
 
 @apply.register
 def _(message: wire.Returned, state: RunState) -> RunState:
-    return change_rank(
+    return _change_rank(
         state,
         message.rank,
         lambda rank: _changed(
@@ -461,7 +462,7 @@ _STATUS_AFTER = {"stopped": "stopped", "interrupted": "stopped"}
 
 @apply.register
 def _(message: wire.Raised, state: RunState) -> RunState:
-    return change_rank(
+    return _change_rank(
         state,
         message.rank,
         lambda rank: _changed(
@@ -494,7 +495,7 @@ def _(message: wire.RankEnded, state: RunState) -> RunState:
             after_interrupt=message.after_interrupt,
         )
 
-    return change_rank(state, message.rank, change)
+    return _change_rank(state, message.rank, change)
 
 
 def apply_to_processes(

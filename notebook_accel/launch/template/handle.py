@@ -251,7 +251,7 @@ class Template:
 
     def _ready(self) -> Channel:
         if self._was_lost:
-            # While this thread waited for its turn: it asks a new one then, as that other launch.
+            # Another launch has lost it while this thread waited for the lock. Both ask a new one.
             raise self._lost("did not answer another launch")
         if self._channel is None:
             try:
@@ -273,7 +273,8 @@ class Template:
         with self._lock:
             channel = self._ready()
             found: wire.M | None = None
-            # Outside of `try`: that no descriptor is left here says nothing of the process.
+            # Outside of `try`: an OSError here says that this process has no descriptor left to
+            # send, and nothing of the template.
             with held():
                 channel.post(request, fds)
             try:

@@ -186,7 +186,8 @@ class FramedChannel(Channel):
             self._ready.clear()
             return ready
         messages = super().drain(limit=limit)
-        # Credit came, or is to be given. Who is gone is told by what is read, all of it.
+        # Credit came, or is to be given. A write that fails raises nothing: that the peer is gone
+        # is told by the read, after all that it had sent.
         with contextlib.suppress(OSError):
             self.flush(block=False)
         return messages

@@ -46,23 +46,6 @@ FLAG_SECONDS = 0.001
 # A rank that waits for the point looks so often: the others wait for it in their next collective.
 _POLL_SECONDS = 0.0005
 _COUNTERS = ("batches", "reads")
-_FIELDS = (
-    "batches",
-    "total_batches",
-    "pass_start",
-    "steps",
-    "reads",
-    "device_memory",
-    "call_over",
-    "passed_batches",
-    "passed_reads",
-    "waits_batches",
-    "waits_reads",
-    "left_batches",
-    "interrupted_call",
-    "seen_interrupt",
-    "disconnected_call",
-)
 # The head of the board: whether a stop is asked, the counts at which ranks leave (0: unknown), and
 # whether the ranks of other agents have ended their part of the call.
 _ASKED, _LEAVE_BATCHES, _LEAVE_READS, _OTHERS_ENDED, _HEADER = range(5)
@@ -140,13 +123,14 @@ class RankRow(ctypes.Structure):
     seen_interrupt: int
     disconnected_call: int
 
-    # A structure of C: each step of a training writes here, and a Python property would take three
-    # times as long.
-    _fields_: ClassVar = [(name, ctypes.c_int64) for name in _FIELDS]
+    # A structure of C, of the fields above: each step of a training writes here, and a Python
+    # property would take three times as long.
+    _fields_: ClassVar = [(name, ctypes.c_int64) for name in __annotations__]
 
     @property
     def leaving(self) -> bool:
-        """Whether the rank leaves on its own: its loop ends, or it decides for itself."""
+        """Whether a stop needs nothing more of this rank: its loop was ended, or its function has
+        read ``should_stop`` since, and decides for itself when it returns."""
         return bool(self.left_batches or self.waits_reads)
 
 

@@ -64,8 +64,8 @@ def _may_use_devices() -> bool:
     """Whether torch was built for an accelerator, and the launch has not kept this rank from it."""
     import torch
 
-    is_kept = os.environ.get("ACCELERATE_USE_CPU") == "true"
-    return not is_kept and torch.accelerator.current_accelerator() is not None
+    is_on_cpu = os.environ.get("ACCELERATE_USE_CPU") == "true"
+    return not is_on_cpu and torch.accelerator.current_accelerator() is not None
 
 
 def _apply_torch_settings(state: NotebookState) -> None:
@@ -83,8 +83,8 @@ def _apply_torch_settings(state: NotebookState) -> None:
     if deterministic != now:
         # It imports torch._inductor, which takes seconds.
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
-    memory: Any = torch.utils.deterministic
-    memory.fill_uninitialized_memory = flags["fill_uninitialized_memory"]
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = flags["fill_uninitialized_memory"]
     torch.autograd.set_detect_anomaly(flags["anomaly"], flags["anomaly_check_nan"])
     _apply_precisions(state)
     cuda: Any = torch.backends.cuda
@@ -93,8 +93,11 @@ def _apply_torch_settings(state: NotebookState) -> None:
 
 
 def _apply_precisions(state: NotebookState) -> None:
-    """Set what differs alone: a precision that is set for one operation, be it to the default, no
-    longer follows the one that the function sets for all."""
+    """Set only the precisions that differ here from the notebook's.
+
+    A precision that is set for one operation, be it to the default, no longer follows the one that
+    the function sets for all of them.
+    """
     import torch
 
     wanted = state.torch_flags["matmul_precision"]

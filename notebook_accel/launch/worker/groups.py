@@ -50,9 +50,10 @@ def close_group() -> None:
 
 
 def close_group_within(seconds: float) -> None:
-    """:func:`close_group`, as the process ends, and for no longer than this.
+    """:func:`close_group` at the end of the process, which waits for it no longer than this.
 
-    It never ends where this rank has queued an operation that another one has not.
+    To destroy a group of NCCL takes for ever where this rank has queued an operation that another
+    rank has not.
     """
     if not _waits_on_device():
         close_group()
@@ -75,8 +76,11 @@ def _waits_on_device() -> bool:
 
 
 def _abort_groups() -> bool:
-    """Abort the process groups of this process, if operations wait on a device; gives whether that
-    is through, and waits for no other rank."""
+    """Abort the process groups of this process, where operations wait on a device.
+
+    Returns:
+        Whether that is done; False where it still waits for another rank to abort as well.
+    """
     global _aborting
     # Torch 2.6 has it; what it aborted, it forgets.
     module = sys.modules.get("torch.distributed.distributed_c10d")

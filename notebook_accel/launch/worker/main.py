@@ -58,8 +58,9 @@ __all__ = ["STACKS_SIGNAL", "Inherited", "main"]
 
 # faulthandler prints the stacks on it, also while native code holds the GIL.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
-# Pauses of a rank that waits for the others to end: the first, and the longest.
-_POLL_SECONDS = (0.0005, 0.02)
+# Pauses of a rank that waits for the others to end: each is longer than the one before.
+_FIRST_PAUSE_SECONDS = 0.0005
+_LONGEST_PAUSE_SECONDS = 0.02
 # A rank that has returned keeps its sockets open for at most so long: others may still have to read
 # what it sent in its last collective. Closing its group takes no longer, either.
 _LINGER_SECONDS = 5.0
@@ -275,10 +276,10 @@ class _Worker:
         Not for ever: a rank that waits in a collective for one that has returned must be told.
         """
         deadline = time.monotonic() + _LINGER_SECONDS
-        pause = _POLL_SECONDS[0]
+        pause = _FIRST_PAUSE_SECONDS
         while not self._inherited.board.all_ended and time.monotonic() < deadline:
             time.sleep(pause)
-            pause = min(pause * 1.5, _POLL_SECONDS[1])
+            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
 
 def _enter_environment(inherited: Inherited) -> None:

@@ -96,9 +96,9 @@ def _wait_until_all_have(group: Any, store: Any) -> None:
     store of this group, and the one that it has may be what failed, and as slow to answer.
     """
     # A store may have served a group of the same name before.
-    generation, place = divmod(store.add("made", 1) - 1, group.size())
+    generation, num_before = divmod(store.add("made", 1) - 1, group.size())
     all_have = f"made by all, {generation}"
-    if place + 1 == group.size():
+    if num_before + 1 == group.size():
         store.set(all_have, "")
     else:
         store.wait([all_have])

@@ -96,9 +96,10 @@ def prepare_data_loader(
         config: how to share the batches out.
         device: where to put them; None leaves them where they are.
         data_group: which ranks read different samples, and which share this rank reads.
-        rng_types: random states that ranks take from rank 0 at the start of each pass. That from
-            which the order of samples is drawn ("generator") is always among them, also where None
-            is given; with an empty list no rank takes any, and ranks have to be seeded alike.
+        rng_types: random states that ranks take from rank 0 at the start of each pass. None: only
+            that from which the order of samples is drawn ("generator"). It is taken with any list
+            that has something in it, also where the list leaves it out. With an empty list no rank
+            takes any, and the ranks have to be seeded alike.
         slice_fn: takes one rank's part out of a batch that rank 0 has read for all; see
             :class:`~notebook_accel.training.data.rounds.RoundDivider`.
         ordinal: how many loaders were prepared before, so that each gets an order of its own;

@@ -1,4 +1,4 @@
-"""What a prepared loader knows beside what torch's loader does."""
+"""The settings of a prepared loader that torch's ``DataLoader`` does not have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["LoaderOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """What a prepared loader knows beside what torch's does."""
+    """What a prepared loader was told as it was made; it never changes."""
 
     device: torch.device | None = None
     """Where batches are put; None leaves them where they are."""
