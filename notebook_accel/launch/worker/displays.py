@@ -141,9 +141,11 @@ class _Outbox:
         elif not self._bucket.try_take():
             sys.stdout.write(f"{text} (not shown: this rank displays too much)\n")
         else:
-            self._sent.add(display_id)
-            self._waiting.pop(display_id, None)
-            context.report(wire.Displayed, data=data, display_id=display_id)
+            # Another thread may be sending what waited for this id: this is newer, and comes after.
+            with self._lock:
+                self._sent.add(display_id)
+                self._waiting.pop(display_id, None)
+                context.report(wire.Displayed, data=data, display_id=display_id)
 
     def _replace(
         self, data: dict[str, str], display_id: str, context: rank.LaunchedContext

@@ -7,6 +7,7 @@ import io
 import os
 import queue
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -158,3 +159,34 @@ def test_of_what_is_replaced_in_a_loop_the_last_is_sent_also_where_nothing_follo
         texts.append(sent.get(timeout=10))
     assert texts[:2] == ["0", "1"]
     assert len(texts) < 100
+
+
+def test_what_is_displayed_anew_comes_after_what_waited_for_its_id(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[str] = []
+    is_sending, has_sent_new = threading.Event(), threading.Event()
+
+    class Context(rank.LaunchedContext):
+        def __init__(self) -> None:
+            self._pid = os.getpid()
+
+        def report(self, message: object, /, **fields: Any) -> None:
+            text = fields["data"]["text/plain"]
+            if text == "old":
+                is_sending.set()
+                has_sent_new.wait(0.3)  # which it cannot be before this has ended
+            sent.append(text)
+
+    context = Context()
+    monkeypatch.setattr(rank, "current", lambda: context)
+    outbox = displays._Outbox()
+    outbox._sent.add("x")
+    outbox._waiting["x"] = {"text/plain": "old"}
+    timer = threading.Thread(target=outbox.send_waiting, daemon=True)
+    timer.start()
+    assert is_sending.wait(10)
+    outbox.send({"text/plain": "new"}, "x", is_update=False)
+    has_sent_new.set()
+    timer.join(10)
+    assert sent == ["old", "new"]
