@@ -166,7 +166,9 @@ def test_the_last_round_says_what_is_repeated() -> None:
     assert first.newest_pass.last_round is None
     list(first), list(second)
     assert first.newest_pass.last_round == LastRound(num_samples=4, batch_size=3, num_own_samples=3)
-    assert second.newest_pass.last_round == LastRound(num_samples=4, batch_size=3, num_own_samples=1)
+    assert second.newest_pass.last_round == LastRound(
+        num_samples=4, batch_size=3, num_own_samples=1
+    )
     whole = shards(BatchSampler(SequentialSampler(range(12)), 3, drop_last=False), 2)[0]
     assert whole.remainder == 0
     list(whole)

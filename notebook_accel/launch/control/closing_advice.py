@@ -39,7 +39,8 @@ def _lost_models(last: RunState, packed: PackedCall) -> list[str]:
     if not packed.models or not has_nothing:
         return []
     names = ", ".join(f"`{name}`" for name in packed.models)
-    return [
+    line = (
         f"{last.name} used {names} of the notebook and returned None: the notebook's own stays as "
         "it was; return what you want to keep"
-    ]
+    )
+    return [line]

@@ -252,13 +252,13 @@ class PreparedLoader(ResumableLoader):
             # One ahead of the loop: where none follows, `batch` is the last one, which closes a
             # window of accumulation and may have repeated samples.
             for following in source:
+                if progress.position is not position:  # another pass over this loader has begun
+                    progress.position = position
                 # Before the batch is given: where the run is to stop this raises RunStopped, on
                 # all ranks at the same count.
                 count(total, position.num_given + 1)
                 if not stack or stack[-1] is not position:
                     active.put_on_top(position)
-                if progress.position is not position:
-                    progress.position = position
                 position.num_given += 1
                 if size and position.last_round is not None:
                     # Not the last round of all: several workers read, and each ends its own part.
@@ -267,11 +267,11 @@ class PreparedLoader(ResumableLoader):
                     del ahead[0]
                 yield batch
                 batch = following if receive is None else receive(following)
+            progress.position = position
             if batch is not _NO_BATCH:
                 # Before the end is noted: a loop that is stopped here has not had the last batch.
                 count(total, position.num_given + 1)
             self._reach_end(position, batch)
-            progress.position = position
             if batch is not _NO_BATCH:
                 active.put_on_top(position)
                 position.num_given += 1
