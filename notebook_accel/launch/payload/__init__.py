@@ -11,6 +11,7 @@ found in. Nothing here looks at who sent a pickle: the channel has proved that b
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import sys
 import types
@@ -298,13 +299,17 @@ def _is_torch(module: str) -> bool:
 
 def _is_on_device(value: Any, depth: int = 0) -> bool:
     """Whether a tensor on an accelerator is in there, as far as one sees at a glance."""
-    if _is_model(value):
-        return any(_is_on_device(part, depth + 1) for part in value.state_dict().values())
-    if isinstance(value, (dict, list, tuple)) and depth < 2:
-        parts = list(value.values() if isinstance(value, dict) else value)
-        return any(_is_on_device(part, depth + 1) for part in parts[:100])
-    kind = getattr(getattr(value, "device", None), "type", "cpu")
-    return hasattr(value, "untyped_storage") and kind not in ("cpu", "meta")
+    try:
+        if _is_model(value):
+            tensors = itertools.chain(value.parameters(), value.buffers())
+            return any(_is_on_device(tensor, depth + 1) for tensor in tensors)
+        if isinstance(value, (dict, list, tuple)) and depth < 2:
+            parts = list(value.values() if isinstance(value, dict) else value)
+            return any(_is_on_device(part, depth + 1) for part in parts[:100])
+        kind = getattr(getattr(value, "device", None), "type", "cpu")
+        return hasattr(value, "untyped_storage") and kind not in ("cpu", "meta")
+    except Exception:  # a property of the user's class: the launch does not depend on it
+        return False
 
 
 # ---- back to the notebook ------------------------------------------------------------------

@@ -244,10 +244,10 @@ class Throughput:
         batches and make no steps of ours, what their innermost bars count.
         """
         going = [rank for rank in state.ranks if not rank.has_ended]
-        rates = [rate for rank in going if (rate := self.of(rank.rank))]
+        rates = {rank.rank: rate for rank in going if (rate := self.of(rank.rank))}
         if rates:
-            _, unit = counted_items(going[0])
-            return sum(rates) / len(rates), unit
+            _, unit = counted_items(state.ranks[min(rates)])
+            return sum(rates.values()) / len(rates), unit
         bars = [current_bars(rank.bars)[-1] for rank in going if rank.bars]
         of_bars = [bar.rate for bar in bars if bar.rate]
         if not of_bars:

@@ -209,7 +209,7 @@ def _sendable(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _found_by_methods(value: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"text/plain": repr(value)}
+    found: dict[str, Any] = {"text/plain": _repr_of(value)}
     # A class has the methods too, but they are for its instances.
     if not isinstance(value, type):
         for method, mime in _METHODS:
@@ -222,6 +222,14 @@ def _found_by_methods(value: Any) -> dict[str, Any]:
     if type(value).__module__ == "matplotlib.figure" and "image/png" not in found:
         found["image/png"] = figure_png(value)
     return found
+
+
+def _repr_of(value: Any) -> str:
+    """Its ``repr``; where that raises, words for it: as in a notebook, the code goes on."""
+    try:
+        return repr(value)
+    except Exception as error:  # whatever a user's class does
+        return f"<{type(value).__qualname__}, whose repr raised {type(error).__name__}>"
 
 
 def figure_png(figure: Any) -> bytes:

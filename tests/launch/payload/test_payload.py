@@ -566,6 +566,16 @@ def test_what_is_not_on_the_cpu_is_told_of(notebook: Notebook) -> None:
     assert notebook.launch("train") == ([1, 2, 3], "cpu")
 
 
+def test_an_object_that_tells_no_device_stops_no_launch() -> None:
+    class Trainer:
+        @property
+        def device(self) -> str:
+            raise RuntimeError("call setup() first")
+
+    (notice,) = payload._moved_notice([("cuda:0", 4_000_000)], [("trainer", Trainer())])
+    assert notice.startswith("1 tensor (4.0 MB) on cuda:0 arrive")
+
+
 @pytest.mark.gpu
 def test_tensors_on_a_gpu_arrive_on_the_cpu(notebook: Notebook) -> None:
     notebook.cell("""

@@ -164,6 +164,16 @@ def test_throughput_of_ranks_that_only_draw_bars_is_that_of_the_innermost_ones()
     assert Throughput().of_run(running(2)) is None
 
 
+def test_the_rate_of_a_run_is_named_by_a_rank_that_has_one() -> None:
+    throughput = Throughput()
+    for second in range(3):
+        # Rank 0 reads no data, as the first rank of a pipeline may.
+        ranks = (RankState(rank=0), RankState(rank=1, batches=10 * second))
+        state = replace(running(2), ranks=ranks)
+        throughput.note(state, now=float(second))
+    assert throughput.of_run(state) == (10.0, "batch")
+
+
 def test_spread_is_empty_where_ranks_agree() -> None:
     assert spread({0: 1.0, 1: 1.0}) == ""
     assert spread({0: 1.0, 1: 0.5}) == "0.5 to 1"

@@ -44,6 +44,15 @@ def test_a_value_becomes_data_by_its_own_methods() -> None:
     assert mime_bundle(3) == {"text/plain": "3"}
 
 
+def test_a_value_whose_repr_raises_is_named() -> None:
+    class Broken:
+        def __repr__(self) -> str:
+            raise ValueError("not set up")
+
+    (text,) = mime_bundle(Broken()).values()
+    assert text.endswith("Broken, whose repr raised ValueError>")
+
+
 @pytest.mark.parametrize(("labels", "is_opaque"), [("black", True), ("#eeeeee", False)])
 def test_a_figure_without_background_is_legible_on_a_dark_page(
     labels: str, is_opaque: bool
