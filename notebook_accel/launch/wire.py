@@ -253,7 +253,7 @@ class RankFailed(Message, frozen=True, kw_only=True):
 class StopPointReached(Message, frozen=True, kw_only=True):
     """The answer to ``Stop``: the highest points that ranks of this agent have passed.
 
-    As ``StopPoint`` of transport/scoreboard.py, which says how a stop goes.
+    The fields of ``StopPoint`` in transport/scoreboard.py, which says how a stop goes.
     """
 
     batches: int
@@ -407,7 +407,7 @@ class Stop(Message, frozen=True, kw_only=True):
 class LeaveAt(Message, frozen=True, kw_only=True):
     """All agents have answered a ``Stop``: each rank leaves when its count comes to this.
 
-    As ``LeavePoint`` of transport/scoreboard.py.
+    The fields of ``LeavePoint`` in transport/scoreboard.py.
     """
 
     batches: int | None
@@ -475,7 +475,7 @@ class CountDevices(Message, frozen=True, kw_only=True):
 
 
 class Devices(Message, frozen=True, kw_only=True):
-    """The accelerators: what ``Inventory`` of training/devices.py says, by the same names.
+    """The accelerators: the fields of ``Inventory`` in training/devices.py.
 
     ``error`` says why they could not be counted; "" where they could.
     """

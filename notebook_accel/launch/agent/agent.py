@@ -21,6 +21,7 @@ import os
 import selectors
 import signal
 import time
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -221,13 +222,7 @@ class Agent:
         point = self._board.passed(patient=now < self._stop_asked + _STOP_SECONDS)
         if point is not None:
             self._stop_asked = None
-            self._post(
-                wire.StopPointReached,
-                call=self._call,
-                batches=point.batches,
-                reads=point.reads,
-                reads_should_stop=point.reads_should_stop,
-            )
+            self._post(wire.StopPointReached, call=self._call, **asdict(point))
 
     def _note_progress(self, now: float) -> None:
         progress = tuple(

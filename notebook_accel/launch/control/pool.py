@@ -22,7 +22,7 @@ import selectors
 import threading
 import time
 import traceback
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -436,9 +436,7 @@ class RankPool:
         """Once every agent has answered a stop, tell all ranks where to leave."""
         leave = self._stop_answers.leave_point(link.rank_numbers for link in self._links)
         if leave is not None:
-            self.send(
-                wire.LeaveAt(run=self.run, call=call, batches=leave.batches, reads=leave.reads)
-            )
+            self.send(wire.LeaveAt(run=self.run, call=call, **asdict(leave)))
 
     def _lose(self, link: AgentLink, end: AgentEnd) -> None:
         """An agent is gone: its ranks have ended with it, and the call ends on the others."""
