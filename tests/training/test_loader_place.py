@@ -279,6 +279,24 @@ def test_a_stop_keeps_the_place_for_a_checkpoint(num_given: int) -> None:
     assert (loader.state_dict()["iteration"], loader.state_dict()["given"]) == (1, 0)
 
 
+def _look_at_another_at_each_step(loader: Any) -> None:
+    for _ in loader:
+        next(iter(loader))
+
+
+def test_a_stop_keeps_the_place_of_a_loop_beside_another_pass_over_its_loader() -> None:
+    before = ranks.current()
+    ranks.enter(Counting(stop_at=2))
+    try:
+        loader = prepare(numbers(10, 2))
+        with pytest.raises(RunStopped):
+            _look_at_another_at_each_step(loader)
+        state = loader.state_dict()
+    finally:
+        ranks.enter(before)
+    assert (state["iteration"], state["given"]) == (0, 1)
+
+
 class Noise:
     """Samples that are drawn from the global random numbers, once ``draws`` is set."""
 
