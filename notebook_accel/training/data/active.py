@@ -49,6 +49,8 @@ class Position:
         shard_pass: what the sampler that divides the samples finds in this pass; None where there
             is no such sampler. A pass that code marks itself (pass_view.py) has none: there the
             sampler is asked for its newest one.
+        reader_states: of a dataset that says itself how far it is (``stateful``), its states after
+            the last few batches read, by their numbers.
     """
 
     __slots__ = (
@@ -62,6 +64,7 @@ class Position:
         "loader",
         "num_given",
         "num_lacking",
+        "reader_states",
         "remainder",
         "replay",
         "shard_pass",
@@ -91,6 +94,7 @@ class Position:
         self.replay = replay or Replay(None, watches=False)
         self.generators: Mapping[str, torch.Tensor] = generators or {}
         self.shard_pass: ShardPass | None = None
+        self.reader_states: dict[int, Mapping[str, Any]] = {}
 
 
 class LoaderProgress:
@@ -103,9 +107,8 @@ class LoaderProgress:
         self.position: Position | None = None
         self.restored: Mapping[str, Any] | None = None  # what the next pass has to go on from
         # Of a dataset that says itself how far it is (``stateful``): what the next pass has to go
-        # on from, and its states after the last few batches read, by their numbers.
+        # on from.
         self.reader: Mapping[str, Any] | None = None
-        self.reader_states: dict[int, Mapping[str, Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The pass that is under way stays with its loop: a pickled loader begins the epoch anew.

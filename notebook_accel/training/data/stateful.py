@@ -101,7 +101,7 @@ class _KeepsReaderState(PreparedLoader):
         restored, progress.reader = progress.reader, None
         if restored is not None and restored["num_read"] != start:
             restored = None  # skip_first_batches begins elsewhere
-        progress.reader_states = states = {}
+        position.reader_states = states = {}
         begin = int(restored["begin"]) if restored else start
         # The methods of torchdata's class, which in the order of the bases comes after ours.
         torchdata: Any = super(ResumableLoader, self)
@@ -139,7 +139,7 @@ class _KeepsReaderState(PreparedLoader):
             state["reader"] = self._progress.reader  # loaded, and not yet used
         elif position is not None and state["given"] == position.num_given > 0:
             num_read = position.num_given * self._batches_a_step
-            state["reader"] = self._progress.reader_states.get(num_read)
+            state["reader"] = position.reader_states.get(num_read)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
