@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime as dt
-import errno
 import fcntl
 import os
 import re
@@ -37,7 +36,7 @@ from notebook_accel.errors import LaunchError
 from notebook_accel.launch.control.regular_files import open_regular, read_regular
 from notebook_accel.launch.control.state import RunState
 from notebook_accel.launch.system.interrupts import held
-from notebook_accel.launch.system.log_files import log_path
+from notebook_accel.launch.system.log_files import FULL_DISK, log_path
 from notebook_accel.launch.system.open_files import TOO_MANY_FILES, too_many_files
 from notebook_accel.launch.text.terminal_text import as_shown
 
@@ -325,7 +324,7 @@ def lost_files_notice(what: str, folder: Path, error: OSError | UnicodeEncodeErr
             f"files of this run were deleted while it went on ({folder}): logs and metrics are "
             "lost. Launch again to have them"
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
         return f"disk full: {what} ({folder}). {_REMEDY}"
     return f"{what} ({folder}): {error}. {_REMEDY}"
 

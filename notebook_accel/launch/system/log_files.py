@@ -6,10 +6,14 @@ machine that does not see that folder, in one of the agent's (``agent/logs.py``)
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
-__all__ = ["log_path", "open_log"]
+__all__ = ["FULL_DISK", "log_path", "open_log"]
+
+# What the system says of a disk, or a user's share of it, that has no room left.
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 def log_path(log_dir: str | Path, rank: int) -> Path:

@@ -32,6 +32,7 @@ from notebook_accel.errors import LaunchError
 from notebook_accel.launch import rank, wire
 from notebook_accel.launch.payload.notebook_state import from_bytes
 from notebook_accel.launch.system import processes
+from notebook_accel.launch.system.log_files import FULL_DISK
 from notebook_accel.launch.transport.channel import ProtocolError
 from notebook_accel.launch.transport.scoreboard import Scoreboard
 from notebook_accel.launch.worker import (
@@ -183,7 +184,7 @@ class _Worker:
 
     def report_lost_output(self, error: OSError) -> None:
         """Say that output of this rank is lost, and why."""
-        is_full = error.errno in output.FULL_DISK
+        is_full = error.errno in FULL_DISK
         why, do = ("disk full", "Make room on") if is_full else (error.strerror, "Look after")
         log_dir = self._inherited.launch.log_dir or "the logs"
         self._context.notice(

@@ -13,13 +13,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.system import processes
+from notebook_accel.launch.system.log_files import FULL_DISK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FULL_DISK", "redirect"]
+__all__ = ["redirect"]
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # What else a disk says that is no doing of the function's: a limit (ulimit -f), damage, a network
 # file system that is gone.
 _LOST = (*FULL_DISK, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
