@@ -252,8 +252,7 @@ class PreparedLoader(ResumableLoader):
             # One ahead of the loop: where none follows, `batch` is the last one, which closes a
             # window of accumulation and may have repeated samples.
             for following in source:
-                if progress.position is not position:  # another pass over this loader has begun
-                    progress.position = position
+                progress.position = position  # another pass over this loader may have begun
                 # Before the batch is given: where the run is to stop this raises RunStopped, on
                 # all ranks at the same count.
                 count(total, position.num_given + 1)
