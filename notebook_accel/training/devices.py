@@ -46,6 +46,7 @@ __all__ = [
     "memory_reader",
     "set_rng_state",
     "streams",
+    "with_host",
     "wrapper_device_ids",
 ]
 
@@ -214,6 +215,13 @@ def default_backend(device: torch.device) -> str:
     """The backends for a group of ranks on such devices: theirs, and gloo for host tensors."""
     own = dist.get_default_backend_for_device(device)
     return own if device.type == "cpu" or own == "gloo" else f"cpu:gloo,{device.type}:{own}"
+
+
+def with_host(backend: str, device: torch.device) -> str:
+    """A backend that was asked for by name, with gloo for host tensors beside it where it is the
+    device's own and knows none: checkpoints, offloaded weights and objects are on the host."""
+    host, _, both = default_backend(device).partition(",")
+    return f"{host},{both}" if both == f"{device.type}:{backend}" else backend
 
 
 def distributed_type(device: torch.device) -> DistributedType:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CPUInformation",
+    "FSDP_READS_ON_RANK_0",
+    "USE_FSDP",
     "convert_dict_to_env_variables",
     "disable_fsdp_ram_efficient_loading",
     "enable_fsdp_ram_efficient_loading",
@@ -225,12 +227,17 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
     return lines
 
 
+# Transformers reads both.
+USE_FSDP = "ACCELERATE_USE_FSDP"
+FSDP_READS_ON_RANK_0 = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
 def enable_fsdp_ram_efficient_loading() -> None:
     """Have Transformers read a checkpoint on rank 0 alone; the others get its parts."""
-    os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+    os.environ.setdefault(USE_FSDP, "True")
+    os.environ[FSDP_READS_ON_RANK_0] = "True"
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
     """Have Transformers read a checkpoint on every rank."""
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
+    os.environ[FSDP_READS_ON_RANK_0] = "False"

@@ -71,7 +71,9 @@ def save_fsdp_model(
         use_dcp: accepted: no rank waits for another while it writes its parts.
     """
     own = _inner(model)
-    state = accelerator._strategy.state_dict(own, full=not fsdp_plugin.saves_shards)
+    state = accelerator._strategy.state_dict(
+        own, full=not fsdp_plugin.saves_shards, keeps=accelerator.is_main_process
+    )
     if adapter_only and is_peft_model(own):
         trained = {name for name, weight in own.named_parameters() if weight.requires_grad}
         state = {name: value for name, value in state.items() if name in trained}
@@ -158,7 +160,7 @@ def save_fsdp_optimizer(
         names = sharded.names_of([_inner(model)])
         _write_parts(accelerator, sharded.optimizer_piece(own, names, optimizer_index), folder)
     else:
-        state = accelerator._strategy.optimizer_state(own)
+        state = accelerator._strategy.optimizer_state(own, keeps=accelerator.is_main_process)
         if accelerator.is_main_process:
             path = folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin")
             write_state(state, path, type(own).__name__)

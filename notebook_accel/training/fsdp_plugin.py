@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.launch.rank import current
 from notebook_accel.text_values import parse_flag
 from notebook_accel.training import environment
 from notebook_accel.training.notices import notice_once
@@ -110,12 +111,14 @@ class FullyShardedDataParallelPlugin:
     """Whether what activation checkpointing keeps, the inputs of the wrapped modules, goes to the
     host. Variable FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD."""
     cpu_ram_efficient_loading: bool | None = None
-    """Whether rank 0 alone has read the weights. Variable FSDP_CPU_RAM_EFFICIENT_LOADING."""
+    """Whether rank 0 alone reads the weights: ``from_pretrained`` of Transformers does so once the
+    ``Accelerator`` is made. Variable FSDP_CPU_RAM_EFFICIENT_LOADING."""
     transformer_cls_names_to_wrap: list[str] | str | None = None
     """Names of the classes that "transformer_based_wrap" wraps, in a list or with commas; None
     takes the model's own ``_no_split_modules``. Variable FSDP_TRANSFORMER_CLS_TO_WRAP."""
     min_num_params: int | None = None
-    """Weights from which on "size_based_wrap" wraps. Variable FSDP_MIN_NUM_PARAMS."""
+    """Weights from which on "size_based_wrap" wraps; 0 wraps nothing. Variable
+    FSDP_MIN_NUM_PARAMS."""
 
     def __post_init__(self) -> None:
         if self.fsdp_version is None:
@@ -200,6 +203,12 @@ class FullyShardedDataParallelPlugin:
                     f"auto_wrap_policy={self.auto_wrap_policy!r}: expected one of {_WRAPS}, or a "
                     "function"
                 )
+        elif not callable(self.auto_wrap_policy):
+            raise ConfigError(
+                f"auto_wrap_policy is a {type(self.auto_wrap_policy).__name__}: expected one of "
+                f"{_WRAPS}, or a function (module, recurse, nonwrapped_numel) -> bool, such as "
+                "torch's ModuleWrapPolicy({Block})"
+            )
         names = self.transformer_cls_names_to_wrap
         if names is None:
             names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
@@ -252,10 +261,17 @@ class FullyShardedDataParallelPlugin:
             return self.auto_wrap_policy  # type: ignore[no-any-return]
         from torch.distributed.fsdp import wrap
 
-        if self.auto_wrap_policy == "size_based_wrap":
+        if self.auto_wrap_policy == "size_based_wrap" and self.min_num_params:
             return functools.partial(
-                wrap.size_based_auto_wrap_policy, min_num_params=self.min_num_params or 0
+                wrap.size_based_auto_wrap_policy, min_num_params=self.min_num_params
             )
+        if self.auto_wrap_policy == "size_based_wrap":
+            notice_once(
+                "wrap from which size",
+                'auto_wrap_policy="size_based_wrap" with min_num_params=0 wraps nothing, as in '
+                "Accelerate, and the model is gathered as a whole: set min_num_params",
+            )
+            return None
         if self.auto_wrap_policy == "no_wrap":
             return None
         names = self.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None)
@@ -434,16 +450,40 @@ def _dtype(given: str | torch.dtype) -> torch.dtype:
     return _DTYPES[name]
 
 
+# What the environment said before an Accelerator told Transformers something else.
+_SAID = "environment before Transformers was told"
+
+
 def resolve_fsdp(plugin: Any) -> FullyShardedDataParallelPlugin | None:
     """The plugin: an argument, else one from the environment where ACCELERATE_USE_FSDP is true.
 
     Raises:
         ConfigError: the argument is no such plugin.
     """
+    for name, text in current().shared.pop(_SAID, {}).items():
+        os.environ.pop(name, None)
+        os.environ.update({} if text is None else {name: text})
     if plugin is None:
         return FullyShardedDataParallelPlugin() if environment.read_flag("USE_FSDP") else None
     if not isinstance(plugin, FullyShardedDataParallelPlugin):
         raise ConfigError(
             f"fsdp_plugin is a {type(plugin).__name__}: expected a FullyShardedDataParallelPlugin"
         )
+    _tell_transformers(reads_on_rank_0=bool(plugin.cpu_ram_efficient_loading))
     return plugin
+
+
+def _tell_transformers(*, reads_on_rank_0: bool) -> None:
+    """Have ``from_pretrained`` of Transformers read on rank 0 alone, or on every rank.
+
+    It asks the environment, which says again what it did before once the next ``Accelerator`` is
+    made: one without a plugin would be sharded by it.
+    """
+    known = environment.FSDP_READS_ON_RANK_0, environment.USE_FSDP
+    if not reads_on_rank_0 and known[0] not in os.environ:
+        return
+    current().shared[_SAID] = {name: os.environ.get(name) for name in known}
+    if reads_on_rank_0:
+        environment.enable_fsdp_ram_efficient_loading()
+    else:
+        environment.disable_fsdp_ram_efficient_loading()

@@ -180,11 +180,12 @@ def _open(context: RankContext, device: torch.device, options: InitProcessGroupK
     # A worker of a DataLoader inherits the environment of its rank, and is none itself.
     if has_process_group() or get_worker_info() is not None:
         return
+    asked = _chosen_backend(options)
     open_process_group(
         rank=context.rank,
         world_size=context.world_size,
         local_world_size=context.local_world_size,
-        backend=_chosen_backend(options) or devices.default_backend(device),
+        backend=devices.with_host(asked, device) if asked else devices.default_backend(device),
         options=options,
     )
 

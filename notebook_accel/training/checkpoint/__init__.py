@@ -127,7 +127,7 @@ class Checkpoints:
         if role.is_late:
             # Rank 0 had no patience left: the checkpoint is complete but for what is added here.
             role.open()
-            self._run_save_hooks(self._parts.collect_weights(), role.final)
+            self._run_save_hooks(self._parts.collect_weights(writes=False), role.final)
             if role.final.is_dir():
                 self._add_own_files(role.final)
         else:
@@ -360,12 +360,12 @@ class Checkpoints:
 
     def _pieces(self, folder: Path, *, safe: bool) -> Iterator[Piece]:
         """This rank's part of a checkpoint, collected piece by piece; hooks may write into it."""
-        parts = self._parts
-        weights = parts.collect_weights()
-        self._run_save_hooks(weights, folder)
         here, strategy = self._plan.topology, self._plan.strategy
         each_machine = self._project.save_on_each_node and here.local_process_index == 0
         writes = here.process_index == 0 or each_machine
+        parts = self._parts
+        weights = parts.collect_weights(writes=writes)
+        self._run_save_hooks(weights, folder)
         yield from parts.pieces(weights, safe=safe, writes=writes)
         if writes:
             for name, item in self._stateful():

@@ -66,10 +66,16 @@ class PreparedParts:
             ),
         ]
 
-    def collect_weights(self) -> list[dict[str, Any]]:
-        """The weights of each model as they are written: whole, or this rank's parts."""
+    def collect_weights(self, *, writes: bool) -> list[dict[str, Any]]:
+        """The weights of each model as they are written: whole, or this rank's parts.
+
+        Whole ones that were joined of parts are those of a rank that ``writes`` them; the others
+        take part in joining, and get none: their host need not have room for them.
+        """
         full = not self.strategy.saves_shards
-        return [self.strategy.state_dict(model, full=full) for model in self.models]
+        return [
+            self.strategy.state_dict(model, full=full, keeps=writes) for model in self.models
+        ]
 
     def pieces(
         self, weights: Sequence[dict[str, Any]], *, safe: bool, writes: bool
@@ -100,7 +106,7 @@ class PreparedParts:
                 yield Piece(state, partial(save_weights, index=index, safe=safe))
         for index, optimizer in enumerate(self.optimizers):
             # Every rank takes part in joining what is in parts; one at a time for the memory.
-            state = self.strategy.optimizer_state(optimizer)
+            state = self.strategy.optimizer_state(optimizer, keeps=writes)
             if writes:
                 name = numbered("optimizer", index, ".bin")
                 yield state_file(state, name, type(optimizer).__name__)

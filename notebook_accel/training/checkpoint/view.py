@@ -49,13 +49,16 @@ class CheckpointView(ConfiguredView):
         """
         if not unwrap and not self._strategy.saves_together:
             return model.state_dict()
+        return self._whole_weights(model, keeps=True)
+
+    def _whole_weights(self, model: Module, *, keeps: bool) -> dict[str, Any]:
         own = extract_model_from_parallel(model, keep_torch_compile=False)
         # Imported here: big_modeling reads checkpoints, so that it imports this package.
         from notebook_accel.training.big_modeling import dispatch
 
         if dispatch.is_offloaded(own):
             return dispatch.get_state_dict_offloaded_model(own)
-        return self._strategy.state_dict(own, full=True)
+        return self._strategy.state_dict(own, full=True, keeps=keeps)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object once, by rank 0; the file is whole or not there.
@@ -91,7 +94,7 @@ class CheckpointView(ConfiguredView):
             NotebookAccelError: the weights are spread over the ranks, and some are missing.
         """
         self._checkpoints.save_model(
-            lambda: self.get_state_dict(model),
+            lambda: self._whole_weights(model, keeps=self._writes),
             Path(save_directory),
             max_shard_size,
             safe=safe_serialization,

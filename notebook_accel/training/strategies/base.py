@@ -187,8 +187,12 @@ class Strategy:
         """Clip each gradient to [-clip_value, clip_value]."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def state_dict(self, model: Module, *, full: bool) -> dict[str, Any]:
-        """The weights of a model without wrapper: whole, or (``full=False``) this rank's part."""
+    def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
+        """The weights of a model without wrapper: whole, or (``full=False``) this rank's part.
+
+        With ``keeps=False`` this rank takes part in joining what is in parts, for others, and need
+        not get it.
+        """
         return model.state_dict()
 
     def is_in_parts(self, model: Module) -> bool:
@@ -207,8 +211,8 @@ class Strategy:
         """Put whole weights into a model without wrapper."""
         model.load_state_dict(state, strict=strict)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state of an optimizer."""
+    def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
+        """The whole state of an optimizer; ``keeps`` as of :meth:`state_dict`."""
         return optimizer.state_dict()
 
     def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:

@@ -265,10 +265,10 @@ class DeepSpeedZero(Strategy):
 
     # Whole weights, and checkpoints.
 
-    def state_dict(self, model: Module, *, full: bool) -> dict[str, Any]:
+    def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
         if not full:
             return model.state_dict()
-        keeps = not self.is_in_parts(model) or self.topology.local_process_index == 0
+        keeps &= not self.is_in_parts(model) or self.topology.local_process_index == 0
         joined: dict[int, Any] = {}  # by identity: tied names share their whole weight, too
         whole: dict[str, Any] = {}
         for name, value in model.state_dict(keep_vars=True).items():
@@ -323,7 +323,7 @@ class DeepSpeedZero(Strategy):
         self.engine.engine.load_checkpoint(str(folder), tag=zero.FOLDER)
         return True
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
         assert self.engine is not None
         return self.engine.engine.optimizer.state_dict()  # type: ignore[no-any-return]
 

@@ -41,11 +41,16 @@ __all__ = [
 ]
 
 
-def make_whole(values: Any, *, to_cpu: bool = False) -> Any:
-    """``values`` with the whole tensor in place of each that is in parts; all ranks call it."""
+def make_whole(values: Any, *, keeps: bool = True, to_cpu: bool = False) -> Any:
+    """``values`` with the whole tensor in place of each that is in parts; all ranks call it.
+
+    With ``keeps=False`` this rank takes part, and gets an empty tensor instead.
+    """
 
     def join(part: Any) -> torch.Tensor:
         whole: torch.Tensor = part.detach().full_tensor()
+        if not keeps:
+            return torch.empty(0)
         return whole.cpu() if to_cpu else whole
 
     return recursively_apply(join, values, test_type=lambda value: isinstance(value, DTensor))
@@ -65,7 +70,7 @@ def whole_state_dict(model: Module, *, keeps: bool = True, to_cpu: bool = False)
         if id(value) not in joined:
             # One after the other, so that whole weights lie side by side only where they are
             # kept; and all ranks join the same ones, whether they keep them or not.
-            made = make_whole(value, to_cpu=to_cpu)
+            made = make_whole(value, keeps=keeps, to_cpu=to_cpu)
             made = made.detach() if torch.is_tensor(made) else made
             joined[id(value)] = made if keeps else None
         if keeps:

@@ -149,6 +149,7 @@ def shard(
     dtype: torch.dtype | None,
     device: torch.device,
     ignored: set[Parameter],
+    make_ready: Callable[[Module], None] | None = None,
 ) -> None:
     """Shard the chosen modules and then the model, in place.
 
@@ -160,6 +161,7 @@ def shard(
         dtype: the type that the model computes in; None for that of its weights.
         device: where the ranks compute.
         ignored: weights that every rank keeps whole.
+        make_ready: called with each module right before it is sharded, which puts it on the device.
     """
     inside = plugin.precision_policy(dtype)
     options = {
@@ -169,9 +171,13 @@ def shard(
         "ignored_params": ignored or None,
     }
     for part in chosen:
+        if make_ready is not None:
+            make_ready(part)
         # With an output type on an inner module the next one gets what its weights are not:
         # "mat1 and mat2 must have the same dtype".
         fully_shard(part, mp_policy=replace(inside, output_dtype=None), **options)
+    if make_ready is not None:
+        make_ready(model)
     fully_shard(model, mp_policy=inside, **options)
 
 

@@ -69,6 +69,8 @@ class TakesSpreadModels(Strategy):
         self.scaling = self.precision.make_scaling(_SpreadScaling)
         self._was_given_parts = False
         self._in_parts: weakref.WeakSet[Module] = weakref.WeakSet()
+        # Whether backward reduces the gradients of a sharded model; so where nothing is said.
+        self._reduces: weakref.WeakKeyDictionary[Module, bool] = weakref.WeakKeyDictionary()
         # Gradients of a checkpoint, until a forward has made the unsharded weights that they are
         # gradients of.
         self._unreduced: list[tuple[Module, dict[str, torch.Tensor]]] = []
@@ -95,9 +97,25 @@ class TakesSpreadModels(Strategy):
         inner = uncompiled(model)
         if isinstance(inner, DistributedDataParallel):
             return _resumed(inner) if enabled else inner.no_sync()
-        if not enabled and hasattr(inner, "set_requires_gradient_sync"):  # after fully_shard
-            return _without_reduction(inner)
+        if hasattr(inner, "set_requires_gradient_sync"):  # after fully_shard
+            return self._reducing(inner, enabled)
         return super().gradient_sync(model, enabled)
+
+    @contextmanager
+    def _reducing(self, model: Any, enabled: bool) -> Iterator[None]:
+        """A block in which backward reduces the gradients of a sharded model, or adds whole ones
+        up; blocks may lie in each other."""
+        before = self._reduces.get(model, True)
+        self._set_reducing(model, enabled)
+        try:
+            yield
+        finally:
+            self._set_reducing(model, before)
+
+    def _set_reducing(self, model: Any, enabled: bool) -> None:
+        if self._reduces.get(model, True) != enabled:  # to ask torch looks at every module
+            model.set_requires_gradient_sync(enabled)
+            self._reduces[model] = enabled
 
     def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
         self.put_back_gradients()
@@ -172,19 +190,20 @@ class TakesSpreadModels(Strategy):
             super().clip_grad_value(group, clip_value)
         return None
 
-    def state_dict(self, model: Module, *, full: bool) -> dict[str, Any]:
+    def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
         if not full or not has_parts(model.parameters()):
-            return super().state_dict(model, full=full)
+            return super().state_dict(model, full=full, keeps=keeps)
         from notebook_accel.training.strategies import dtensors
 
-        return dtensors.whole_state_dict(model, to_cpu=True)
+        return dtensors.whole_state_dict(model, keeps=keeps, to_cpu=True)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
         if not has_parts(_weights_of(optimizer)):
-            return super().optimizer_state(optimizer)
+            return super().optimizer_state(optimizer, keeps=keeps)
         from notebook_accel.training.strategies import dtensors
 
-        return dtensors.make_whole(optimizer.state_dict(), to_cpu=True)  # type: ignore[no-any-return]
+        whole = dtensors.make_whole(optimizer.state_dict(), keeps=keeps, to_cpu=True)
+        return whole if keeps else {}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if not has_parts(_weights_of(optimizer)):
@@ -216,13 +235,3 @@ def _resumed(model: DistributedDataParallel) -> Iterator[None]:
         yield
     finally:
         model.require_backward_grad_sync, model.require_forward_param_sync = before
-
-
-@contextmanager
-def _without_reduction(model: Any) -> Iterator[None]:
-    """A block in which backward adds up whole gradients and exchanges none."""
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)

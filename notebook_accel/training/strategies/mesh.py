@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from notebook_accel.training.data_group import DataGroup
@@ -88,7 +89,7 @@ class MeshParallel(TakesSpreadModels):
         return models, optimizers
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
-        if not given.training or has_parts(given.model.parameters()):
+        if not given.training or self._is_spread(given.model):
             return super().prepare_model(given)
         assert self.mesh is not None
         model = given.model
@@ -100,8 +101,6 @@ class MeshParallel(TakesSpreadModels):
             for name, weight in part._parameters.items()
             if weight is not None
         ]
-        if not any(weight.is_meta for _, _, weight in before):
-            model = self.place(given)
         recipe.spread(
             model,
             self.mesh,
@@ -116,6 +115,19 @@ class MeshParallel(TakesSpreadModels):
             if new is not weight:
                 self._replaced[weight] = new
         return model
+
+    def _is_spread(self, model: Module) -> bool:
+        """Whether a model was spread before ``prepare``, and is taken as it is.
+
+        One whose layers alone are divided (``from_pretrained`` of Transformers does it, over the
+        dimension "tp" of a mesh) is still to be sharded where the mesh has more dimensions.
+        """
+        assert self.mesh is not None
+        if not has_parts(model.parameters()):
+            return False
+        parts = [weight for weight in model.parameters() if isinstance(weight, DTensor)]
+        along = {name for part in parts for name in part.device_mesh.mesh_dim_names or ()}
+        return along != {"tp"} or self.mesh.mesh_dim_names == ("tp",)
 
     def divide_sequences(
         self,
@@ -159,14 +171,15 @@ class MeshParallel(TakesSpreadModels):
     ) -> torch.Tensor:
         return dtensors.clip_grad_norm(parameters, max_norm, norm_type, self.topology.device)
 
-    def state_dict(self, model: Module, *, full: bool) -> dict[str, Any]:
+    def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
         if not full:
             return model.state_dict()
         config = self.plugin.state_dict_config
         is_about_whole = hasattr(config, "rank0_only")  # torch's FullStateDictConfig
+        is_for_others = is_about_whole and config.rank0_only and self.topology.process_index != 0
         return dtensors.whole_state_dict(
             model,
-            keeps=not (is_about_whole and config.rank0_only) or self.topology.process_index == 0,
+            keeps=keeps and not is_for_others,
             to_cpu=not is_about_whole or config.offload_to_cpu,
         )
 

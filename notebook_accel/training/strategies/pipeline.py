@@ -28,7 +28,6 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
 from notebook_accel.training.nested import recursively_apply
 from notebook_accel.training.strategies import dtensors, stages
-from notebook_accel.training.strategies.given import has_parts
 from notebook_accel.training.strategies.mesh import MeshParallel
 from notebook_accel.training.strategies.micro_batches import Pipeline, add_up_gradients
 from notebook_accel.training.strategies.pending import local_part
@@ -77,7 +76,7 @@ class PipelineParallel(MeshParallel):
         return models, optimizers
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
-        if not given.training or has_parts(given.model.parameters()):
+        if not given.training or self._is_spread(given.model):
             return super().prepare_model(given)
         model = given.model
         weights = dict(model.named_parameters())
@@ -199,10 +198,11 @@ class PipelineParallel(MeshParallel):
         dtensors.scale_grads(weights, max_norm, total)
         return total
 
-    def state_dict(self, model: Module, *, full: bool) -> dict[str, Any]:
+    def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
         if not full or model not in self._state_names:
-            return super().state_dict(model, full=full)
-        return self.make_whole(model.state_dict())  # type: ignore[no-any-return]
+            return super().state_dict(model, full=full, keeps=keeps)
+        whole: dict[str, Any] = self.make_whole(model.state_dict())
+        return whole if keeps else {}
 
     def make_whole(self, values: Any) -> Any:
         # What a user saves by hand: accelerator.save(model.state_dict(), file).
@@ -219,7 +219,7 @@ class PipelineParallel(MeshParallel):
     def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
         return self._numbered(optimizer, self._own_state(optimizer))
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
         own = recursively_apply(_whole_on_host, self._own_state(optimizer))
         return self._numbered(optimizer, self._join(own))
 

@@ -3,7 +3,10 @@
 The order is torchtitan's (pipeline, tensor, activation checkpointing, compile, then data). Each
 step works on what the one before has left:
 
-1. weights on the meta device get memory and values, and all ranks start from the same ones;
+1. weights on the meta device get memory and values, and all ranks start from the same ones. Where
+   nothing but shards is asked for, this is done with each unit of step 6 as its turn comes: a device
+   holds its shards and one whole unit, and need not have room for the model. Otherwise the whole
+   model is made ready on the host;
 2. pipeline: each rank keeps the blocks of its stages, so that all that follows sees those alone;
 3. tensor: the layers of the plan are divided over the ranks that compute them together;
 4. activation checkpointing: around whole blocks, so that it sees divided layers, not the reverse;
@@ -18,13 +21,16 @@ step works on what the one before has left:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from notebook_accel.training import collectives
 from notebook_accel.training.compiling import compile_in_place
+from notebook_accel.training.notices import notice_once
 from notebook_accel.training.strategies import dtensors, fsdp, tensor
+from notebook_accel.training.strategies.given import has_parts
 from notebook_accel.training.ties import retie_parameters, tied_names
 
 if TYPE_CHECKING:
@@ -53,7 +59,7 @@ def spread(
     """Spread a model over the mesh, in place.
 
     Args:
-        model: the user's, whole on every rank.
+        model: the user's, whole on every rank, wherever it lies; or divided along "tp" already.
         mesh: the ranks; it has the dimensions of ``parallelism`` that are in use.
         parallelism: how many ranks each kind of parallelism has, and its settings.
         plugin: how weights are sharded.
@@ -66,16 +72,25 @@ def spread(
     # By their names, which are others once a stage has dropped blocks, or activation checkpointing
     # has wrapped them.
     ignored = plugin.ignored_parts(model) if data else []
-    fill_empty(model, device, plugin)
-    if plugin.sync_module_states:
-        start_alike(model)
+    # Alike on every rank, whoever has read the weights: all broadcast in one order.
+    is_ready = "pp" in dimensions or "tp" in dimensions or bool(ignored)
+
+    def make_ready(part: Module, home: torch.device) -> None:
+        fill_empty(part, home, plugin)
+        if data and dtype is not None:
+            step_in_full_precision(part, dtype)
+        if plugin.sync_module_states:
+            start_alike(part, device)
+
+    if is_ready:
+        make_ready(model, torch.device("cpu"))
     own_blocks: list[Module] = []
     if "pp" in dimensions:
         # Imported here: torch's pipelines take seconds, for those who use them alone.
         from notebook_accel.training.strategies import stages
 
         own_blocks = stages.cut(model, mesh["pp"], parallelism, device)
-    if "tp" in dimensions:
+    if "tp" in dimensions and not has_parts(model.parameters()):
         tensor.divide_layers(model, mesh["tp"], parallelism.tp_plan)
     chosen = fsdp.choose_modules(model, plugin)
     if plugin.activation_checkpointing:
@@ -97,6 +112,7 @@ def spread(
                 dtype=dtype,
                 device=device,
                 ignored=kept_whole,
+                make_ready=None if is_ready else partial(make_ready, home=device),
             )
         if kept_whole and not own_blocks:  # a pipeline averages what is whole, after the batch
             # Not mesh["dp_cp"], by which torch warns.
@@ -105,6 +121,7 @@ def spread(
         # The blocks of a pipeline's stage run forward for several micro-batches first.
         if not own_blocks and plugin.reshard_after_forward:
             fsdp.keep_root_for_backward(model)
+    move_what_is_whole(model, device)
     dtensors.accept_whole_weights(model)
 
 
@@ -114,21 +131,67 @@ def fill_empty(model: Module, device: torch.device, plugin: FullyShardedDataPara
     Where all ranks then start from rank 0's weights (:func:`start_alike`), the values that others
     made are replaced.
     """
+
+    def with_memory(values: torch.Tensor) -> torch.Tensor:
+        # Beside empty weights a module may have buffers that were read.
+        return torch.empty_like(values, device=device) if values.is_meta else values
+
     ties = tied_names(model)
-    for part in [part for part in model.modules() if _is_empty(part)]:
-        part.to_empty(device=device, recurse=False)
+    empty = [part for part in model.modules() if _is_empty(part)]
+    for part in empty:
+        part._apply(with_memory, recurse=False)
         fill = plugin.param_init_fn or getattr(type(part), "reset_parameters", None)
         if fill is not None:
             fill(part)
-    # Each name of a weight got memory of its own; the first one's is kept.
-    retie_parameters(model, ties)
+    if empty:
+        # Each name of a weight got memory of its own; the first one's is kept.
+        retie_parameters(model, ties)
 
 
-def start_alike(model: Module) -> None:
-    """Give every rank rank 0's weights and buffers, as DDP does."""
+def step_in_full_precision(model: Module, dtype: torch.dtype) -> None:
+    """Keep weights of 16 bits that train in float32, as Accelerate does under FSDP.
+
+    They are gathered in ``dtype`` all the same. Stepped in 16 bits, most would stay where they are:
+    a step that is smaller than 2**-9 of a weight in bfloat16 is rounded away.
+    """
+    # Module by module: parts that are sharded already would look for their weights anew.
+    found = [part for part in model.modules() if any(map(_is_rough, part._parameters.values()))]
+    for part in found:
+        part._apply(lambda values: values.float() if _is_rough(values) else values, recurse=False)
+    if found:
+        notice_once(
+            "weights in full precision",
+            "weights of 16 bits that train are kept and stepped in float32, as mixed precision "
+            f"under FSDP means, and computed with in {str(dtype).removeprefix('torch.')}: "
+            'checkpoints hold float32; mixed_precision="no" steps them as they are',
+        )
+
+
+def _is_rough(weight: torch.Tensor | None) -> bool:
+    return weight is not None and weight.requires_grad and weight.dtype.itemsize == 2
+
+
+def start_alike(model: Module, device: torch.device) -> None:
+    """Give every rank rank 0's weights and buffers, as DDP does; what is in parts stays.
+
+    Args:
+        model: on the host or on the device.
+        device: where this rank computes, over which tensors travel one by one: a group may be of
+            the device's backend alone.
+    """
     with torch.no_grad():
         for values in (*model.parameters(), *model.buffers()):
-            collectives.broadcast(values.data)
+            if not has_parts([values]):
+                sent = values.data.to(device)
+                collectives.broadcast(sent)
+                values.data.copy_(sent)
+
+
+def move_what_is_whole(model: Module, device: torch.device) -> None:
+    """Put weights and buffers that are not in parts on the device where this rank computes."""
+    for values in (*model.parameters(), *model.buffers()):
+        if not has_parts([values]):
+            values.data = values.data.to(device)
 
 
 def _is_empty(module: Module) -> bool:

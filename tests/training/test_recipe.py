@@ -1,0 +1,259 @@
+"""How a model gets from where the user made it to parts on every rank: memory, types, what is read.
+
+Tolerances are those of ``meshes``, and in bf16 those of ``test_matrix``.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+
+from notebook_accel import Accelerator
+from notebook_accel.training.strategies.given import has_parts
+from tests.training.harness import run_ranks
+from tests.training.meshes import (
+    FLOAT_ERROR,
+    Tiny,
+    accelerator_for,
+    blocks,
+    check_weights,
+    data,
+    loss_of,
+    make,
+    plugin,
+    twin,
+    weights_of,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROUNDING = 2.0**-8  # of bf16
+
+
+class Immovable(Tiny):
+    """A model for which no device has room."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("the whole model was put on a device")
+
+
+def names_in_parts(model: nn.Module) -> set[str]:
+    return {name for name, weight in model.named_parameters() if has_parts([weight])}
+
+
+def fill_empty_blocks() -> list[tuple[str, set[str]]]:
+    """As each module of an empty model is filled, which weights are in parts."""
+    seen: list[tuple[str, set[str]]] = []
+
+    def fill(module: nn.Module) -> None:
+        name = next(name for name, part in model.named_modules() if part is module)
+        seen.append((name, names_in_parts(model)))
+        for values in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.ones_(values)
+
+    accelerator = Accelerator(cpu=True, fsdp_plugin=blocks(param_init_fn=fill))
+    with torch.device("meta"):
+        model = Tiny()
+    accelerator.prepare(model)
+    return seen
+
+
+def spread_what_no_device_holds() -> tuple[list[tuple[str, set[str]]], int, int]:
+    model = Accelerator(cpu=True, fsdp_plugin=blocks()).prepare(Immovable())
+    return fill_empty_blocks(), len(names_in_parts(model)), len(dict(model.named_parameters()))
+
+
+def test_a_device_has_to_hold_its_shards_and_one_whole_block() -> None:
+    of_block = {name for name, _ in Tiny().blocks[0].named_parameters()}
+    first, second = ({f"blocks.{block}.{name}" for name in of_block} for block in (0, 1))
+    for seen, in_parts, weights in run_ranks(spread_what_no_device_holds, 2):
+        assert in_parts == weights
+        assert {name for name, _ in seen} > {"embed", "blocks.0.up", "blocks.1.up"}
+        for name, parts in seen:
+            before = {"0": set(), "1": first}.get(name.split(".")[-2], first | second) if (
+                name.startswith("blocks")
+            ) else first | second
+            assert parts == before, name
+
+
+def train_rough(kind: str) -> dict[str, Any]:
+    """Three steps, each too small for a weight of 16 bits, of a model that was read in 16 bits."""
+    precision = "no" if kind == "no precision" else "bf16"
+    plan = {"fsdp_plugin": blocks()}
+    accelerator = (
+        accelerator_for("fsdp x tensor", mixed_precision=precision)
+        if kind == "divided"
+        else Accelerator(cpu=True, mixed_precision=precision, **plan)  # type: ignore[arg-type]
+    )
+    model, optimizer = rough(kind)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    mine = share(accelerator)
+    for _ in range(3):
+        loss = accelerator.forward_backward(model, *mine, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    return {
+        "loss": float(accelerator.reduce(loss, "mean")),
+        "types": {str(value.dtype) for name, value in state.items() if "scale" not in name},
+        "frozen": str(state["blocks.1.up.weight"].dtype),
+        "weights": {name: value.tolist() for name, value in state.items()},
+    }
+
+
+def rough(kind: str) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    model = Tiny().bfloat16()
+    model.blocks[1].up.requires_grad_(kind != "frozen")
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    return model, torch.optim.SGD(weights, lr=1e-3)
+
+
+def share(accelerator: Accelerator) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's samples, of two shares."""
+    own = accelerator._strategy.data_group.process_index
+    inputs, targets = data(4).tensors
+    return inputs[2 * own : 2 * own + 2], targets[2 * own : 2 * own + 2]
+
+
+def rough_twin() -> tuple[float, dict[str, Any]]:
+    """One process that steps in float32, and rounds to bf16 what it computes with."""
+    model, _ = rough("whole")
+    model = model.float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    inputs, targets = data(4).tensors
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(inputs)
+        loss = loss_of(outputs.float(), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss.detach()), {k: v.tolist() for k, v in model.state_dict().items()}
+
+
+def train_all_rough(kinds: list[str]) -> dict[str, dict[str, Any]]:
+    return {kind: train_rough(kind) for kind in kinds}
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "whole"), (4, "divided")])
+def test_weights_that_were_read_in_16_bits_are_stepped_in_32(ranks: int, kind: str) -> None:
+    loss, weights = rough_twin()
+    start = {name: value.float() for name, value in rough("whole")[0].state_dict().items()}
+    for result in run_ranks(train_all_rough, ranks, [kind]):
+        ours = result[kind]
+        assert ours["types"] == {"torch.float32"}
+        assert ours["loss"] == pytest.approx(loss, abs=8 * ROUNDING)
+        for name, value in weights.items():
+            moved = (torch.tensor(value) - start[name]).abs().max()
+            mine = torch.tensor(ours["weights"][name])
+            # Of the path, not of the weight: in 16 bits nothing would have moved.
+            assert (mine - torch.tensor(value)).abs().max() <= 0.1 * moved, name
+
+
+def test_what_does_not_train_and_plain_training_keep_their_16_bits() -> None:
+    for result in run_ranks(train_all_rough, 2, ["frozen", "no precision"]):
+        assert result["frozen"]["frozen"] == "torch.bfloat16"
+        assert result["frozen"]["types"] == {"torch.bfloat16", "torch.float32"}
+        assert result["no precision"]["types"] == {"torch.bfloat16"}
+
+
+CASE: dict[str, Any] = {"accumulate": 2, "clip": 0.05}
+
+
+def divide_and_train(mesh: str) -> dict[str, Any]:
+    """The loop of ``meshes``, on a model whose layers the user has divided before ``prepare``."""
+    accelerator = accelerator_for(mesh, gradient_accumulation_steps=CASE["accumulate"])
+    assert accelerator.torch_device_mesh is not None
+    model, optimizer = make(CASE)
+    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader: Any = DataLoader(data(16), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seen: dict[str, Any] = {"losses": [], "norms": []}
+    for _ in range(2):
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                loss = accelerator.forward_backward(model, inputs, targets, loss_of)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), CASE["clip"])
+                    seen["norms"].append(float(norm))
+                optimizer.step()
+                optimizer.zero_grad()
+            seen["losses"].append(float(accelerator.reduce(loss, "mean")))
+    weight: Any = model.blocks[0].up.weight
+    along = weight.device_mesh.mesh_dim_names if isinstance(weight, DTensor) else ()
+    return {**seen, "along": along, "weights": weights_of(accelerator, model)}
+
+
+def divide_and_train_all(meshes: list[str]) -> dict[str, dict[str, Any]]:
+    return {mesh: divide_and_train(mesh) for mesh in meshes}
+
+
+def test_layers_that_were_divided_before_are_sharded_too() -> None:
+    expected = twin(2, CASE)
+    dimensions = {"fsdp x tensor": {"dp_shard", "tp"}, "replicas x tensor": {"dp_replicate", "tp"}}
+    for result in run_ranks(divide_and_train_all, 4, list(dimensions)):
+        for mesh, ours in result.items():
+            assert set(ours["along"]) >= dimensions[mesh]
+            assert ours["losses"] == pytest.approx(expected["losses"], abs=16 * FLOAT_ERROR), mesh
+            assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-5), mesh
+            check_weights(ours["weights"], expected["weights"], 16 * FLOAT_ERROR)
+
+
+def read_on_rank_0(folder: str) -> dict[str, Any]:
+    """What Transformers reads on this rank, and what every rank then has."""
+    from transformers import BertModel
+    from transformers.integrations import is_fsdp_enabled
+
+    before = {name: text for name, text in os.environ.items() if "FSDP" in name}
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(cpu_ram_efficient_loading=True))
+    is_told = is_fsdp_enabled()
+    model: Any = BertModel.from_pretrained(folder)
+    has_read = not any(weight.is_meta for weight in model.parameters())
+    model = accelerator.prepare(model)
+    tokens = torch.arange(8).view(2, 4)
+    outputs = model(input_ids=tokens).last_hidden_state.tolist()
+    after = str(Accelerator(cpu=True).distributed_type)
+    return {
+        "told": (is_told, is_fsdp_enabled()),
+        "read": has_read,
+        "outputs": outputs,
+        "after": after,
+        "restored": before == {name: text for name, text in os.environ.items() if "FSDP" in name},
+    }
+
+
+def test_transformers_reads_on_rank_0_alone(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=16,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
+    )
+    torch.manual_seed(3)
+    model = transformers.BertModel(config)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(input_ids=torch.arange(8).view(2, 4)).last_hidden_state
+    imports = ("transformers.models.bert.modeling_bert",)
+    for rank, ours in enumerate(run_ranks(read_on_rank_0, 2, str(tmp_path), imports=imports)):
+        assert ours["told"] == (True, False)
+        assert ours["read"] == (rank == 0)
+        torch.testing.assert_close(torch.tensor(ours["outputs"]), expected)
+        # An Accelerator without a plugin is not sharded by what the one before has told.
+        assert ours["after"] == "MULTI_CPU"
+        assert ours["restored"]
