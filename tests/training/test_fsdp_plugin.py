@@ -23,7 +23,12 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 from notebook_accel import (
     Accelerator,
@@ -32,7 +37,7 @@ from notebook_accel import (
     ParallelismConfig,
 )
 from notebook_accel.training.parallelism import fit_sizes
-from notebook_accel.training.strategies.fsdp import checkpoint_activations, units
+from notebook_accel.training.strategies.fsdp import checkpoint_activations, choose_modules, units
 from tests.training.single import fresh_rank  # noqa: F401
 
 Plugin = FullyShardedDataParallelPlugin
@@ -214,6 +219,22 @@ def test_a_policy_that_chooses_nothing_stays_as_it_is() -> None:
         assert plugin.auto_wrap_policy == given
 
 
+def test_a_policy_by_size_without_a_size_chooses_nothing() -> None:
+    """As Accelerate's; torch's own function would choose activations too, one by one."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    ours, theirs = (kind(auto_wrap_policy="size_based_wrap") for kind in (Plugin, PeerPlugin))
+    theirs.set_auto_wrap_policy(model)
+    assert theirs.auto_wrap_policy is None
+    with pytest.warns(UserWarning, match="min_num_params=0 wraps nothing"):
+        assert ours.wrap_policy(model) is None
+
+
+def test_modules_are_chosen_by_torchs_policy_of_classes() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    plugin = Plugin(auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    assert choose_modules(model, plugin) == [model[0]]
+
+
 @pytest.mark.parametrize(
     ("version", "given", "offloads"),
     [
@@ -351,6 +372,10 @@ def test_a_variable_that_is_no_number_is_named(
         (lambda: Plugin(fsdp_version=3), "fsdp_version=3: expected 1 or 2"),
         (lambda: Plugin(sharding_strategy="HALF"), "expected one of FULL_SHARD, "),
         (lambda: Plugin(auto_wrap_policy="all"), "expected one of .*, or a function"),
+        (
+            lambda: Plugin(auto_wrap_policy=CustomPolicy(lambda _: True)),
+            r"auto_wrap_policy is a CustomPolicy: expected .* ModuleWrapPolicy\(\{Block\}\)",
+        ),
         (lambda: Plugin(state_dict_type="X"), "expected one of FULL_STATE_DICT"),
         (lambda: Plugin(mixed_precision_policy="half"), "'half': expected one of bf16, fp16"),
         (lambda: Plugin(mixed_precision_policy={"output_dtype": None}), "MixedPrecision of fsdp_v"),

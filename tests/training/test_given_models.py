@@ -176,6 +176,50 @@ def waits(accelerator: Accelerator, model: Any) -> bool:
     return not torch.equal(both[0], both[1])
 
 
+def add_up_in_nested_blocks() -> dict[str, Any]:
+    """Which of four backwards of a sharded model reduces, and what they add up to."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(fully_sharded(make(CASE)[0]))
+    rank = torch.distributed.get_rank()
+    inputs, targets = data(8).tensors
+    weight = model.embed.weight
+    reduced: list[bool] = []
+
+    def backward(number: int) -> None:
+        own = slice(2 * number + rank, 2 * number + rank + 1)
+        accelerator.backward(loss_of(model(inputs[own]), targets[own]))
+        reduced.append(weight.grad is not None)
+
+    with accelerator.no_sync(model):
+        with accelerator.no_sync(model):
+            backward(0)
+        backward(1)
+        with accelerator.trigger_sync_in_backward(model):
+            backward(2)
+        weight.grad, kept = None, weight.grad.full_tensor()
+        backward(3)
+    backward(0)
+    return {"reduced": reduced, "first": kept.tolist(), "then": weight.grad.full_tensor().tolist()}
+
+
+def test_blocks_without_reduction_may_lie_in_each_other() -> None:
+    def gradient(*batches: int) -> torch.Tensor:
+        model = make(CASE)[0]
+        inputs, targets = data(8).tensors
+        for number in batches:
+            own = slice(2 * number, 2 * number + 2)
+            loss_of(model(inputs[own]), targets[own]).backward()
+        assert model.embed.weight.grad is not None
+        return model.embed.weight.grad
+
+    for result in run_ranks(add_up_in_nested_blocks, 2):
+        assert result["reduced"] == [False, False, True, False, True]
+        for ours, batches in ((result["first"], (0, 1, 2)), (result["then"], (3, 0))):
+            torch.testing.assert_close(
+                torch.tensor(ours), gradient(*batches), atol=4 * FLOAT_ERROR, rtol=0
+            )
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(train_and_go_on, 2, str(tmp_path_factory.mktemp("given")))

@@ -332,6 +332,49 @@ def test_two_models_and_an_optimizer_that_is_prepared_later(tmp_path: Path) -> N
     assert not any(name.startswith(("pytorch_model_fsdp", "optimizer_0")) for name in whole)
 
 
+def hold_while_saving(folder: str) -> dict[str, Any]:
+    """What this rank holds of whole weights and states while rank 0 writes them."""
+    accelerator = make_accelerator("full")
+    accelerator.state.fsdp_plugin.state_dict_config = None  # type: ignore[union-attr]
+    model: Any = Tiny()
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.forward_backward(model, *data(4).tensors, loss_of)
+    optimizer.step()
+    held: list[Any] = []
+    accelerator.register_save_state_pre_hook(
+        lambda _, weights, __: held.extend(sorted(each) for each in weights)
+    )
+    strategy = accelerator._strategy
+    asked: dict[str, bool] = {}
+    for name in ("state_dict", "optimizer_state"):
+
+        def ask(*args: Any, own: Any = getattr(strategy, name), name: str = name, **how: Any) -> Any:
+            found = own(*args, **how)
+            asked[name] = bool(found)
+            return found
+
+        setattr(strategy, name, ask)
+    accelerator.save_state(f"{folder}/state")
+    accelerator.save_model(model, f"{folder}/model")
+    whole = accelerator.get_state_dict(model)
+    return {"held": held, "asked": asked, "whole": len(whole)}
+
+
+def test_only_who_writes_holds_what_was_joined(tmp_path: Path) -> None:
+    """The host of many ranks has no room for one copy each."""
+    names = sorted(Tiny().state_dict())
+    for rank, result in enumerate(run_ranks(hold_while_saving, 2, str(tmp_path))):
+        writes = rank == 0
+        assert result["held"] == [names if writes else []]
+        assert result["asked"] == {"state_dict": True, "optimizer_state": writes}
+        assert result["whole"] == len(names)
+    for folder in ("state", "model"):
+        assert (tmp_path / folder / "model.safetensors").exists()
+    state = torch.load(tmp_path / "state" / "optimizer.bin", weights_only=True)["state"]
+    assert state[0]["exp_avg"].shape == Tiny().embed.weight.shape
+
+
 @pytest.mark.parametrize("how", ["fused", "capturable"])
 def test_steps_that_a_device_counts_are_read_there(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -368,6 +368,33 @@ def test_a_device_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) ->
             devices.choose_device(cpu=False, local_rank=0)
 
 
+@pytest.mark.parametrize(
+    ("asked", "device", "expected"),
+    [
+        (None, "cuda:0", "cpu:gloo,cuda:nccl"),
+        ("nccl", "cuda:0", "cpu:gloo,cuda:nccl"),
+        ("cuda:nccl", "cuda:0", "cuda:nccl"),  # said device by device
+        ("gloo", "cuda:0", "gloo"),
+        ("mpi", "cuda:0", "mpi"),
+        ("nccl", "cpu", "nccl"),  # torch says what is wrong with it
+        (None, "cpu", "gloo"),
+    ],
+)
+def test_a_backend_of_devices_alone_has_gloo_for_the_host_beside_it(
+    asked: str | None, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offloaded weights, checkpoints and objects are on the host, and NCCL takes nothing there."""
+    opened: list[str] = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(devices, "choose_device", lambda **_: torch.device(device))
+    monkeypatch.setattr(
+        topology, "open_process_group", lambda *, backend, **_: opened.append(backend)
+    )
+    PartialState(backend=asked)
+    assert opened == [expected]
+
+
 @pytest.mark.parametrize("asked", ["true", "false"])
 def test_a_rank_stays_near_its_device_if_it_is_asked_to(
     asked: str, monkeypatch: pytest.MonkeyPatch

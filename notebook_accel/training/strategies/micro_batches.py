@@ -103,53 +103,62 @@ class _MicroBatch:
     num_real: int
 
 
+def _do_nothing() -> None:
+    """Before a backward that nothing waits for."""
+
+
+def _unchanged(loss: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
+@dataclass(kw_only=True, eq=False)
 class Pipeline:
-    """Runs batches through the stages of one model.
+    """Runs batches through the stages of one model."""
 
-    Attributes:
-        own_stages: the stages of this rank.
-        own_weights: weights that only this rank of the pipeline has; empty until note_weights.
-        shared_weights: weights that every rank of the pipeline has, likewise.
-        sharded_blocks: modules of this rank whose weights are in parts.
-        exchanges_gradients: whether the next batch is the last of its window.
-        before_backward: called before each stage's backward of a micro-batch.
-        has_added_up: whether all ranks of the pipeline have the same gradients of what they share.
-        running: the stage whose forward runs now.
-    """
+    schedule: str
+    """Its name in ``SCHEDULES``."""
+    ranges: Sequence[range]
+    """The blocks of each stage."""
+    own_stages: range
+    """The stages of this rank."""
+    num_microbatches: int
+    group: dist.ProcessGroup
+    """The ranks of one pipeline."""
+    device: torch.device
+    """Where this rank computes."""
+    prefix: str
+    """How the names of blocks begin."""
+    model_name: str
+    """The name of the model's class, for messages."""
+    own_weights: list[nn.Parameter] = field(default_factory=list, init=False)
+    """Weights that only this rank of the pipeline has; empty until ``note_weights``."""
+    shared_weights: list[nn.Parameter] = field(default_factory=list, init=False)
+    """Weights that every rank of the pipeline has, likewise."""
+    sharded_blocks: list[FSDPModule] = field(default_factory=list, init=False)
+    """Modules of this rank whose weights are in parts, likewise."""
+    exchanges_gradients: bool = field(default=True, init=False)
+    """Whether the next batch is the last of its window."""
+    has_added_up: bool = field(default=False, init=False)
+    """Whether all ranks of the pipeline have the same gradients of what they share."""
+    running: Running | None = field(default=None, init=False)
+    """The stage whose forward runs now."""
+    before_backward: Callable[[], None] = field(default_factory=lambda: _do_nothing, init=False)
+    """Called before each stage's backward of a micro-batch."""
+    # Of the batch that is under way.
+    _micro_batches: list[_MicroBatch] = field(default_factory=list, init=False)
+    _losses: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
+    _loss_function: Callable[[Any, Any], torch.Tensor] | None = field(default=None, init=False)
+    _for_backward: Callable[[torch.Tensor], torch.Tensor] = field(
+        default_factory=lambda: _unchanged, init=False
+    )
+    # Torch's schedule, and the shapes that it was made for.
+    _built: Any = field(default=None, init=False)
+    _built_for: Any = field(default=None, init=False)
 
-    def __init__(
-        self,
-        *,
-        schedule: str,
-        ranges: Sequence[range],
-        own_stages: range,
-        num_microbatches: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        prefix: str,
-        model_name: str,
-    ) -> None:
-        self.schedule = schedule
-        self.ranges = ranges
-        self.own_stages = own_stages
-        self.num_microbatches = num_microbatches
-        self.group = group
-        self.device = device
-        self.prefix = prefix
-        self.blocks_name = prefix.removesuffix(".") or model_name
-        self.sharded_blocks: list[FSDPModule] = []
-        self.own_weights: list[nn.Parameter] = []
-        self.shared_weights: list[nn.Parameter] = []
-        self.exchanges_gradients = True
-        self.has_added_up = False
-        self.running: Running | None = None
-        self.before_backward: Callable[[], None] = lambda: None
-        self._micro_batches: list[_MicroBatch] = []
-        self._losses: dict[int, torch.Tensor] = {}
-        self._loss_function: Callable[[Any, Any], torch.Tensor] | None = None
-        self._for_backward: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
-        self._built_for: Any = None
-        self._built: Any = None
+    @property
+    def _blocks_name(self) -> str:
+        """What messages call the module whose children are the blocks."""
+        return self.prefix.removesuffix(".") or self.model_name
 
     @property
     def has_last_stage(self) -> bool:
@@ -300,12 +309,12 @@ class Pipeline:
         if not ended or running.seen != list(running.blocks):
             raise ConfigError(
                 f"stage {stage} of the pipeline has blocks {list(running.blocks)} of "
-                f"{self.blocks_name}, and the forward ran {running.seen} of them: expected a model "
+                f"{self._blocks_name}, and the forward ran {running.seen} of them: expected a model "
                 "that runs all its blocks once, one after the other"
             )
         if not is_last and not isinstance(outputs, torch.Tensor):
             raise ConfigError(
-                f"the blocks of {self.blocks_name} pass a {type(outputs).__name__} on: expected "
+                f"the blocks of {self._blocks_name} pass a {type(outputs).__name__} on: expected "
                 "blocks that take hidden states (one tensor) as first argument and give them"
             )
         return outputs

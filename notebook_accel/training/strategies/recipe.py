@@ -176,8 +176,8 @@ def start_alike(model: Module, device: torch.device) -> None:
 
     Args:
         model: on the host or on the device.
-        device: where this rank computes, over which tensors travel one by one: a group may be of
-            the device's backend alone.
+        device: where this rank computes, over which tensors travel one by one: its backend is the
+            fastest.
     """
     with torch.no_grad():
         for values in (*model.parameters(), *model.buffers()):
