@@ -73,9 +73,7 @@ class PreparedParts:
         take part in joining, and get none: their host need not have room for them.
         """
         full = not self.strategy.saves_shards
-        return [
-            self.strategy.state_dict(model, full=full, keeps=writes) for model in self.models
-        ]
+        return [self.strategy.state_dict(model, full=full, keeps=writes) for model in self.models]
 
     def pieces(
         self, weights: Sequence[dict[str, Any]], *, safe: bool, writes: bool

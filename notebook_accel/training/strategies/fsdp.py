@@ -149,7 +149,7 @@ def shard(
     dtype: torch.dtype | None,
     device: torch.device,
     ignored: set[Parameter],
-    make_ready: Callable[[Module], None] | None = None,
+    make_ready: Callable[[Module], None],
 ) -> None:
     """Shard the chosen modules and then the model, in place.
 
@@ -171,13 +171,11 @@ def shard(
         "ignored_params": ignored or None,
     }
     for part in chosen:
-        if make_ready is not None:
-            make_ready(part)
+        make_ready(part)
         # With an output type on an inner module the next one gets what its weights are not:
         # "mat1 and mat2 must have the same dtype".
         fully_shard(part, mp_policy=replace(inside, output_dtype=None), **options)
-    if make_ready is not None:
-        make_ready(model)
+    make_ready(model)
     fully_shard(model, mp_policy=inside, **options)
 
 

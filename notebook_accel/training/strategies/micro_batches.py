@@ -156,7 +156,7 @@ class Pipeline:
     _built_for: Any = field(default=None, init=False)
 
     @property
-    def _blocks_name(self) -> str:
+    def blocks_name(self) -> str:
         """What messages call the module whose children are the blocks."""
         return self.prefix.removesuffix(".") or self.model_name
 
@@ -309,12 +309,12 @@ class Pipeline:
         if not ended or running.seen != list(running.blocks):
             raise ConfigError(
                 f"stage {stage} of the pipeline has blocks {list(running.blocks)} of "
-                f"{self._blocks_name}, and the forward ran {running.seen} of them: expected a model "
+                f"{self.blocks_name}, and the forward ran {running.seen} of them: expected a model "
                 "that runs all its blocks once, one after the other"
             )
         if not is_last and not isinstance(outputs, torch.Tensor):
             raise ConfigError(
-                f"the blocks of {self._blocks_name} pass a {type(outputs).__name__} on: expected "
+                f"the blocks of {self.blocks_name} pass a {type(outputs).__name__} on: expected "
                 "blocks that take hidden states (one tensor) as first argument and give them"
             )
         return outputs

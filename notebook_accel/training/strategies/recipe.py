@@ -4,9 +4,9 @@ The order is torchtitan's (pipeline, tensor, activation checkpointing, compile, 
 step works on what the one before has left:
 
 1. weights on the meta device get memory and values, and all ranks start from the same ones. Where
-   nothing but shards is asked for, this is done with each unit of step 6 as its turn comes: a device
-   holds its shards and one whole unit, and need not have room for the model. Otherwise the whole
-   model is made ready on the host;
+   nothing but shards is asked for, this is done with each unit of step 6 as its turn comes: a
+   device holds its shards and one whole unit, and need not have room for the model. Otherwise the
+   whole model is made ready on the host;
 2. pipeline: each rank keeps the blocks of its stages, so that all that follows sees those alone;
 3. tensor: the layers of the plan are divided over the ranks that compute them together;
 4. activation checkpointing: around whole blocks, so that it sees divided layers, not the reverse;
@@ -34,7 +34,7 @@ from notebook_accel.training.strategies.given import has_parts
 from notebook_accel.training.ties import retie_parameters, tied_names
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
@@ -72,25 +72,20 @@ def spread(
     # By their names, which are others once a stage has dropped blocks, or activation checkpointing
     # has wrapped them.
     ignored = plugin.ignored_parts(model) if data else []
+    make_ready: Callable[..., None] = partial(
+        _make_ready, plugin=plugin, dtype=dtype if data else None, device=device
+    )
     # Alike on every rank, whoever has read the weights: all broadcast in one order.
-    is_ready = "pp" in dimensions or "tp" in dimensions or bool(ignored)
-
-    def make_ready(part: Module, home: torch.device) -> None:
-        fill_empty(part, home, plugin)
-        if data and dtype is not None:
-            step_in_full_precision(part, dtype)
-        if plugin.sync_module_states:
-            start_alike(part, device)
-
-    if is_ready:
-        make_ready(model, torch.device("cpu"))
+    if not _is_ready_by_unit(dimensions, ignored):
+        make_ready(model, home=torch.device("cpu"))
+        make_ready = _leave
     own_blocks: list[Module] = []
     if "pp" in dimensions:
         # Imported here: torch's pipelines take seconds, for those who use them alone.
         from notebook_accel.training.strategies import stages
 
         own_blocks = stages.cut(model, mesh["pp"], parallelism, device)
-    if "tp" in dimensions and not has_parts(model.parameters()):
+    if "tp" in dimensions:
         tensor.divide_layers(model, mesh["tp"], parallelism.tp_plan)
     chosen = fsdp.choose_modules(model, plugin)
     if plugin.activation_checkpointing:
@@ -112,7 +107,7 @@ def spread(
                 dtype=dtype,
                 device=device,
                 ignored=kept_whole,
-                make_ready=None if is_ready else partial(make_ready, home=device),
+                make_ready=partial(make_ready, home=device),
             )
         if kept_whole and not own_blocks:  # a pipeline averages what is whole, after the batch
             # Not mesh["dp_cp"], by which torch warns.
@@ -123,6 +118,40 @@ def spread(
             fsdp.keep_root_for_backward(model)
     move_what_is_whole(model, device)
     dtensors.accept_whole_weights(model)
+
+
+def _is_ready_by_unit(dimensions: Sequence[str], ignored: Sequence[Module]) -> bool:
+    """Whether step 1 may wait for step 6: the steps between take weights as they are, and none is
+    shared by a unit and a part that is named beforehand."""
+    return not ({"pp", "tp"} & set(dimensions) or ignored)
+
+
+def _make_ready(
+    model: Module,
+    *,
+    home: torch.device,
+    plugin: FullyShardedDataParallelPlugin,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    """Give a model, or a part of it, the weights that training begins with.
+
+    Args:
+        model: what is in parts already stays as it is.
+        home: where empty weights get memory.
+        plugin: how.
+        dtype: the type that sharded weights are gathered in; None for their own.
+        device: where this rank computes.
+    """
+    fill_empty(model, home, plugin)
+    if dtype is not None:
+        step_in_full_precision(model, dtype)
+    if plugin.sync_module_states:
+        start_alike(model, device)
+
+
+def _leave(model: Module, *, home: torch.device) -> None:
+    """What is ready stays as it is."""
 
 
 def fill_empty(model: Module, device: torch.device, plugin: FullyShardedDataParallelPlugin) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.strategies.given import has_parts
 from notebook_accel.training.ties import retie_parameters, tied_names
 
 if TYPE_CHECKING:
@@ -55,13 +56,15 @@ def divide_layers(model: Module, mesh: DeviceMesh, plan: Mapping[str, Any] | Non
     """Divide the layers that the plan names over the ranks of ``mesh``, in place.
 
     Args:
-        model: whole and alike on every rank.
+        model: whole and alike on every rank; one whose layers are divided already stays as it is.
         mesh: one dimension.
         plan: module name or pattern to style; None takes the model's own.
 
     Raises:
         ConfigError: there is no plan, it names nothing, or a style is not known.
     """
+    if has_parts(model.parameters()):
+        return
     if plan is None:
         plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not plan:
