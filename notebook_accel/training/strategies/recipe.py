@@ -95,28 +95,27 @@ def spread(
         from notebook_accel.training.strategies import context
 
         context.fit_decoder(model)
-    if data:
-        kept_whole = {weight for part in ignored for weight in part.parameters()}
-        # One dimension shards; of two, the first replicates what the second shards.
-        for unit, inside in fsdp.units(model, chosen, own_blocks):
-            fsdp.shard(
-                unit,
-                inside,
-                mesh[data],
-                plugin=plugin,
-                dtype=dtype,
-                device=device,
-                ignored=kept_whole,
-                make_ready=partial(make_ready, home=device),
-            )
-        if kept_whole and not own_blocks:  # a pipeline averages what is whole, after the batch
-            # Not mesh["dp_cp"], by which torch warns.
-            everyone = mesh[tuple(parallelism.dp_cp_dim_names)]._flatten("dp_cp")
-            fsdp.average_gradients(kept_whole, everyone.get_group())
-        # The blocks of a pipeline's stage run forward for several micro-batches first.
-        if not own_blocks and plugin.reshard_after_forward:
-            fsdp.keep_root_for_backward(model)
-    move_what_is_whole(model, device)
+    kept_whole = {weight for part in ignored for weight in part.parameters()}
+    # One dimension shards; of two, the first replicates what the second shards.
+    for unit, inside in fsdp.units(model, chosen, own_blocks) if data else ():
+        fsdp.shard(
+            unit,
+            inside,
+            mesh[data],
+            plugin=plugin,
+            dtype=dtype,
+            device=device,
+            ignored=kept_whole,
+            make_ready=partial(make_ready, home=device),
+        )
+    move_what_is_whole(model, device)  # before a hook has noted where a weight lies
+    if kept_whole and not own_blocks:  # a pipeline averages what is whole, after the batch
+        # Not mesh["dp_cp"], by which torch warns.
+        everyone = mesh[tuple(parallelism.dp_cp_dim_names)]._flatten("dp_cp")
+        fsdp.average_gradients(kept_whole, everyone.get_group())
+    # The blocks of a pipeline's stage run forward for several micro-batches first.
+    if data and not own_blocks and plugin.reshard_after_forward:
+        fsdp.keep_root_for_backward(model)
     dtensors.accept_whole_weights(model)
 
 
