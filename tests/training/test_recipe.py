@@ -31,6 +31,7 @@ from tests.training.meshes import (
     twin,
     weights_of,
 )
+from tests.training.scripts.parts import gpt2
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -255,3 +256,54 @@ def test_transformers_reads_on_rank_0_alone(tmp_path: Path) -> None:
         # An Accelerator without a plugin is not sharded by what the one before has told.
         assert ours["after"] == "MULTI_CPU"
         assert ours["restored"]
+
+
+def train_adapters(folder: str) -> dict[str, Any]:
+    """LoRA in a frozen decoder, sharded as PEFT's examples say, or on one rank whole."""
+    from peft import LoraConfig, get_peft_model
+    from peft.utils.other import fsdp_auto_wrap_policy
+
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    torch.manual_seed(5)
+    model: Any = get_peft_model(gpt2(), config)  # type: ignore[arg-type]
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin())
+    accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)  # type: ignore[union-attr]
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer: Any = torch.optim.SGD(trained, lr=1.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids = torch.randint(1, 20, (4, 5), generator=torch.Generator().manual_seed(1))
+    size = 4 // accelerator.num_processes
+    mine = ids[accelerator.process_index * size :][:size]
+    losses = []
+    for _ in range(4):
+        loss = model(input_ids=mine, labels=mine).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    unwrapped = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(
+        folder,
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    return {"losses": losses, "parts": names_in_parts(model) == set(dict(model.named_parameters()))}
+
+
+def test_adapters_in_a_frozen_model_train_in_parts(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    imports = ("transformers.models.gpt2.modeling_gpt2", "peft")
+    (whole,) = run_ranks(train_adapters, 1, str(tmp_path / "one"), imports=imports)
+    for ours in run_ranks(train_adapters, 2, str(tmp_path / "two"), imports=imports):
+        assert ours["parts"]
+        assert ours["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+        assert ours["losses"][-1] < ours["losses"][0]
+    one, two = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("one", "two"))
+    assert len(one) == 2
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, atol=1e-5, rtol=0)
