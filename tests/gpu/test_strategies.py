@@ -161,3 +161,28 @@ def test_a_fused_optimizer_goes_on_from_a_sharded_checkpoint(tmp_path: Path) -> 
         pytest.skip("needs two GPUs")
     run = notebook_launcher(_resume_fused, (str(tmp_path / "s"),), num_processes=2, view="none")
     assert run.results == [("cuda", "cpu")] * 2
+
+
+def _peak_of_prepare() -> tuple[int, int]:
+    """How far a GPU's memory rises as a model is sharded, and the bytes of the model."""
+    import torch
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1 << 20
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16)))
+    whole = sum(weight.nbytes for weight in model.parameters())
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    accelerator.prepare(model)
+    return torch.cuda.max_memory_allocated() - before, whole
+
+
+def test_a_model_is_sharded_without_room_for_all_of_it() -> None:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for peak, whole in notebook_launcher(_peak_of_prepare, num_processes=2, view="none"):
+        assert peak < 0.75 * whole, "half of it, and a layer or two"

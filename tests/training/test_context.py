@@ -77,11 +77,14 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
+    """Embedding and head are one weight."""
+
     def __init__(self, causal: bool = True) -> None:
         super().__init__()
         self.embed, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.layers = nn.ModuleList([Layer(causal), Layer(causal)])
-        self.head = nn.Linear(WIDTH, WORDS)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens) + self.places(places)
@@ -217,6 +220,7 @@ def check(context: str, ours: dict[str, Any]) -> None:
         assert mine["norms"] == pytest.approx(expected["norms"], rel=1e-5 + 16 * rounding), name
         tokens = data(case.get("samples", 8))[:, :-1].tolist()
         assert sorted(mine["samples"]) == sorted(tokens)
+        assert mine["weights"]["head.weight"] == mine["weights"]["embed.weight"], name
         check_weights(mine["weights"], expected["weights"], error)
 
 
