@@ -81,8 +81,8 @@ def make() -> nn.Sequential:
     )
 
 
-def learn(strategy: str) -> dict[str, Any]:
-    """Ten steps with emulated products, and with none."""
+def learn(strategy: str, emulate: bool = True) -> dict[str, Any]:
+    """Ten steps with products in 8 bits, and with none; emulated on the CPU, or on a GPU."""
     from torchao.float8 import Float8LinearConfig
 
     losses: dict[str, list[float]] = {}
@@ -91,15 +91,15 @@ def learn(strategy: str) -> dict[str, Any]:
         asked["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
     if strategy == "pipeline":
         asked["parallelism_config"] = ParallelismConfig(pp_size=2)
-    recipes = [utils.AORecipeKwargs(config=Float8LinearConfig(emulate=True))]
+    recipes = [utils.AORecipeKwargs(config=Float8LinearConfig(emulate=emulate))]
     for precision, handlers in (("no", []), ("fp8", recipes)):
         accelerator = Accelerator(
-            cpu=True, mixed_precision=precision, kwargs_handlers=handlers, **asked
+            cpu=emulate, mixed_precision=precision, kwargs_handlers=handlers, **asked
         )
         model: Any = make()
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = accelerator.prepare(model, optimizer)
-        inputs = torch.linspace(-1, 1, 64).reshape(16, 4)
+        inputs = torch.linspace(-1, 1, 64, device=accelerator.device).reshape(16, 4)
         losses[precision] = []
         for _ in range(10):
             loss = accelerator.forward_backward(
@@ -120,15 +120,27 @@ def learn(strategy: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "pipeline"])
 def test_emulated_training_stays_near_full_precision(strategy: str) -> None:
-    """An 8-bit number has 3 bits behind the point: a product of two moves by 2**-3 at most."""
     pytest.importorskip("torchao", reason="torchao is not installed")
     for result in run_ranks(learn, 1 if strategy == "single" else 2, strategy):
-        assert result["fp8"] == pytest.approx(result["no"], rel=2.0**-3)
-        assert result["fp8"] != pytest.approx(result["no"], rel=2.0**-10)
-        assert result["fp8"][-1] < result["fp8"][0] / 2
-        assert result["names"] == set(make().state_dict())
-        assert (result["is converted"], result["backend"]) == (True, "AO")
-        if strategy != "pipeline":  # there a rank has the layers of its stage
-            # Neither the first and the last, nor one whose sizes do not fit.
-            linear = [kind for kind in result["kinds"] if "Linear" in kind]
-            assert linear == ["Linear", "Float8Linear", "Linear", "Linear"]
+        check(result, has_all_layers=strategy != "pipeline")  # there a rank has those of its stage
+
+
+@pytest.mark.gpu
+def test_a_gpu_multiplies_in_8_bits() -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    if not utils.check_cuda_fp8_capability():
+        pytest.skip("needs a GPU of compute capability 8.9")
+    check(learn("single", emulate=False))
+
+
+def check(result: dict[str, Any], has_all_layers: bool = True) -> None:
+    """An 8-bit number has 3 bits behind the point: a product of two moves by 2**-3 at most."""
+    assert result["fp8"] == pytest.approx(result["no"], rel=2.0**-3)
+    assert result["fp8"] != pytest.approx(result["no"], rel=2.0**-10)
+    assert result["fp8"][-1] < result["fp8"][0] / 2
+    assert result["names"] == set(make().state_dict())
+    assert (result["is converted"], result["backend"]) == (True, "AO")
+    if has_all_layers:
+        # Neither the first and the last, nor one whose sizes do not fit.
+        linear = [kind for kind in result["kinds"] if "Linear" in kind]
+        assert linear == ["Linear", "Float8Linear", "Linear", "Linear"]
