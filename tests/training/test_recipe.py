@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from notebook_accel import Accelerator
+from notebook_accel import Accelerator, ParallelismConfig
 from notebook_accel.training.strategies.given import has_parts
 from tests.training.harness import run_ranks
 from tests.training.meshes import (
@@ -307,3 +307,42 @@ def test_adapters_in_a_frozen_model_train_in_parts(tmp_path: Path) -> None:
     assert one.keys() == two.keys()
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, atol=1e-5, rtol=0)
+
+
+def train_read_in_parts(folder: str, tp_size: int) -> dict[str, Any]:
+    """A decoder whose layers Transformers has divided as it read them, or a whole one."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=tp_size))
+    asked = {"distributed_config": DistributedConfig(tp_size=tp_size)} if tp_size > 1 else {}
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, **asked)
+    divided = has_parts(model.parameters())
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses, norms = [], []
+    for tokens in torch.randint(32, (4, 2, 6), generator=torch.Generator().manual_seed(1)):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    weights = weights_of(accelerator, model)
+    return {"losses": losses, "norms": norms, "divided": divided, "weights": weights}
+
+
+def test_a_model_that_transformers_divides_as_it_reads_it_is_taken_as_it_is(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    config = transformers.LlamaConfig(**sizes, **heads)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    imports = ("transformers.models.llama.modeling_llama",)
+    (whole,) = run_ranks(train_read_in_parts, 1, str(tmp_path), 1, imports=imports)
+    for ours in run_ranks(train_read_in_parts, 2, str(tmp_path), 2, imports=imports):
+        assert ours["divided"]
+        assert ours["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+        assert ours["norms"] == pytest.approx(whole["norms"], rel=1e-4)
+        check_weights(ours["weights"], whole["weights"], 1e-4)
