@@ -346,8 +346,8 @@ def test_what_cannot_be_divided_is_refused() -> None:
             assert re.search(message, said)
 
 
-# Qwen3 has a norm of each head.
-OWN_PLANS = {"Llama": True, "Qwen3": False}
+# Qwen3 has a norm of each head; Phi3's layers give, and take, whole outputs.
+OWN_PLANS = {"Llama": True, "Qwen3": False, "Phi3": False}
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
 
@@ -358,7 +358,7 @@ def train_by_own_plan(name: str, tp_size: int) -> dict[str, Any]:
     settings = ParallelismConfig(tp_size=tp_size)
     accelerator = Accelerator(cpu=True, parallelism_config=settings)
     torch.manual_seed(0)
-    sizes = {**SMALL, **HEADS, "tie_word_embeddings": OWN_PLANS[name]}
+    sizes = {**SMALL, **HEADS, "pad_token_id": 0, "tie_word_embeddings": OWN_PLANS[name]}
     config = getattr(transformers, f"{name}Config")(**sizes)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -382,6 +382,7 @@ def test_models_of_transformers_are_divided_by_their_own_plans() -> None:
     models = (
         "transformers.models.llama.modeling_llama",
         "transformers.models.qwen3.modeling_qwen3",
+        "transformers.models.phi3.modeling_phi3",
     )
     (whole,) = run_ranks(train_by_own_plans, 1, 1, imports=models)
     for result in run_ranks(train_by_own_plans, 2, 2, imports=models):

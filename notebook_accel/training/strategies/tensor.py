@@ -95,7 +95,9 @@ def _as_style(name: str, given: Any) -> ParallelStyle:
     if given not in _STYLES:
         raise ConfigError(
             f"the tp_plan says {given!r} for {name!r}: expected one of {', '.join(_STYLES)}, or a "
-            "ParallelStyle of torch"
+            "ParallelStyle of torch. What else a model of Transformers plans (for experts, say) it "
+            "does itself: from_pretrained(..., distributed_config=DistributedConfig(tp_size=...)) "
+            "gives a model that prepare() takes as it is"
         )
     return _STYLES[given]()
 
