@@ -111,8 +111,8 @@ class FullyShardedDataParallelPlugin:
     """Whether what activation checkpointing keeps, the inputs of the wrapped modules, goes to the
     host. Variable FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD."""
     cpu_ram_efficient_loading: bool | None = None
-    """Whether rank 0 alone reads the weights: ``from_pretrained`` of Transformers does so once the
-    ``Accelerator`` is made. Variable FSDP_CPU_RAM_EFFICIENT_LOADING."""
+    """Whether rank 0 alone has read the weights; Transformers is told so as the ``Accelerator`` is
+    made. Variable FSDP_CPU_RAM_EFFICIENT_LOADING."""
     transformer_cls_names_to_wrap: list[str] | str | None = None
     """Names of the classes that "transformer_based_wrap" wraps, in a list or with commas; None
     takes the model's own ``_no_split_modules``. Variable FSDP_TRANSFORMER_CLS_TO_WRAP."""
@@ -474,7 +474,7 @@ def resolve_fsdp(plugin: Any) -> FullyShardedDataParallelPlugin | None:
 
 
 def _tell_transformers(*, reads_on_rank_0: bool) -> None:
-    """Have ``from_pretrained`` of Transformers read on rank 0 alone, or on every rank.
+    """Tell Transformers whether rank 0 alone has to read weights.
 
     It asks the environment, which says again what it did before once the next ``Accelerator`` is
     made: one without a plugin would be sharded by it.

@@ -167,7 +167,7 @@ def fill_empty(model: Module, device: torch.device, plugin: FullyShardedDataPara
     ties = tied_names(model)
     empty = [part for part in model.modules() if _is_empty(part)]
     for part in empty:
-        part._apply(with_memory, recurse=False)
+        part._apply(with_memory, recurse=False)  # type: ignore[no-untyped-call]
         fill = plugin.param_init_fn or getattr(type(part), "reset_parameters", None)
         if fill is not None:
             fill(part)
@@ -185,7 +185,7 @@ def step_in_full_precision(model: Module, dtype: torch.dtype) -> None:
     # Module by module: parts that are sharded already would look for their weights anew.
     found = [part for part in model.modules() if any(map(_is_rough, part._parameters.values()))]
     for part in found:
-        part._apply(lambda values: values.float() if _is_rough(values) else values, recurse=False)
+        part._apply(_in_full_precision, recurse=False)  # type: ignore[no-untyped-call]
     if found:
         notice_once(
             "weights in full precision",
@@ -193,6 +193,10 @@ def step_in_full_precision(model: Module, dtype: torch.dtype) -> None:
             f"under FSDP means, and computed with in {str(dtype).removeprefix('torch.')}: "
             'checkpoints hold float32; mixed_precision="no" steps them as they are',
         )
+
+
+def _in_full_precision(values: torch.Tensor) -> torch.Tensor:
+    return values.float() if _is_rough(values) else values
 
 
 def _is_rough(weight: torch.Tensor | None) -> bool:
