@@ -9,6 +9,10 @@ others, are answered by the thread that takes messages in:
                                               |
                                               +-- all else --> queue of the main shell, as ipykernel
 
+A page that has had no state of the widgets within four seconds (ipywidgets 8, where the machine is
+busy), or knows of no way to ask for all of it, asks each widget for its own, on that widget's comm:
+that is answered as well, whatever the widget is.
+
 What came while the cell did something else, before it waited, is in that queue: as the wait begins,
 the same messages are taken out of it.
 """
@@ -16,13 +20,18 @@ the same messages are taken out of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import threading
 import weakref
 from inspect import isawaitable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.system.interrupts import Latch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextvars import ContextVar
 
 __all__ = ["BlockedShell", "blocked_shell_of"]
 
@@ -134,9 +143,10 @@ class BlockedShell:
         identities, frames = kernel.session.feed_identities(message, copy=False)
         request = kernel.session.deserialize(frames, content=True, copy=False)
         kernel._publish_status("busy", "shell", parent=request)
-        answered = kernel.shell_handlers[request["msg_type"]](
-            kernel.shell_stream, identities, request
-        )
+        with _answers_to(kernel, request) if _asks_for_state(request) else contextlib.nullcontext():
+            answered = kernel.shell_handlers[request["msg_type"]](
+                kernel.shell_stream, identities, request
+            )
         if isawaitable(answered):
             await answered
         # A page holds back what it would ask next until it heard that this was handled.
@@ -150,11 +160,16 @@ class BlockedShell:
             _, frames = session.feed_identities(message, copy=False)
             header = session.unpack(frames[1].bytes)
             kind = header["msg_type"]
+            is_of_comm = kind in _OF_COMMS
+            content = session.unpack(frames[4].bytes) if is_of_comm else {}
+            # Also where the page names a subshell: ipykernel 7.4 sends what comes on a comm to the
+            # shell that the widget was last spoken of in.
+            if is_of_comm and _asks_for_state({"content": content}):
+                return True
             if header.get("subshell_id") is not None or kind not in _QUESTIONS | _OF_COMMS:
                 return False
             if kind in _QUESTIONS:
                 return True
-            content = session.unpack(frames[4].bytes)
             if kind == "comm_open" and content["target_name"] == _CONTROL_TARGET:
                 self._control_comms.add(content["comm_id"])
             if content["comm_id"] in self._control_comms:
@@ -165,6 +180,27 @@ class BlockedShell:
             return False
 
 
+def _asks_for_state(request: Any) -> bool:
+    """Whether a page asks one widget for its state."""
+    data = request["content"].get("data", {})
+    return isinstance(data, dict) and data.get("method") == "request_state"
+
+
+@contextlib.contextmanager
+def _answers_to(kernel: Any, request: Any) -> Iterator[None]:
+    """What is sent meanwhile answers ``request``: the page takes no other state for its widget's.
+
+    By the variable of the context alone: ``set_parent`` would also make the request that of each
+    thread that the person started.
+    """
+    parent: ContextVar[Any] = kernel._shell_parent
+    before = parent.set(request)
+    try:
+        yield
+    finally:
+        parent.reset(before)
+
+
 @functools.cache
 def blocked_shell_of(kernel: Any) -> BlockedShell | None:
     """That of the kernel; None where the kernel lacks what it needs, private parts of ipykernel."""
@@ -172,5 +208,6 @@ def blocked_shell_of(kernel: Any) -> BlockedShell | None:
         hasattr(kernel, "shell_channel_thread_main")
         and hasattr(getattr(kernel, "shell_stream", None), "on_recv")
         and hasattr(getattr(kernel, "shell_channel_thread", None), "io_loop")
+        and hasattr(kernel, "_shell_parent")
     )
     return BlockedShell(kernel) if has_parts else None

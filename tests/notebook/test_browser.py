@@ -188,6 +188,25 @@ def test_a_blocked_cell_shows_its_ranks_live_and_stops_by_mouse_also_in_a_page_t
     notebook.close()
 
 
+def test_a_page_that_was_told_no_states_in_time_asks_each_widget_for_its_own(
+    lab: Lab, browser: Browser
+) -> None:
+    """As after four seconds of a busy machine; the cell blocks the kernel meanwhile."""
+    silent = "import ipywidgets\nipywidgets.Widget._handle_control_comm_msg = lambda _: None"
+    lab.write("late.ipynb", [f"{SETUP}{silent}", TRAIN, LAUNCH], INSTALLED)
+    notebook = lab.open(browser, "late.ipynb", app="lab")
+    notebook.wait_until_idle()
+    notebook.run_all()
+    output = notebook.output(2)
+    wait_for_moves(output)
+    notebook.reload()
+    wait_for_moves(output)
+    output.get_by_role("button", name="Stop").click()
+    wait_for_summary(output)
+    notebook.wait_until_idle()
+    notebook.close()
+
+
 SPEAK = """
 import pathlib, time
 def speak(folder, lines):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import queue
 import threading
+from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,7 @@ class Session:
     def deserialize(self, frames: list[Frame], content: bool, copy: bool) -> Any:
         assert content
         assert not copy
-        return json.loads(frames[1].bytes)
+        return {**json.loads(frames[1].bytes), "content": json.loads(frames[-1].bytes)}
 
 
 class OldKernel:
@@ -146,6 +147,7 @@ class NewKernel(OldKernel):
         )
         self.comm_manager = SimpleNamespace(comms={})
         self.shell_handlers["comm_open"] = self.handle
+        self._shell_parent: ContextVar[Any] = ContextVar("parent", default=None)
 
     @staticmethod
     def call_in_loop(call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
@@ -172,7 +174,7 @@ class NewKernel(OldKernel):
         comm = self.comm_manager.comms[comm_id] = Comm()
         return comm
 
-    def send(self, kind: str, name: str, *, subshell_id: str | None = None, **content: str) -> None:
+    def send(self, kind: str, name: str, *, subshell_id: str | None = None, **content: Any) -> None:
         header = {"msg_type": kind, "name": name, "subshell_id": subshell_id}
         frames = [Frame(json.dumps(part)) for part in (header, {}, {}, content)]
         asyncio.run(self.receive(frames))
@@ -270,6 +272,31 @@ def test_while_a_cell_waits_pages_are_answered_on_the_main_shell() -> None:
     others = ["by subshell", "of another", "cell", "after"]
     assert kernel.passed_on == ["cell before", "of another, before", *others]
     assert kernel.states == ["busy", "idle", "busy"] * 6
+
+
+def test_while_a_cell_waits_each_widget_says_its_state() -> None:
+    """As a page asks that got no answer in time when it asked for the states of all."""
+    kernel = NewKernel()
+    clicks = ClicksBySubshell(kernel)
+    kernel.add_comm("other")
+    answered: list[Any] = []
+    handle = kernel.shell_handlers["comm_msg"]
+
+    def note(stream: Any, identities: Any, message: Any) -> None:
+        handle(stream, identities, message)
+        answered.append((kernel._shell_parent.get() or {}).get("name"))
+
+    kernel.shell_handlers["comm_msg"] = note
+    clicks.pump()
+    question = {"method": "request_state"}
+    kernel.send("comm_msg", "state", comm_id="other", data=question)
+    kernel.send("comm_msg", "by subshell", comm_id="other", data=question, subshell_id="1")
+    kernel.send("comm_msg", "a change", comm_id="other", data={"method": "update", "state": {}})
+    clicks.stop_pumping()
+    assert kernel.handled == ["state", "by subshell"]
+    assert kernel.passed_on == ["a change"]
+    assert answered == ["state", "by subshell"], "the page looks for the answer to its question"
+    assert kernel._shell_parent.get() is None
 
 
 def test_the_queue_of_the_main_shell_is_read_for_a_cell_of_the_main_thread_alone() -> None:
