@@ -179,13 +179,17 @@ def check_machine(config: LaunchConfig, world_size: int) -> None:
 
 
 def check_fits(config: LaunchConfig, machine: Machine) -> None:
-    """Refuse as many ranks as a launch with these settings would refuse on ``machine``.
+    """Refuse the devices and the ranks that a launch with these settings would refuse on ``machine``.
 
     Raises:
-        ConfigError: there are more ranks than accelerators.
+        ConfigError: there is no such accelerator, or there are more ranks than accelerators.
         LaunchError: the limit of open files is too low for the ranks.
     """
-    wanted = config.num_processes
+    wanted, chosen = config.num_processes, config.devices
+    if isinstance(chosen, tuple) and not machine.error and max(chosen) >= len(machine.devices):
+        there = ", ".join(str(device.index) for device in machine.devices)
+        has = f"the accelerators {there}: choose among these, or" if there else "none: take"
+        raise ConfigError(f"devices={list(chosen)}, but this machine has {has} devices='cpu'")
     if wanted is None:
         return
     _check_files_of_ranks(wanted)

@@ -90,8 +90,15 @@ def launch_for_debugger(
     notices: Sequence[str],
     name: str | None,
     origins: Callable[[], Origins],
+    below: DisplaySlot | None = None,
 ) -> Run:
     """Launch as ``launch.launcher.launch``, and hold the ranks if one of them raises.
+
+    Args:
+        function, args, kwargs, config, view, sources, block, timeout, notices, name, origins: as
+            there.
+        below: where it is told, of a launch in the background, that the ranks are held; None is
+            the output of the cell that launches.
 
     Raises:
         ConfigError, LaunchError, WorkerError, RunStopped, TimeoutError: as there.
@@ -99,7 +106,7 @@ def launch_for_debugger(
     _load_magics()
     view = GuardedView(view)
     # Of a launch that nobody waits for: where the outcome is told.
-    below = None if block else DisplaySlot()
+    below = None if block else below or DisplaySlot()
     try:
         session = Session(config=config, view=view, name=name or _name_of(function))
     except BaseException:

@@ -17,7 +17,7 @@ from notebook_accel.notebook.clicks import clicks_for, find_kernel
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.held_launch import end_held_launch, launch_for_debugger
 from notebook_accel.notebook.kernel_session import session_for
-from notebook_accel.notebook.origins import origins_of_launch
+from notebook_accel.notebook.origins import origins_of_click, origins_of_launch
 from notebook_accel.notebook.sources import cell_sources
 from notebook_accel.notebook.tracebacks import show_in_short
 from notebook_accel.notebook.views import choose_view
@@ -27,11 +27,14 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
+    from notebook_accel.launch.control.export import Origins
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Run
+    from notebook_accel.launch.view import View
     from notebook_accel.notebook.display_slot import DisplaySlot
+    from notebook_accel.notebook.picker_texts import Arguments
 
-__all__ = ["launch_below", "notebook_launcher", "run_cell"]
+__all__ = ["check_leaves_notebook_free", "launch_below", "notebook_launcher", "run_cell"]
 
 P = ParamSpec("P")
 
@@ -180,19 +183,14 @@ def notebook_launcher(
                 notices=_unused(changed, ranks.config),
             )
     chosen, notices = resolve(settings, config)
-    holds = (
-        given_settings(settings, config).get("debug")
-        and get_ipython() is not None
-        and engine_named(chosen.engine).keeps_ranks
-    )
     with show_in_short():
-        return (launch_for_debugger if holds else launch)(
+        return _launch(
             function,
             args,
             kwargs,
             config=chosen,
+            asks_debugger=bool(given_settings(settings, config).get("debug")),
             view=choose_view(view, waits=block),
-            sources=cell_sources(get_ipython()),
             block=block,
             timeout=timeout,
             notices=[*notices, *_unused(changed, chosen)],
@@ -229,39 +227,90 @@ def run_cell(
 
 def launch_below(
     function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    arguments: Arguments,
     *,
     config: LaunchConfig,
-    notices: Sequence[str],
     slot: DisplaySlot,
+    below: DisplaySlot,
 ) -> Run:
-    """Launch in the background, with the run's panel in a place that some cell has made already.
+    """Launch as a call of :func:`notebook_launcher` does, from a click, and so in the background.
 
-    A click's own output would appear nowhere: the panel of what a click launches needs a place.
+    A click's own output would appear nowhere: what it launches is shown in places that a cell has
+    made already.
 
     Args:
         function: what each rank calls.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        config: all settings.
-        notices: lines for the person.
-        slot: the place of the panel.
+        arguments: what it is called with.
+        config: the settings that the call would give.
+        slot: the place of the run's panel.
+        below: the place of a line below the panel.
 
     Raises:
-        ConfigError, LaunchError: as :func:`notebook_launcher`.
+        ConfigError, LaunchError: as :func:`notebook_launcher`; or the engine needs a cell.
     """
     end_held_launch()
-    return launch(
+    # What was said of the run before is over.
+    below.clear()
+    chosen, notices = resolve({}, config)
+    check_leaves_notebook_free(chosen)
+    shell = get_ipython()
+    return _launch(
         function,
-        args,
-        kwargs,
-        config=config,
+        arguments.args,
+        arguments.kwargs,
+        config=chosen,
+        asks_debugger=config.debug,
         view=Dashboard(clicks_for(find_kernel()), waits=False, slot=slot),
-        sources=cell_sources(get_ipython()),
         block=False,
-        notices=notices,
+        notices=[*notices, *_unused({}, chosen)],
+        origins=origins_of_click(shell, arguments.text),
+        below=below,
     )
+
+
+def check_leaves_notebook_free(config: LaunchConfig) -> None:
+    """Refuse an engine that runs the function in the cell that launches.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if "block" in engine_named(config.engine).unused:
+        raise ConfigError(
+            f"engine={config.engine!r} runs the function in the cell that launches it, and a click "
+            "has none: copy the code into a cell"
+        )
+
+
+def _launch(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    config: LaunchConfig,
+    asks_debugger: bool,
+    view: View,
+    block: bool,
+    notices: Sequence[str],
+    origins: Callable[[], Origins],
+    timeout: float | None = None,
+    name: str | None = None,
+    below: DisplaySlot | None = None,
+) -> Run:
+    """Launch, and hold the ranks for the debugger where the call itself asked for it."""
+    shell = get_ipython()
+    given: dict[str, Any] = {
+        "config": config,
+        "view": view,
+        "sources": cell_sources(shell),
+        "block": block,
+        "timeout": timeout,
+        "notices": notices,
+        "name": name,
+        "origins": origins,
+    }
+    if asks_debugger and shell is not None and engine_named(config.engine).keeps_ranks:
+        return launch_for_debugger(function, args, kwargs, **given, below=below)
+    return launch(function, args, kwargs, **given)
 
 
 # ---- arguments -----------------------------------------------------------------------------

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["origins_of_launch"]
+__all__ = ["origins_of_click", "origins_of_launch"]
 
 # Statements that run once, and what in them may run more often, with names of its own.
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.Expr)
@@ -55,6 +55,18 @@ def origins_of_launch(
     if shell is None:
         return Origins
     return partial(_CellOrigins, shell, _launch_in_cell(shell.user_ns, function))
+
+
+def origins_of_click(shell: InteractiveShell | None, arguments: str) -> Callable[[], Origins]:
+    """As :func:`origins_of_launch`, of a launch that no cell makes.
+
+    Args:
+        shell: of the notebook; None elsewhere.
+        arguments: of the function, as they stand between the brackets of a call.
+    """
+    if shell is None:
+        return Origins
+    return partial(_CellOrigins, shell, _launch_by_click(shell, arguments))
 
 
 class _CellOrigins(Origins):
@@ -98,7 +110,10 @@ class _CellOrigins(Origins):
         return None
 
     def of_seed(self) -> Origin | None:
-        for order in range((self._launch_order or 0) - 1, -1, -1):
+        if self._launch is None or self._launch_order is None:
+            return None
+        last = self._launch_order - (0 if self._launch.is_click else 1)
+        for order in range(last, -1, -1):
             statement = self._statements[order]
             if statement.names.sets_seed and isinstance(statement.node, _SIMPLE):
                 return self._origin(statement.text, statement.names, order)
@@ -245,18 +260,20 @@ def _names_in(expression: str) -> CellNames:
 
 @dataclass(frozen=True)
 class _Launch:
-    """The statement that launches, at the top of a cell.
+    """The statement that launches, at the top of a cell; of a click, the newest one before it.
 
     Attributes:
         file, line: where it begins.
         arguments: the expressions of the function's arguments, by place or name.
         values: what these read, as it was then.
+        is_click: whether a click launches.
     """
 
     file: str
     line: int
     arguments: Mapping[int | str, str]
     values: Mapping[str, Any]
+    is_click: bool = False
 
 
 def _launch_in_cell(namespace: Mapping[str, Any], function: Callable[..., Any]) -> _Launch | None:
@@ -278,10 +295,30 @@ def _launch_in_cell(namespace: Mapping[str, Any], function: Callable[..., Any]) 
                     key: ast.get_source_segment(text, part) or ""
                     for key, part in _function_arguments(calls[0])
                 }
-                read = {name for part in arguments.values() for name in _names_in(part).used}
-                values = {name: namespace[name] for name in read if name in namespace}
+                values = _values_read(arguments.values(), namespace)
                 return _Launch(frame.f_code.co_filename, node.lineno, arguments, values)
     return None
+
+
+def _launch_by_click(shell: InteractiveShell, text: str) -> _Launch | None:
+    """The launch of a click, after all that the cells have done; None where there was no cell."""
+    statements, call = _statements(shell), f"_({text})"
+    tree = ast.parse(call, mode="eval").body
+    if not statements or not isinstance(tree, ast.Call):
+        return None
+    parts: dict[int | str, ast.expr] = {one.arg: one.value for one in tree.keywords if one.arg}
+    if not any(isinstance(part, ast.Starred) for part in tree.args):
+        parts |= dict(enumerate(tree.args))
+    arguments = {key: ast.get_source_segment(call, part) or "" for key, part in parts.items()}
+    values = _values_read(arguments.values(), shell.user_ns)
+    last = statements[-1]
+    return _Launch(last.file, last.node.lineno, arguments, values, is_click=True)
+
+
+def _values_read(expressions: Iterable[str], namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """What the expressions read of the notebook, as it is now."""
+    read = {name for part in expressions for name in _names_in(part).used}
+    return {name: namespace[name] for name in read if name in namespace}
 
 
 def _is_of_cell(frame: types.FrameType, namespace: Mapping[str, Any]) -> bool:

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 from IPython.core.getipython import get_ipython
 
-from notebook_accel.config import LaunchConfig, default_config_path, given_settings, resolve
+from notebook_accel.config import LaunchConfig, default_config_path, given_settings
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.preflight import check_fits, crowding
 from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
-from notebook_accel.notebook.launcher import launch_below
+from notebook_accel.notebook.launcher import check_leaves_notebook_free, launch_below
 from notebook_accel.notebook.markup import element
 from notebook_accel.notebook.picker_fields import StrategyRow, plugin_rows, setting_rows
 from notebook_accel.notebook.picker_texts import (
@@ -86,7 +86,8 @@ class ConfigPicker:
         # the main thread or in that of a subshell, so that a click may come while a change before
         # it is still being checked; what is known of the machine comes from a thread of its own.
         self._lock = threading.RLock()
-        self._slot = DisplaySlot()
+        # Of the run's panel, and of what is said below it: only a cell can make them.
+        self._slot, self._below = DisplaySlot(), DisplaySlot()
         self._is_filling = False
         self._has_call = False
         self._rows = setting_rows()
@@ -142,9 +143,9 @@ class ConfigPicker:
 
     def _ipython_display_(self) -> None:
         DisplaySlot().show(widget_view(self._box, _SAVED))
-        # The place of the run's panel, below the form: only a cell can make one. Shown once more,
-        # the form has the panel below it there too.
-        self._slot.place()
+        # Shown once more, the form has the run below it there too.
+        for slot in (self._slot, self._below):
+            slot.place()
         shell = get_ipython()
         if shell is not None:
             # Registered twice it is called once. It displays nothing: that would show nowhere.
@@ -283,16 +284,18 @@ class ConfigPicker:
             self._say(_FUNCTION_MISSING, "na-about")
 
     def _show_fit(self) -> None:
-        """Say what the machine makes of the ranks, beside their number, once it is known."""
+        """Say beside its row why settings that make sense cannot be launched from here, or hurt."""
         self._is_refused = False
-        if self._machine is not None and self._error is None:
+        if self._error is None:
             row = self._rows["num_processes"]
             try:
-                check_fits(self._config, self._machine)
-                row.say(crowding(self._config, self._machine) or None, "na-warn")
+                check_leaves_notebook_free(self._config)
+                if self._machine is not None:
+                    check_fits(self._config, self._machine)
+                    row.say(crowding(self._config, self._machine) or None, "na-warn")
             except (ConfigError, LaunchError) as error:
-                row.say(str(error))
                 self._is_refused = True
+                (row_of_error(str(error), self._rows, self._plugins) or row).say(str(error))
         self._show_whether_launched()
 
     def _all_rows(self) -> list[Row]:
@@ -316,14 +319,15 @@ class ConfigPicker:
     def _launch(self) -> None:
         if self._goes_on:  # a second click came before the page knew of the first
             return
-        name = self._function.value
-        args, kwargs = read_arguments(self._arguments.value, _namespace())
-        # As the call would that the form shows as its code.
-        config, notices = resolve({}, self.config)
+        arguments = read_arguments(self._arguments.value, _namespace())
         remember(self.config)
         self._say("", "na-fine")
         self.run = launch_below(
-            _namespace()[name], args, kwargs, config=config, notices=notices, slot=self._slot
+            _namespace()[self._function.value],
+            arguments,
+            config=self.config,
+            slot=self._slot,
+            below=self._below,
         )
         self._show_whether_launched()
         # Another launch would take the place of this one's panel.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from notebook_accel.notebook.picker_fields import Row
 
 __all__ = [
+    "Arguments",
     "as_code",
     "as_yaml",
     "devices_line",
@@ -28,6 +30,20 @@ __all__ = [
 ]
 
 _GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a function is called with.
+
+    Attributes:
+        text: as it was typed, between the brackets of a call.
+        args, kwargs: what that means.
+    """
+
+    text: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def devices_line(machine: Machine | None) -> Markup:
@@ -91,9 +107,7 @@ def as_yaml(config: LaunchConfig) -> str:
     return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip()
 
 
-def read_arguments(
-    text: str, namespace: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def read_arguments(text: str, namespace: Mapping[str, Any]) -> Arguments:
     """The arguments that ``text`` gives, as between the brackets of a call in the notebook.
 
     Raises:
@@ -101,10 +115,11 @@ def read_arguments(
         Exception: what an expression in it raises.
     """
     _parse(text)
-    scope = {**namespace, "_notebook_accel_arguments": lambda *args, **kwargs: (args, kwargs)}
-    found: tuple[tuple[Any, ...], dict[str, Any]] = eval(
-        f"_notebook_accel_arguments({text})", scope
-    )
+    scope = {
+        **namespace,
+        "_notebook_accel_arguments": lambda *args, **kwargs: Arguments(text, args, kwargs),
+    }
+    found: Arguments = eval(f"_notebook_accel_arguments({text})", scope)
     return found
 
 
@@ -132,7 +147,7 @@ def row_of_error(
     text: str, rows: Mapping[str, Row], plugins: Mapping[str, Sequence[Row]]
 ) -> Row | None:
     """The row that an error's text is about: it starts with the setting; None for none of them."""
-    found = re.match(r"(\w+)=(?:\{'(\w+)')?", text)
+    found = re.match(r"(\w+)(?:=(?:\{'(\w+)')?| )", text)
     if found is None:
         return None
     name, option = found.groups()

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import resource
+import sys
 import threading
 from dataclasses import fields, replace
+from functools import partial
+from html import unescape
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from ipykernel.compiler import XCachingCompiler
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
 from notebook_accel import ConfigError, LaunchConfig, config_picker
 from notebook_accel.config import default_config_path
 from notebook_accel.launch.machine import Device, Machine
 from notebook_accel.launch.system.interrupts import Latch
-from notebook_accel.notebook import display_slot
+from notebook_accel.notebook import display_slot, launcher
 from notebook_accel.notebook import picker as picker_module
-from notebook_accel.notebook.display_slot import widget_view
+from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
+from notebook_accel.notebook.failed_cells import watch_cells
 from notebook_accel.notebook.picker_fields import plugin_rows, setting_rows
-from notebook_accel.notebook.picker_texts import as_code, devices_line, read_arguments
+from notebook_accel.notebook.picker_texts import Arguments, as_code, devices_line, read_arguments
 from notebook_accel.plugin_options import PLUGINS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from notebook_accel.notebook.picker import ConfigPicker
@@ -105,6 +113,57 @@ def test_two_settings_that_do_not_go_together_are_told() -> None:
     assert "engine=&#39;inline&#39; has 1 rank" in row(picker, "engine")._note.value
 
 
+# What a person types that makes no sense, field by field.
+WRONG = {
+    "num_processes": "zero",
+    "devices": "0, 0",
+    "gradient_accumulation_steps": "0",
+    "seed": "-1",
+    "use_port": "70000",
+    "grace": "soon",
+    "env": "=value",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_reason_stands_beside_the_field_that_it_is_about(name: str) -> None:
+    picker = config_picker()
+    row(picker, name).widget.value = WRONG[name]
+    marked = [one.name for one in picker._all_rows() if "na-wrong" in one._note.value]
+    assert marked == [name]
+    assert "expected" in row(picker, name)._note.value
+    assert "expected" not in picker._message.value
+
+
+def test_every_field_that_takes_text_has_a_value_that_is_refused() -> None:
+    typed = {name for name, one in setting_rows().items() if hasattr(one.widget, "placeholder")}
+    assert typed == WRONG.keys()
+
+
+def test_what_runs_in_the_cell_that_launches_cannot_be_launched_by_a_click(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Notebook(monkeypatch).define("train")
+    picker = config_picker(LaunchConfig())
+    row(picker, "engine").widget.value = "inline"
+    assert "copy the code into a cell" in row(picker, "engine")._note.value
+    assert picker._buttons["Launch"].disabled
+    assert not picker._buttons["Save"].disabled
+    row(picker, "engine").widget.value = ""
+    assert "copy the code" not in row(picker, "engine")._note.value
+    assert not picker._buttons["Launch"].disabled
+    # The settings may come from elsewhere, too.
+    monkeypatch.setenv("NOTEBOOK_ACCEL_ENGINE", "inline")
+    with pytest.raises(ConfigError, match="copy the code into a cell"):
+        launcher.launch_below(
+            print,
+            read_arguments("", {}),
+            config=LaunchConfig(),
+            slot=DisplaySlot(),
+            below=DisplaySlot(),
+        )
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -120,9 +179,17 @@ def test_what_it_cannot_start_with_is_named(config: Any, said: str) -> None:
 def test_options_unfold_with_their_strategy_and_are_checked() -> None:
     picker = config_picker()
     boxes = picker._plugin_boxes
-    assert [boxes[name].layout.display for name in ("fsdp", "parallelism")] == ["none", "none"]
+
+    def unfolded() -> set[str]:
+        return {name for name, box in boxes.items() if box.layout.display is None}
+
+    assert unfolded() == set()
+    chosen = [names for _, names in picker._strategy.widget.options]
+    assert {name for names in chosen for name in names} == PLUGINS.keys() == boxes.keys()
+    for names in chosen:
+        picker._strategy.widget.value = names
+        assert unfolded() == {*names}
     picker._strategy.widget.value = ("fsdp",)
-    assert [boxes[name].layout.display for name in ("fsdp", "parallelism")] == [None, "none"]
     assert picker.config.fsdp == {}
     smallest = next(row for row in picker._plugins["fsdp"] if row.name == "min_num_params")
     smallest.widget.value = "none"
@@ -150,6 +217,11 @@ def test_what_was_saved_last_is_there_again_in_the_same_folder(
     monkeypatch.chdir(tmp_path)
     assert config_picker().config == kept
     assert "each launch" not in picker._message.value
+    # What was launched counts as well.
+    Notebook(monkeypatch).define("train")
+    config_picker(LaunchConfig(seed=11))._buttons["Launch"].click()
+    assert config_picker().config == LaunchConfig(seed=11)
+    picker._buttons["Save"].click()
     picker._path.value = str(default_config_path())
     picker._buttons["Save"].click()
     assert "each launch takes" in picker._message.value
@@ -163,8 +235,8 @@ def test_a_file_that_cannot_be_used_is_told(tmp_path: Path) -> None:
 
 
 def test_arguments_are_read_as_a_call_has_them() -> None:
-    assert read_arguments("a, 2, b=[a]", {"a": 1}) == ((1, 2), {"b": [1]})
-    assert read_arguments("", {}) == ((), {})
+    assert read_arguments("a, 2, b=[a]", {"a": 1}) == Arguments("a, 2, b=[a]", (1, 2), {"b": [1]})
+    assert read_arguments("", {}) == Arguments("", (), {})
     with pytest.raises(SyntaxError):
         read_arguments("1) + (2", {})
 
@@ -177,7 +249,7 @@ class Notebook:
         self.after_cell: list[Any] = []
         self.events = SimpleNamespace(register=lambda _, call: self.after_cell.append(call))
         self.launched: list[Any] = []
-        self.settings: dict[str, Any] = {}
+        self.given: dict[str, Any] = {}
         self.displayed: list[Any] = []
         monkeypatch.setattr(picker_module, "get_ipython", lambda: self)
         monkeypatch.setattr(picker_module, "launch_below", self.launch)
@@ -197,9 +269,9 @@ class Notebook:
             call(None)
         return function
 
-    def launch(self, function: Any, args: Any, kwargs: Any, **settings: Any) -> Any:
-        self.launched.append((function, args, kwargs))
-        self.settings = settings
+    def launch(self, function: Any, arguments: Arguments, **given: Any) -> Any:
+        self.launched.append((function, arguments.args, arguments.kwargs))
+        self.given = given
         return SimpleNamespace(_conductor=SimpleNamespace(ended=Latch()))
 
 
@@ -251,6 +323,12 @@ def test_what_the_machine_cannot_carry_is_told_before_it_is_launched(
     assert launch.disabled
     row(picker, "devices").widget.value = "cpu"
     assert told("2") == before
+    row(picker, "devices").widget.value = "0, 5"
+    assert "this machine has the accelerators 0:" in row(picker, "devices")._note.value
+    assert launch.disabled
+    row(picker, "devices").widget.value = "0"
+    assert "this machine has" not in row(picker, "devices")._note.value
+    assert not told("1")[1]
 
 
 def test_a_form_that_is_shown_again_shows_its_run_there_too(
@@ -261,29 +339,100 @@ def test_a_form_that_is_shown_again_shows_its_run_there_too(
     picker = config_picker(LaunchConfig())
     picker._ipython_display_()
     picker._buttons["Launch"].click()
-    panel = {"text/plain": "the panel"}
-    notebook.settings["slot"].show(panel)
-    form, place = notebook.displayed
+    panel, line = {"text/plain": "the panel"}, {"text/plain": "a line below it"}
+    notebook.given["slot"].show(panel)
+    notebook.given["below"].show(line)
+    form, *places = notebook.displayed
     # A file has no widgets: what it keeps of the form says how to have it.
     assert form == widget_view(picker._box, form["text/plain"])
     assert form["text/plain"].endswith("Run the cell again to see it.")
-    assert place == {"text/plain": "", "text/html": ""}
+    assert places == [{"text/plain": "", "text/html": ""}] * 2
     picker._ipython_display_()
-    assert notebook.displayed[2:] == [form, panel]
+    assert notebook.displayed[3:] == [form, panel, line]
 
 
-def test_launch_takes_what_the_form_leaves_open_from_where_its_code_would(
-    monkeypatch: pytest.MonkeyPatch,
+class Launcher:
+    """What the launcher is asked to do in a real shell, in which nothing starts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = Config(HistoryManager={"enabled": False})
+        # As a kernel does, it names cells by their text.
+        self.shell: Any = InteractiveShell.instance(config=config, compiler_class=XCachingCompiler)
+        watch_cells(self.shell)
+        self.given: dict[str, Any] = {}
+        self.is_held = False
+        monkeypatch.setattr(display_slot, "display", lambda *_, **__: None)
+        monkeypatch.setattr(display_slot, "update_display", lambda *_, **__: None)
+        for name, is_held in (("launch", False), ("launch_for_debugger", True)):
+            monkeypatch.setattr(launcher, name, partial(self._launch, is_held))
+
+    def _launch(self, is_held: bool, *_: Any, **given: Any) -> Any:
+        self.is_held, self.given = is_held, given
+        return SimpleNamespace(_conductor=SimpleNamespace(ended=Latch()))
+
+    def run(self, *cells: str) -> None:
+        for cell in cells:
+            assert self.shell.run_cell(cell, store_history=True).success
+
+    def click(self, config: LaunchConfig, arguments: str = "") -> None:
+        """Launch the newest function by a form."""
+        picker = config_picker(config)
+        picker._arguments.value = arguments
+        picker._buttons["Launch"].click()
+        assert self.given, picker._message.value
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    main = sys.modules["__main__"]
+    yield Launcher(monkeypatch)
+    InteractiveShell.clear_instance()
+    sys.modules["__main__"] = main
+
+
+def test_a_click_launches_as_the_code_of_the_form_does(
+    started: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notebook = Notebook(monkeypatch)
-    notebook.define("train")
     LaunchConfig(num_processes=2, seed=5).save(default_config_path())
     monkeypatch.setenv("NOTEBOOK_ACCEL_SEED", "6")
-    picker = config_picker({"mixed_precision": "bf16"})
-    picker._buttons["Launch"].click()
-    expected = LaunchConfig(num_processes=2, seed=6, mixed_precision="bf16")
-    assert notebook.settings["config"] == expected
-    assert str(default_config_path()) in "".join(notebook.settings["notices"])
+    started.run("def train(rate=1): ...")
+    # A setting of the form, one of the environment and one of the default file; where ranks are
+    # held for the debugger, the call itself must ask for it.
+    monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "true")
+    for form in (LaunchConfig(mixed_precision="bf16"), LaunchConfig(debug=True)):
+        started.click(form)
+        by_click, is_held = started.given, started.is_held
+        code = config_picker(form)._code.value
+        code = unescape(code.removeprefix("<pre>").removesuffix("</pre>"))
+        started.run(code.replace("config=config)", "config=config, block=False)"))
+        assert started.given["config"] == by_click["config"]
+        assert started.given["notices"] == by_click["notices"]
+        assert started.is_held == is_held == form.debug
+        assert by_click["config"].seed == 6
+        assert by_click["config"].num_processes == 2
+        assert by_click["config"].debug
+
+
+def test_what_a_click_launched_is_exported_in_the_notebooks_own_words(started: Launcher) -> None:
+    started.run(
+        "def set_seed(n): ...\ndef make(n): return [object()] * n\nsize = 2",
+        "set_seed(3)",
+        "table = make(size)",
+        "def train(data, rate=1): return table",
+    )
+    started.click(LaunchConfig(), "make(size), rate=make(1)")
+    origins = started.given["origins"]()
+    texts = [origins.of_argument(key).text for key in (0, "rate")]
+    assert texts == ["make(size)", "make(1)"]
+    table = started.shell.user_ns["table"]
+    assert origins.of_global("table", table).text == "table = make(size)"
+    assert origins.of_seed().text == "set_seed(3)"
+    # What the cells have changed since then is no longer what the words mean.
+    started.run("size = 3", "set_seed(4)")
+    origins = started.given["origins"]()
+    assert origins.of_argument(0) is None
+    assert origins.of_argument("rate").text == "make(1)"
+    assert origins.of_seed().text == "set_seed(3)"
 
 
 def test_one_run_at_a_time_is_launched_and_bad_arguments_have_no_code(
