@@ -21,12 +21,14 @@ from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.payload.names import names_used
 from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.text import wording
+from notebook_accel.launch.worker.standard_input import BreakpointReached
 from notebook_accel.notebook.call_ends import CallEnds
 from notebook_accel.notebook.cell_function import PROVIDED
 from notebook_accel.notebook.cell_script import LeftOut
-from notebook_accel.notebook.clicks import clicks_for, find_kernel
+from notebook_accel.notebook.clicks import can_answer, clicks_for, find_kernel
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.ownership import Ownership, Push
+from notebook_accel.notebook.post_mortem import debug
 from notebook_accel.notebook.session_hints import SessionHints
 from notebook_accel.notebook.sources import cell_sources
 from notebook_accel.notebook.starting_line import StartingLine
@@ -178,7 +180,8 @@ class NotebookSession:
         Raises:
             ConfigError: there is no such rank, or no such name to push.
             LaunchError: a name cannot travel, or a rank has ended.
-            WorkerError, RunStopped: as :func:`notebook_launcher`.
+            WorkerError, RunStopped: as :func:`notebook_launcher`. Where it was ``breakpoint()``
+                that ended the cell, once the person has left the debugger, which opens there.
         """
         self._check_ranks(options.ranks or ())
         self._await_turn()
@@ -197,7 +200,12 @@ class NotebookSession:
         )
         self.left_out[number] = LeftOut(text, "did not end well")
         block = not options.in_background
-        run = self._begin(request, push, block=block, source=source, asked=options.ranks)
+        try:
+            run = self._begin(request, push, block=block, source=source, asked=options.ranks)
+        except WorkerError as error:
+            if isinstance(error.__cause__, BreakpointReached) and can_answer(find_kernel()):
+                debug(self, error.rank)
+            raise
         cell = _SentCell(run=run, request=request, number=number, assigned=found.certain)
         if options.in_background:
             self._follow_in_background(cell)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 from typing import TYPE_CHECKING
 
 import psutil
@@ -161,11 +162,7 @@ def test_a_failed_rank_is_looked_into_by_commands(book: Notebook) -> None:
     assert "nobody can answer in a rank" in answers[5]
     assert "nothing goes on here" in answers[6]
     assert "rank 0 has no error to look into; rank 1 has" in book.fails("%accelerate debug 0")
-    assert "%accelerate debug" in book.fails("%%accelerate\nhere = [rank]\nbreakpoint()")
-    assert "rank 5 has no error to look into; ranks 0-1 have" in book.fails("%accelerate debug 5")
-    text = typed(book, "%accelerate debug 1", "rank 1 (pdb) ", ["here", "debug here", "q"])
-    assert "-> breakpoint()\n[1]\n" in text
-    assert book.run("%%accelerate\nhere") == "rank 0: [0]\nrank 1: [1]\n"
+    assert book.run("%%accelerate\nrank") == "rank 0: 0\nrank 1: 1\n"
     assert "no rank has an error to look into" in book.fails("%accelerate debug")
     book.run("found = 'here'")
     book.run("%%accelerate --bg --pull found\nfound = 'there'\nif rank:\n    late = 1 // 0")
@@ -173,6 +170,32 @@ def test_a_failed_rank_is_looked_into_by_commands(book: Notebook) -> None:
     shown = [data["data"].get("text/plain", "") for data in book.kernel.displays.values()]
     assert any(re.match(r"In\[\d+\] failed. `%accelerate debug` looks", text) for text in shown)
     assert book.run("print(found)") == "here\n", "as where the cell waits, nothing is pulled"
+
+
+def test_a_breakpoint_opens_the_debugger_below_its_cell(book: Notebook) -> None:
+    text = """
+        %%accelerate
+        def stop(there):
+            breakpoint()
+            return "beyond"
+        here = [rank]
+        here = stop(here)
+    """
+    reply = answer(book, text, "rank . \\(pdb\\) ", ["there", "debug there", "up", "p here", "q"])
+    assert re.search(r"-> breakpoint\(\)\n\[(.)\]\n(.*\n)*\[\1\]\n$", reply.text)
+    # What stands after it has not run, so that the cell has failed, and no other one runs.
+    assert "BreakpointReached: breakpoint() ends the call" in "\n".join(reply.traceback)
+    # The other ranks can be looked into as well, and all have what they had.
+    assert "rank 5 has no error to look into; ranks 0-1 have" in book.fails("%accelerate debug 5")
+    assert "[1]\n" in typed(book, "%accelerate debug 1", "rank 1 (pdb) ", ["there", "q"])
+    assert book.run("%%accelerate\nhere") == "rank 0: [0]\nrank 1: [1]\n"
+    # Where nobody can be asked, the cell just fails.
+    for cell, said in (
+        (text, "breakpoint() ends the call"),
+        ("%accelerate debug", "nobody can be asked here"),
+    ):
+        reply = book.kernel.run(textwrap.dedent(cell).strip(), allow_stdin=False)
+        assert said in "\n".join(reply.traceback)
 
 
 def test_a_launch_with_debug_holds_its_ranks_for_the_debugger(book: Notebook) -> None:
@@ -210,14 +233,20 @@ def test_a_launch_with_debug_holds_its_ranks_for_the_debugger(book: Notebook) ->
 
 def typed(book: Notebook, cell: str, prompt: str, answers: list[str]) -> str:
     """Run a cell that asks, and answer; gives what it printed."""
-    started = book.start(cell)
-    client = book.kernel.client
-    for answer in answers:
-        assert client.get_stdin_msg(timeout=SOON)["content"]["prompt"] == prompt
-        client.input(answer)
-    reply = book.finish(started)
+    reply = answer(book, cell, re.escape(prompt), answers)
     assert reply.status == "ok", "\n".join(reply.traceback)
     return reply.text
+
+
+def answer(book: Notebook, cell: str, prompt: str, answers: list[str]) -> Reply:
+    """Run a cell that asks, and answer, where the pattern of the prompt fits."""
+    started = book.start(cell)
+    client = book.kernel.client
+    for text in answers:
+        asked = client.get_stdin_msg(timeout=SOON)["content"]["prompt"]
+        assert re.fullmatch(prompt, asked), asked
+        client.input(text)
+    return book.finish(started)
 
 
 def test_a_syntax_error_and_bad_options_reach_no_rank(book: Notebook, tmp_path: Path) -> None:

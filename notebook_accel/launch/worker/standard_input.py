@@ -11,14 +11,23 @@ import os
 import sys
 from typing import Any, NoReturn
 
-__all__ = ["install"]
+__all__ = ["BreakpointReached", "install"]
 
+_INLINE = 'num_processes=1, engine="inline" (or run the cell without %%accelerate)'
 _REMEDY = (
-    "nobody can answer in a rank: breakpoint(), pdb and input() work in the notebook's process "
-    'alone. Launch with num_processes=1, engine="inline" (or run the cell without %%accelerate), '
-    "and hand over as arguments what would be typed. After a launch with debug=True, or a cell of "
-    "%%accelerate, %accelerate debug looks into the frames"
+    "nobody can answer in a rank: pdb and input() work in the notebook's process alone. Launch with "
+    f"{_INLINE}, and hand over as arguments what would be typed. After a launch with debug=True, "
+    "or a cell of %%accelerate, %accelerate debug looks into the frames"
 )
+_AT_BREAKPOINT = (
+    "breakpoint() ends the call in a rank: what stands after it has not run. A cell of "
+    "%%accelerate opens the debugger there; after a launch with debug=True, %accelerate debug does. "
+    f"To go on from there step by step, launch with {_INLINE}"
+)
+
+
+class BreakpointReached(RuntimeError):
+    """A rank has called ``breakpoint()``."""
 
 
 class _NoInput(io.TextIOBase):
@@ -45,4 +54,4 @@ def _breakpoint(*args: Any, **kwargs: Any) -> Any:
     if "PYTHONBREAKPOINT" in os.environ:
         # Switched off ("0"), or a debugger of the person's own, which listens somewhere.
         return sys.__breakpointhook__(*args, **kwargs)
-    raise RuntimeError(_REMEDY)
+    raise BreakpointReached(_AT_BREAKPOINT)
