@@ -44,6 +44,8 @@ _LITTLE_MEMORY = _GIB
 _LITTLE_DISK = _GIB
 # A rank has some ten threads, each of which counts, and a loader's worker is a process more.
 _FEW_PROCESSES = 200
+# More than any machine has.
+_UNLIMITED = 1 << 62
 # nvidia-smi takes a second or two, and never answers where a driver hangs.
 _NVIDIA_SECONDS = 10
 
@@ -124,9 +126,10 @@ def _versions(machine: Machine) -> Iterator[Finding]:
 def _who_uses_the_devices(machine: Machine) -> Iterator[Finding]:
     if not machine.devices:
         return
-    for pid, used in _processes_on_gpus():
+    for pid, used, gpu in _processes_on_gpus():
+        held = f"{used} of the memory of GPU {gpu}"
         if _is_below_this_process(pid):
-            found = f"rank process {pid} of this notebook holds {used} of an accelerator's memory"
+            found = f"rank process {pid} of this notebook holds {held}"
             yield Finding(level=FINE, subject="devices in use", found=found)
             continue
         mine = pid == os.getpid()
@@ -136,14 +139,21 @@ def _who_uses_the_devices(machine: Machine) -> Iterator[Finding]:
             if mine
             else f"end it (kill {pid}) if nobody needs it, or launch on others, by devices="
         )
-        found = f"{owner} holds {used} of an accelerator's memory"
-        yield Finding(level=HURTS, subject="devices in use", found=found, remedy=remedy)
+        yield Finding(
+            level=HURTS, subject="devices in use", found=f"{owner} holds {held}", remedy=remedy
+        )
 
 
-def _processes_on_gpus() -> list[tuple[int, str]]:
-    """Process id and memory of each process that computes on a GPU."""
-    rows = _ask_nvidia("--query-compute-apps=pid,used_memory", columns=2)
-    return [(int(pid), used) for pid, used in rows if pid.isdecimal()]
+def _processes_on_gpus() -> list[tuple[int, str, str]]:
+    """Process id, memory and GPU, as nvidia-smi counts them, of each process that computes."""
+    numbers = dict(_ask_nvidia("--query-gpu=uuid,index", columns=2))
+    rows = _ask_nvidia("--query-compute-apps=pid,used_memory,gpu_uuid", columns=3)
+    return [
+        # Of a part of a GPU, and in WSL, the driver does not say how much.
+        (int(pid), used if used[:1].isdecimal() else "some", numbers.get(uuid, uuid))
+        for pid, used, uuid in rows
+        if pid.isdecimal()
+    ]
 
 
 def _ask_nvidia(query: str, *, columns: int) -> list[list[str]]:
@@ -190,18 +200,32 @@ def _memory(machine: Machine) -> Iterator[Finding]:
         yield Finding(level=FINE, subject="memory", found=found)
 
 
+# Of a control group's memory, by version of control groups: its folder, the limit, what is used,
+# and what of that are files which were read: they stay until something else needs the memory.
+_GROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    (
+        "/sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
+
+
 def _free_in_container() -> int:
     """Bytes below the limit of this process's control group; very many where there is none."""
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-        fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return 1 << 62
-    # Files that were read stay in memory until something else needs it.
-    used -= int(fields.get("inactive_file", 0))
-    return int(limit) - used if limit.isdecimal() else 1 << 62
+    for folder, limit_name, used_name, files_name in _GROUPS:
+        group = Path(folder)
+        try:
+            limit = (group / limit_name).read_text().strip()
+            used = int((group / used_name).read_text())
+            fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        used -= int(fields.get(files_name, 0))
+        return int(limit) - used if limit.isdecimal() else _UNLIMITED
+    return _UNLIMITED
 
 
 def _shared_memory(_machine: Machine) -> Iterator[Finding]:

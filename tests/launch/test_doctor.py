@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import resource
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
-from notebook_accel.launch import doctor
+from notebook_accel.launch import doctor, preflight
 from notebook_accel.launch.doctor import FINE, HURTS, STOPS, Finding, examine
 from notebook_accel.launch.machine import Device, Machine
 from notebook_accel.notebook import doctor as notebook_doctor
 from notebook_accel.notebook.doctor import Diagnosis
+from notebook_accel.training import devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,6 +74,85 @@ def test_what_files_take_in_a_container_is_free(monkeypatch: pytest.MonkeyPatch)
     assert doctor._free_in_container() == 3 << 30
     group["memory.max"] = "max\n"
     assert doctor._free_in_container() > 1 << 60
+
+
+def test_a_container_of_the_older_kind_has_its_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = {
+        "memory.limit_in_bytes": str(4 << 30),
+        "memory.usage_in_bytes": str(3 << 30),
+        "memory.stat": f"cache 5\ntotal_inactive_file {1 << 30}\n",
+    }
+
+    def read(path: Path) -> str:
+        if path.parent != Path("/sys/fs/cgroup/memory"):
+            raise FileNotFoundError(path)
+        return group[path.name]
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert doctor._free_in_container() == 2 << 30
+
+
+@pytest.mark.usefixtures("machine")
+def test_little_memory_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_free_in_container", lambda: 700 << 20)
+    found = about("memory")
+    assert (found.level, found.found) == (HURTS, "0.7 GB of memory are free")
+    assert "a rank takes 0.25 GB" in found.remedy
+    monkeypatch.setattr(doctor, "_free_in_container", lambda: 1 << 62)
+    assert about("memory").level == FINE
+
+
+@pytest.mark.usefixtures("machine")
+def test_limits_that_are_too_low_are_named_with_their_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = {resource.RLIMIT_NOFILE: (64, 128), resource.RLIMIT_NPROC: (50, 50)}
+    monkeypatch.setattr(resource, "getrlimit", limits.get)
+    for subject, said in (("open files", "128 at most (ulimit -Hn)"), ("processes", "may have 50")):
+        found = about(subject)
+        assert found.level == HURTS
+        assert said in found.found
+        assert "have it raised" in found.remedy
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_container_without_ports_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As where the loopback interface is not up.
+    refusal = OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+    monkeypatch.setattr(preflight, "_bind", lambda _port: refusal)
+    found = about("ports")
+    assert found.level == STOPS
+    assert "loopback interface" in found.remedy
+
+
+def test_the_versions_of_what_carries_the_devices_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
+    versions = {"torch": "2.13.0", **devices._cuda_versions()}
+    found = Machine(kind="cuda", devices=(), versions=versions, **HOST)
+    monkeypatch.setattr(doctor, "look_at_machine", lambda: found)
+    answer_as_nvidia(monkeypatch, tmp_path, "echo 570.86; echo 570.86")
+    assert about("versions").found == "torch 2.13.0, NCCL 2.27.3, NVIDIA driver 570.86"
+
+
+SCRIPT = """
+from notebook_accel import notebook_launcher
+def train():
+    return 7
+print([*notebook_launcher(train, num_processes=2, devices="cpu", view="none")])
+"""
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_script_that_launches_needs_no_guard(tmp_path: Path) -> None:
+    assert "`if __name__ == '__main__'` is needed" in about("scripts").found
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.stdout == "[7, 7]\n", done.stderr
 
 
 @pytest.mark.usefixtures("machine")
@@ -145,19 +230,21 @@ def test_who_holds_a_gpu_is_named_by_its_process(
         monkeypatch,
         tmp_path,
         "case $1 in *driver*) echo 570.86; echo 570.86;; "
-        f"*) echo '{os.getpid()}, 1024 MiB'; echo '{os.getppid()}, 5 MiB'; "
-        f"echo '{child.pid}, 7 MiB';; esac",
+        "*uuid,index*) echo 'GPU-a, 0'; echo 'GPU-b, 1';; "
+        f"*) echo '{os.getpid()}, 1024 MiB, GPU-a'; echo '{os.getppid()}, [N/A], GPU-b'; "
+        f"echo '{child.pid}, 7 MiB, GPU-b';; esac",
     )
     # Anybody may have named the other process.
     monkeypatch.setattr("psutil.Process.name", lambda _: "\x1b[2Jsh\n")
     assert about("versions").found == "NVIDIA driver 570.86"
     mine, other, rank = [each for each in examine() if each.subject == "devices in use"]
-    assert "this very kernel holds 1024 MiB" in mine.found
+    assert "this very kernel holds 1024 MiB of the memory of GPU 0" in mine.found
     assert "empty_cache" in mine.remedy
-    assert f"process {os.getppid()} (sh) holds 5 MiB" in other.found
+    assert f"process {os.getppid()} (sh) holds some of the memory of GPU 1" in other.found
     assert f"kill {os.getppid()}" in other.remedy
     assert rank.level == FINE
-    assert f"rank process {child.pid} of this notebook holds 7 MiB" in rank.found
+    said = f"rank process {child.pid} of this notebook holds 7 MiB of the memory of GPU 1"
+    assert said == rank.found
 
 
 @pytest.mark.parametrize(
@@ -175,9 +262,68 @@ def test_widgets_that_no_page_can_draw_are_named(
     versions = {"ipywidgets": ipywidgets, "jupyterlab-widgets": of_page}
     monkeypatch.setattr(notebook_doctor, "find_kernel", object)
     monkeypatch.setattr(notebook_doctor, "_version", versions.get)
+    monkeypatch.setattr(notebook_doctor, "_server_python", lambda: None)
     (found,) = notebook_doctor._widgets()
     assert found.level == level
     assert said in f"{found.found} {found.remedy}"
+
+
+@pytest.mark.parametrize(
+    ("of_page", "level", "said"),
+    [
+        ("5.0.16", FINE, "jupyterlab-manager 5.0.16 in the Jupyter server"),
+        ("3.1.4", HURTS, "/bin/python -m pip install 'jupyterlab_widgets==3.*'"),
+        (None, HURTS, "has no extension that draws widgets"),
+    ],
+)
+def test_widgets_that_the_server_of_this_kernel_lacks_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, of_page: str | None, level: str, said: str
+) -> None:
+    """Whatever the kernel's own environment has: the server may have another one."""
+    versions = {"ipywidgets": "8.1.9", "jupyterlab-widgets": "3.0.17"}
+    monkeypatch.setattr(notebook_doctor, "find_kernel", object)
+    monkeypatch.setattr(notebook_doctor, "_version", versions.get)
+    monkeypatch.setattr(notebook_doctor, "_OF_MACHINE", ())
+    for variable in ("JUPYTER_PATH", "JUPYTER_DATA_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    # The server has started a process that started this kernel.
+    command = [str(python), "/some/bin/jupyter-lab", "--no-browser"]
+    above = [
+        SimpleNamespace(cmdline=lambda: ["sh", "-c", "exec python"], environ=dict),
+        SimpleNamespace(cmdline=lambda: command, environ=dict),
+    ]
+    monkeypatch.setattr("psutil.Process.parents", lambda _: above)
+    if of_page:
+        file = tmp_path / "share/jupyter" / notebook_doctor._EXTENSION
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({"version": of_page}))
+    (found,) = notebook_doctor._widgets()
+    assert found.level == level
+    assert said in f"{found.found} {found.remedy}"
+    assert bool(found.remedy) == (level != FINE)
+
+
+@pytest.mark.parametrize(
+    ("command", "is_server"),
+    [
+        ("/venv/bin/python /venv/bin/jupyter-lab --port 8888", True),
+        ("python -m jupyterlab", True),
+        ("python3 -m notebook", True),
+        ("/opt/conda/bin/python /opt/conda/bin/jupyterhub-singleuser", True),
+        ("python -m jupyter_server", True),
+        ("/usr/bin/python3 /usr/bin/jupyter notebook", True),
+        ("python -m ipykernel_launcher -f kernel.json", False),
+        ("bash", False),
+        ("", False),
+    ],
+)
+def test_a_server_is_known_by_its_command(command: str, is_server: bool) -> None:
+    parts = command.split()
+    assert any(map(notebook_doctor._SERVER.search, parts[1:4])) == is_server
 
 
 def test_a_diagnosis_reads_as_a_table_and_as_lines() -> None:
