@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Coroutine
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ __all__ = [
     "ClicksByPump",
     "ClicksByServer",
     "ClicksBySubshell",
+    "ClicksInColab",
     "can_answer",
     "clicks_for",
     "find_kernel",
@@ -42,6 +44,8 @@ class ClicksAfterTheCell:
     advice: ClassVar[str] = "Clicks wait while a cell runs: use the kernel's Interrupt."
     # Said in Stop's tooltip.
     tooltip: ClassVar[str] = ""
+    # Whether the page draws what comes while no cell runs.
+    draws_between_cells: ClassVar[bool] = True
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -157,6 +161,20 @@ class ClicksByPump(ClicksAfterTheCell):
         kernel._publish_status("busy", "shell", parent=kernel.get_parent("shell"))
 
 
+class ClicksInColab(ClicksByPump):
+    """Colab, whose kernel is ipykernel 6: its pages draw nothing that comes while no cell runs.
+
+    https://github.com/googlecolab/colabtools/issues/3373
+    """
+
+    draws_between_cells = False
+
+    @classmethod
+    def works_in(cls, kernel: Any) -> bool:
+        # Colab's kernels have imported it before the first cell.
+        return "google.colab" in sys.modules and super().works_in(kernel)
+
+
 class ClicksByServer(ClicksAfterTheCell):
     """Any page of a Jupyter server: one more button asks the server to interrupt the kernel."""
 
@@ -178,6 +196,7 @@ class ClicksByServer(ClicksAfterTheCell):
 
 
 CLICK_WAYS: tuple[type[ClicksAfterTheCell], ...] = (
+    ClicksInColab,
     ClicksBySubshell,
     ClicksByPump,
     ClicksByServer,

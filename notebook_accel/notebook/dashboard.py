@@ -7,7 +7,10 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from IPython.core.getipython import get_ipython
+
 from notebook_accel.launch import run_list
+from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.launch.view.summary import hang_line
@@ -47,7 +50,8 @@ class Dashboard(View):
     """The live panel of one run: in the cell that launched it, and where ``run.show()`` ran.
 
     A run begins as one line, and gets the panel once it lasts. That is drawn by a thread of its
-    own, and by a cell's thread while that waits for the run, one at a time (under a lock). Clicks
+    own, and by a cell's thread while that waits for the run, one at a time (under a lock). Where
+    pages draw nothing between cells (Colab), only a cell's thread draws, in its own cell. Clicks
     change nothing on the page by themselves.
 
     Args:
@@ -88,6 +92,8 @@ class Dashboard(View):
         self._last_hang = ""
         self._opened_at = 0.0
         self._drawn_at = 0.0
+        # The number of the newest cell that shows it, where pages draw nothing between cells.
+        self._placed_in: int | None = None
 
     # ---- what the run calls ----------------------------------------------------------------
 
@@ -107,6 +113,9 @@ class Dashboard(View):
         # ipykernel 7.0 finds the cell of a thread by its context alone.
         context = contextvars.copy_context()
         self._lost_text = LostPanelText(run)
+        if not self._clicks.draws_between_cells:
+            self._open_in_cells(run)
+            return
         line = render_slim(run.state, now=run.state.now()).bundle
         # Until there is a panel, the line hides the text.
         html = f"{line['text/html']}{self._lost_text.hiding_style}"
@@ -116,6 +125,26 @@ class Dashboard(View):
         threading.Thread(
             target=context.run, args=(self._keep_drawing,), name="notebook-accel-panel", daemon=True
         ).start()
+
+    def _open_in_cells(self, run: Run) -> None:
+        """Open the view where only a cell that waits for the run can draw it."""
+        # A click has no cell.
+        self._placed_in = _number_of_cell() if self._has_own_slot else None
+        name = one_line(run.state.name, 60)
+        typed = run_list.expression(run.id)
+        text = (
+            f"{name}: running"
+            if self._waits
+            else f"{name}: runs in the background. {typed}.wait() in a cell shows it live, "
+            ".show() how it stands then"
+        )
+        self._slot.show(render_line(text).bundle)
+
+    def _place_in_cell(self) -> None:
+        """Show the run in the cell that waits for it, once, where only that cell can draw it."""
+        if not self._clicks.draws_between_cells and self._placed_in != _number_of_cell():
+            self._placed_in = _number_of_cell()
+            self._slot.place()
 
     def update(self, state: RunState) -> None:
         with self._lock:
@@ -129,6 +158,7 @@ class Dashboard(View):
 
     def poll(self) -> None:
         self._clicks.pump()
+        self._place_in_cell()
         self._draw()
         self._show_new_displays()
         if self._waits and time.monotonic() >= self._opened_at + _LASTING_SECONDS:
@@ -138,6 +168,7 @@ class Dashboard(View):
         self._clicks.stop_pumping()
 
     def print_end(self) -> None:
+        self._place_in_cell()
         self._show_new_displays()
 
     def close(self, state: RunState) -> None:
@@ -274,3 +305,9 @@ class Dashboard(View):
             self._has_asked_stop = True
             self._run.stop()
             self._has_changed = True
+
+
+def _number_of_cell() -> int | None:
+    """The number of the cell that runs now; None outside of IPython."""
+    number: int | None = getattr(get_ipython(), "execution_count", None)
+    return number

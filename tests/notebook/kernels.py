@@ -123,6 +123,8 @@ class Kernel:
         first: what outputs held when they were first shown.
         buttons: the id of each button's comm, by the button's text; of equal ones the newest.
         widgets: the newest texts that widgets were given.
+        models: the state of each widget, by the id of its comm.
+        strays: the types of what a page was to draw while no cell ran.
         has_subshells: whether a page can talk to the kernel while a cell blocks it.
     """
 
@@ -134,6 +136,9 @@ class Kernel:
         self.displays: dict[str, dict[str, Any]] = {}
         self.buttons: dict[str, str] = {}
         self.widgets: deque[str] = deque(maxlen=20)
+        self.models: dict[str, dict[str, Any]] = {}
+        self.strays: list[str] = []
+        self._running: set[str] = set()
         reply = client.kernel_info(reply=True, timeout=60)
         features = reply["content"].get("supported_features", [])
         self.has_subshells = "kernel subshells" in features
@@ -202,6 +207,19 @@ class Kernel:
             message["header"]["subshell_id"] = subshell
         self.client.shell_channel.send(message)
 
+    def fill(self, label: str, text: str) -> None:
+        """Type into the newest field of that label, as a page tells it; of a list, choose."""
+        comm_id, model = next(
+            (comm_id, model)
+            for comm_id, model in reversed(self.models.items())
+            if model.get("description") == label
+        )
+        labels = model.get("_options_labels")
+        state = {"value": text} if labels is None else {"index": [*labels].index(text)}
+        data = {"method": "update", "state": state, "buffer_paths": []}
+        message = self.client.session.msg("comm_msg", {"comm_id": comm_id, "data": data})
+        self.client.shell_channel.send(message)
+
     def answers_new_page(self, *, seconds: float) -> bool:
         """Whether the kernel says in time who it is, as a page asks that comes to it."""
         return self.answers(self.client.kernel_info(), seconds=seconds)
@@ -232,10 +250,21 @@ class Kernel:
                 self._take(self.client.get_iopub_msg(timeout=0.05), Reply())
         return condition()
 
+    def _note_strays(self, message: dict[str, Any]) -> None:
+        """Note what a page that draws only the output of running cells would leave out."""
+        parent, state = message["parent_header"], message["content"].get("execution_state")
+        if parent.get("msg_type") == "execute_request" and state is not None:
+            change = self._running.add if state == "busy" else self._running.discard
+            change(parent["msg_id"])
+        is_drawn = message["msg_type"].startswith(("comm_", "display_data", "update_display"))
+        if is_drawn and parent.get("msg_id") not in self._running:
+            self.strays.append(message["msg_type"])
+
     def _take(self, message: dict[str, Any], reply: Reply) -> None:
         kind, content = message["msg_type"], message["content"]
         size = len(json.dumps(content, default=str))
         self.seen.append(Seen(time.monotonic(), kind, size))
+        self._note_strays(message)
         if kind == "stream":
             reply.text += content["text"]
         elif kind in ("display_data", "execute_result"):
@@ -252,6 +281,7 @@ class Kernel:
         elif kind in ("comm_open", "comm_msg"):
             state = content["data"].get("state", {})
             self.widgets.append(str(state.get("value")))
+            self.models.setdefault(content["comm_id"], {}).update(state)
             if state.get("_model_name") == "ButtonModel":
                 self.buttons[state["description"]] = content["comm_id"]
         elif kind == "error":

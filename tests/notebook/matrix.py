@@ -161,6 +161,81 @@ def test_interrupt_ends_the_ranks_and_the_cell(kernel: Kernel, tmp_path: Path) -
     assert left.text == "stopped []\n"
 
 
+@pytest.fixture(scope="module")
+def colab() -> Iterator[Kernel]:
+    """A kernel with Colab's pins, which takes itself for Colab's."""
+    with open_kernel(MATRIX[0]) as kernel:
+        run(kernel, "import sys, types; sys.modules['google.colab'] = types.ModuleType('colab')")
+        run(kernel, SETUP)
+        run(kernel, "notebook_launcher(train, (2,), num_processes=1)")
+        yield kernel
+
+
+def test_in_colab_a_page_that_draws_only_running_cells_misses_nothing(
+    colab: Kernel, tmp_path: Path
+) -> None:
+    _, html = colab.train_with_panel(tmp_path, timeout=100)
+    assert "succeeded" in html
+
+    # In the background: nothing is drawn until a cell waits for it, and all in that cell then.
+    ready = tmp_path / "ready"
+    launch = "run = notebook_launcher({}, ({!r},), num_processes=2, block=False)"
+    line = run(colab, launch.format("until_stopped", str(ready))).outputs[0]["data"]["text/plain"]
+    assert "runs in the background" in line
+    assert ".wait() in a cell shows it live" in line
+    colab.displays.clear()
+    assert colab.listen_until(ready.exists, seconds=60)
+    waiting = colab.start("run.wait()")
+    colab.wait_for_panel(seconds=30)
+    colab.click("Stop")
+    reply = colab.finish(waiting, timeout=60)
+    assert "stopped" in reply.outputs[0]["data"]["text/html"]
+
+    # One that has ended meanwhile stands in the cell that asks for it.
+    there = tmp_path / "there"
+    there.touch()
+    run(colab, launch.format("until_there", str(there)))
+    run(colab, "run._conductor.ended.wait(60)")
+    waited = run(colab, "run.wait()")
+    assert "succeeded" in waited.outputs[0]["data"]["text/html"]
+    assert "seen on a rank" in waited.outputs[0]["data"]["text/html"]
+    # A summary that nobody waited for is drawn by the next cell that asks.
+    assert {*colab.strays} <= {"update_display_data"}
+
+
+FORM = """
+from notebook_accel import config_picker
+picker = config_picker({"num_processes": 2})
+picker
+"""
+
+
+def test_the_form_is_drawn_and_launches_a_training(kernel: Kernel) -> None:
+    kernel.displays.clear()
+    cell = run(kernel, FORM)
+    assert kernel.shows_panel
+    # What a person chooses and types comes as the new value of a widget.
+    kernel.fill("Function", "train")
+    kernel.fill("Arguments", "steps=5")
+    kernel.fill("Seed", "seven")
+    refused = lambda: any("expected a whole number" in text for text in kernel.widgets)  # noqa: E731
+    assert kernel.listen_until(refused, seconds=30)
+    kernel.fill("Seed", "7")
+    has_code = lambda: any("&#39;steps&#39;: 5}" in text for text in kernel.widgets)  # noqa: E731
+    assert kernel.listen_until(has_code, seconds=30)
+    kernel.click("Launch")
+    ended = lambda: "succeeded" in shown_last(kernel)  # noqa: E731
+    assert kernel.listen_until(ended, seconds=60)
+    assert "succeeded" in cell.outputs[1]["data"]["text/html"], "it stands below the form"
+    assert run(kernel, "print(picker.config.seed, picker.run.results)").text == "7 [0, 1]\n"
+
+
+def test_only_jupyters_own_widgets_draw_it(kernel: Kernel) -> None:
+    """Colab has no others, unless a page loads them from elsewhere."""
+    modules = {model.get("_view_module") for model in kernel.models.values()}
+    assert modules - {None} == {"@jupyter-widgets/base", "@jupyter-widgets/controls"}
+
+
 def test_an_error_is_the_ranks_own(kernel: Kernel) -> None:
     code = (
         "def fail():\n    raise ValueError('bad batch')\nnotebook_launcher(fail, num_processes=2)"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import sys
 import threading
 from contextvars import ContextVar
 from functools import partial
@@ -17,6 +18,7 @@ from notebook_accel.notebook.clicks import (
     ClicksByPump,
     ClicksByServer,
     ClicksBySubshell,
+    ClicksInColab,
     can_answer,
     clicks_for,
     find_kernel,
@@ -192,6 +194,12 @@ class NewKernel(OldKernel):
 )
 def test_each_kernel_has_its_way(kernel: Any, way: type[ClicksAfterTheCell]) -> None:
     assert type(clicks_for(kernel)) is way
+
+
+def test_colabs_kernel_is_known_by_what_it_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace())
+    for kernel, way in ((OldKernel(), ClicksInColab), (NewKernel(), ClicksBySubshell)):
+        assert type(clicks_for(kernel)) is way
 
 
 def test_the_pump_handles_clicks_and_leaves_cells_in_their_order() -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 import textwrap
 from html import unescape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import nbclient
 import nbformat
+import papermill
 import pytest
 
 from tests.notebook.kernels import TRAIN, Kernel, Reply, Seen, open_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 SETUP = (
@@ -277,7 +278,23 @@ def test_where_nobody_can_answer_lines_are_printed(kernel: Kernel) -> None:
     assert kinds(reply) == [{"text/html", "text/plain"}, {"text/plain"}]
 
 
-def test_an_executed_notebook_holds_the_summary_once(tmp_path: Path) -> None:
+def by_nbclient(notebook: Any, folder: Path) -> Any:
+    resources = {"metadata": {"path": folder}}
+    return nbclient.NotebookClient(notebook, timeout=60, resources=resources).execute()
+
+
+def by_papermill(notebook: Any, folder: Path) -> Any:
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "", "language": "python"}
+    nbformat.write(notebook, folder / "in.ipynb")
+    return papermill.execute_notebook(
+        folder / "in.ipynb", folder / "out.ipynb", cwd=folder, progress_bar=False
+    )
+
+
+@pytest.mark.parametrize("execute", [by_nbclient, by_papermill])
+def test_an_executed_notebook_holds_the_summary_once(
+    execute: Callable[[Any, Path], Any], tmp_path: Path
+) -> None:
     cells = [
         SETUP,
         "run = notebook_launcher(train, (20,), num_processes=2)",
@@ -285,9 +302,7 @@ def test_an_executed_notebook_holds_the_summary_once(tmp_path: Path) -> None:
         "run.wait(); print(run.results)",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
-    nbclient.NotebookClient(
-        notebook, timeout=60, resources={"metadata": {"path": tmp_path}}
-    ).execute()
+    notebook = execute(notebook, tmp_path)
     outputs = [cell.outputs for cell in notebook.cells]
     for cell in (1, 2):
         (summary,) = [output for output in outputs[cell] if output.output_type == "display_data"]
