@@ -63,6 +63,10 @@ _USE_OF_DEFAULT_FILE = "from which each launch takes the settings that its call 
 _SAVE_TOOLTIP = f"Write these settings to the file; the default is the one {_USE_OF_DEFAULT_FILE}"
 # What a saved notebook has of the form.
 _SAVED = "config_picker: a form, which only its kernel draws. Run the cell again to see it."
+_IN_A_TERMINAL = (
+    "config_picker: only a notebook draws the form. Elsewhere its settings are LaunchConfig(...), "
+    "whose save(path) and load(path) keep them as YAML"
+)
 _FUNCTION_MISSING = "Define a function in a cell, then choose it here."
 
 
@@ -142,14 +146,16 @@ class ConfigPicker:
             self._check()
 
     def _ipython_display_(self) -> None:
+        shell: Any = get_ipython()
+        if getattr(shell, "kernel", None) is None:
+            print(_IN_A_TERMINAL)  # noqa: T201
+            return
         DisplaySlot().show(widget_view(self._box, _SAVED))
         # Shown once more, the form has the run below it there too.
         for slot in (self._slot, self._below):
             slot.place()
-        shell = get_ipython()
-        if shell is not None:
-            # Registered twice it is called once. It displays nothing: that would show nowhere.
-            shell.events.register("post_run_cell", self._after_cell)
+        # Registered twice it is called once. It displays nothing: that would show nowhere.
+        shell.events.register("post_run_cell", self._after_cell)
         threading.Thread(target=self._look, name="notebook-accel-devices", daemon=True).start()
 
     def _after_cell(self, _result: Any) -> None:

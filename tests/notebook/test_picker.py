@@ -245,6 +245,7 @@ class Notebook:
     """A notebook that displays nothing: its functions, and what was launched."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kernel = object()
         self.user_ns: dict[str, Any] = {}
         self.after_cell: list[Any] = []
         self.events = SimpleNamespace(register=lambda _, call: self.after_cell.append(call))
