@@ -207,15 +207,15 @@ class Kernel:
             message["header"]["subshell_id"] = subshell
         self.client.shell_channel.send(message)
 
-    def fill(self, label: str, text: str) -> None:
-        """Type into the newest field of that label, as a page tells it; of a list, choose."""
+    def fill(self, label: str, value: str | bool) -> None:
+        """Fill in the newest field of that label, as a page tells it; of a list, choose."""
         comm_id, model = next(
             (comm_id, model)
             for comm_id, model in reversed(self.models.items())
             if model.get("description") == label
         )
         labels = model.get("_options_labels")
-        state = {"value": text} if labels is None else {"index": [*labels].index(text)}
+        state = {"value": value} if labels is None else {"index": [*labels].index(value)}
         data = {"method": "update", "state": state, "buffer_paths": []}
         message = self.client.session.msg("comm_msg", {"comm_id": comm_id, "data": data})
         self.client.shell_channel.send(message)

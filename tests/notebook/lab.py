@@ -60,12 +60,22 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Notebook:
-    """A notebook that is open in a page."""
+    """A notebook that is open in a page.
+
+    Attributes:
+        elsewhere: what the page has asked other servers for.
+    """
 
     def __init__(self, page: Page) -> None:
         self.page = page
+        self.elsewhere: list[str] = []
+        page.on("request", lambda request: self._note_request(request.url))
         self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
         self._wait_for_cells()
+
+    def _note_request(self, url: str) -> None:
+        if not url.startswith(("http://127.0.0.1:", "ws://127.0.0.1:", "data:", "blob:", "about:")):
+            self.elsewhere.append(url)
 
     def _wait_for_cells(self) -> None:
         self.panel.locator(".jp-Cell").first.wait_for(timeout=_OPEN_MS)

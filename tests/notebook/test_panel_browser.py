@@ -130,6 +130,7 @@ def notebooks(
             notebook.run(0)
         yield opened
         for notebook in opened.values():
+            assert notebook.elsewhere == [], "no code comes from another server"
             notebook.close()
 
 
@@ -471,6 +472,11 @@ def type_command(output: Locator, command: str) -> None:
     field.press("Enter")
 
 
+def test_the_doctor_sees_the_widgets_of_this_server(notebook: Notebook) -> None:
+    output = notebook.add("%accelerate doctor")
+    wait_for(output, re.compile(r"jupyterlab-manager 5\.\S+ in the Jupyter server"))
+
+
 FORM = """
 import pathlib, time
 from IPython.display import HTML, display
@@ -483,6 +489,9 @@ def train(rate, epochs=1):
         time.sleep(0.02)
     kind, steps = accelerator.distributed_type.value, accelerator.gradient_accumulation_steps
     return kind, accelerator.num_processes, steps, rate, epochs
+def quick():
+    from notebook_accel import Accelerator
+    return Accelerator().gradient_state.num_steps, "quick"
 picker = config_picker({{"num_processes": 1}})
 picker
 """
@@ -495,6 +504,16 @@ def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
     form.get_by_text("No accelerator").or_(form.get_by_label("Devices")).first.wait_for(
         timeout=60_000
     )
+    # The mouse alone is enough.
+    form.get_by_label("Function", exact=True).select_option(label="quick")
+    form.get_by_label("Mixed precision", exact=True).select_option(label="bf16")
+    form.get_by_role("button", name="Launch").click()
+    form.get_by_text("✓ succeeded").first.wait_for(timeout=60_000)
+    said = notebook.add("print(picker.run[0], picker.run.config.mixed_precision)")
+    wait_for(said, "(1, 'quick') bf16")
+    form.get_by_role("button", name="Launch", disabled=False).wait_for(timeout=30_000)
+    form.get_by_label("Mixed precision", exact=True).select_option(index=0)
+
     # A bad value is told while it is typed, and there is nothing to launch then.
     form.get_by_label("Processes", exact=True).fill("zero")
     wait_for(form, "expected a whole number")

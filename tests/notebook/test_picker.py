@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import subprocess
 import sys
 import threading
 from dataclasses import fields, replace
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 from ipykernel.compiler import XCachingCompiler
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
@@ -25,7 +27,13 @@ from notebook_accel.notebook import picker as picker_module
 from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
 from notebook_accel.notebook.failed_cells import watch_cells
 from notebook_accel.notebook.picker_fields import plugin_rows, setting_rows
-from notebook_accel.notebook.picker_texts import Arguments, as_code, devices_line, read_arguments
+from notebook_accel.notebook.picker_texts import (
+    Arguments,
+    as_code,
+    as_yaml,
+    devices_line,
+    read_arguments,
+)
 from notebook_accel.plugin_options import PLUGINS
 
 if TYPE_CHECKING:
@@ -81,7 +89,10 @@ def test_the_code_and_the_yaml_mean_the_settings(tmp_path: Path) -> None:
     )
     exec(code.rpartition("\n")[0], scope)
     assert scope["config"] == FULL
+    for config in (FULL, LaunchConfig()):
+        assert LaunchConfig(**(yaml.safe_load(as_yaml(config)) or {})) == config
     picker = config_picker(FULL)
+    assert unescape(picker._yaml.value) == f"<pre>{as_yaml(FULL)}</pre>"
     picker._path.value = str(tmp_path / "a" / "b.yaml")
     picker._buttons["Save"].click()
     assert LaunchConfig.load(picker._path.value) == FULL
@@ -497,3 +508,19 @@ def test_devices_are_listed_with_their_memory_and_names_are_escaped() -> None:
     assert "8 CPU cores, 64 GB of memory, 1 GB of it free" in text
     assert "No accelerator" in devices_line(Machine(kind="cpu", devices=(), **host))
     assert "no driver" in devices_line(Machine(kind="cpu", devices=(), error="no driver", **host))
+
+
+LOOK = """
+import sys
+from notebook_accel import config_picker
+picker = config_picker({})
+picker._look()
+print("CPU cores" in picker._devices.value, "torch" in sys.modules)
+"""
+
+
+def test_devices_are_looked_at_by_another_process() -> None:
+    """This one could wake a device by torch alone, which it does not even import."""
+    command = [sys.executable, "-c", LOOK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "True False\n", done.stderr

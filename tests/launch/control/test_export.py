@@ -119,6 +119,31 @@ with open(folder + "/printed", "w") as file:
 LIMIT += 1
 layer.bias.data.zero_()
 run.export(folder + "/changed.py");
+#---
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(7)
+samples = torch.randn(64, 4)
+wanted = samples.sum(1, keepdim=True)
+#---
+def fit(rate):
+    accelerator = Accelerator()
+    model = Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    loader = DataLoader(TensorDataset(samples, wanted), batch_size=8, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss = (model(inputs) - targets).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    print(accelerator.process_index, accelerator.num_processes, losses)
+#---
+run = notebook_launcher(fit, (0.1,), 2, devices="cpu", view="none")
+run.export(folder + "/training.py")
+with open(folder + "/losses", "w") as file:
+    file.write(run.logs(0) + run.logs(1))
 '''
 shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
 for cell in CELLS.split("#---"):
@@ -144,13 +169,27 @@ def test_torchrun_runs_what_was_exported(folder: Path) -> None:
     assert "class Box:\n    n: int = 0" in text
     assert "SIZE = 4" in text
     assert "torchrun --nproc_per_node=2 exported.py" in text
-    # Each rank into a file of its own: torchrun runs them unbuffered, so that the parts of what two
+    assert _by_torchrun(folder / "exported.py") == ["16 9 3 of 2\n"] * 2
+
+
+@pytest.mark.timeout(600)
+def test_an_exported_training_takes_the_same_steps(folder: Path) -> None:
+    assert "_unpickled" not in (folder / "training.py").read_text()
+    said = _by_torchrun(folder / "training.py", ACCELERATE_USE_CPU="true")
+    in_the_notebook = (folder / "losses").read_text()
+    assert len(in_the_notebook.splitlines()) == 2
+    assert "".join(sorted(said)) == in_the_notebook
+
+
+def _by_torchrun(script: Path, **variables: str) -> list[str]:
+    """What each rank prints."""
+    # Each into a file of its own: torchrun runs them unbuffered, so that the parts of what two
     # ranks print at the same time come mixed.
-    to_files = ("--redirects=3", f"--log-dir={folder / 'logs'}")
+    logs = script.with_suffix(".logs")
+    to_files = ("--redirects=3", f"--log-dir={logs}")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *to_files)
-    _run(sys.executable, *torchrun, str(folder / "exported.py"))
-    said = [file.read_text() for file in folder.glob("logs/*/attempt_0/*/stdout.log")]
-    assert said == ["16 9 3 of 2\n"] * 2
+    _run(sys.executable, *torchrun, str(script), **variables)
+    return [file.read_text() for file in logs.glob("*/attempt_0/*/stdout.log")]
 
 
 def test_what_a_notebooks_cells_made_is_copied_as_source(folder: Path) -> None:
