@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import platformdirs
+from IPython.core.getipython import get_ipython
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
@@ -17,7 +18,7 @@ __all__ = ["recall", "remember"]
 
 
 def remember(config: LaunchConfig) -> None:
-    """Keep ``config`` for the current folder, its variables aside, which may be secrets.
+    """Keep ``config`` for the notebook's folder, its variables aside, which may be secrets.
 
     Without a word where nothing can be written: nobody asked for it.
     """
@@ -26,7 +27,7 @@ def remember(config: LaunchConfig) -> None:
 
 
 def recall() -> LaunchConfig | None:
-    """What was kept for the current folder; None where nothing was, or it makes no sense now."""
+    """What was kept for the notebook's folder; None where nothing was, or it makes no sense now."""
     with contextlib.suppress(OSError, RuntimeError, ConfigError):
         path = _path()
         return LaunchConfig.load(path) if path.is_file() else None
@@ -35,5 +36,15 @@ def recall() -> LaunchConfig | None:
 
 def _path() -> Path:
     # The folder's name could be long, or tell strangers what is trained there.
-    name = hashlib.sha256(os.getcwd().encode(errors="surrogateescape")).hexdigest()[:16]
+    name = hashlib.sha256(_folder().encode(errors="surrogateescape")).hexdigest()[:16]
     return Path(platformdirs.user_state_dir("notebook-accel")) / "picked" / f"{name}.yaml"
+
+
+def _folder() -> str:
+    """The notebook's, also after ``os.chdir``; the current folder where nobody says which it is."""
+    # What VS Code tells its kernels, and what Jupyter's server does.
+    names = getattr(get_ipython(), "user_ns", {})
+    for file in (names.get("__vsc_ipynb_file__"), os.environ.get("JPY_SESSION_NAME")):
+        if isinstance(file, str) and os.path.isabs(file):
+            return os.path.dirname(file)
+    return os.getcwd()

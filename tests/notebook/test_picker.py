@@ -22,7 +22,7 @@ from notebook_accel import ConfigError, LaunchConfig, config_picker
 from notebook_accel.config import default_config_path
 from notebook_accel.launch.machine import Device, Machine
 from notebook_accel.launch.system.interrupts import Latch
-from notebook_accel.notebook import display_slot, launcher
+from notebook_accel.notebook import display_slot, launcher, remembered
 from notebook_accel.notebook import picker as picker_module
 from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
 from notebook_accel.notebook.failed_cells import watch_cells
@@ -34,6 +34,7 @@ from notebook_accel.notebook.picker_texts import (
     devices_line,
     read_arguments,
 )
+from notebook_accel.notebook.remembered import remember
 from notebook_accel.plugin_options import PLUGINS
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ FULL = LaunchConfig(
 def _folder_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "HOME"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     monkeypatch.chdir(tmp_path)
 
 
@@ -236,6 +238,30 @@ def test_what_was_saved_last_is_there_again_in_the_same_folder(
     picker._path.value = str(default_config_path())
     picker._buttons["Save"].click()
     assert "each launch takes" in picker._message.value
+
+
+def test_the_folder_is_the_notebooks_wherever_it_has_changed_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+    # As Jupyter's server says it, and as VS Code does.
+    shell = SimpleNamespace(user_ns={})
+    monkeypatch.setattr(remembered, "get_ipython", lambda: shell)
+
+    def open_notebook(folder: str, *, in_code: bool) -> None:
+        file = str(tmp_path / folder / "train.ipynb")
+        monkeypatch.setenv("JPY_SESSION_NAME", "" if in_code else file)
+        shell.user_ns = {"__vsc_ipynb_file__": file} if in_code else {}
+
+    open_notebook("one", in_code=False)
+    remember(LaunchConfig(seed=3))
+    monkeypatch.chdir(tmp_path / "other")
+    assert config_picker().config == LaunchConfig(seed=3)
+    open_notebook("other", in_code=True)
+    assert config_picker().config == LaunchConfig()
+    open_notebook("one", in_code=True)
+    assert config_picker().config == LaunchConfig(seed=3)
 
 
 def test_a_file_that_cannot_be_used_is_told(tmp_path: Path) -> None:
