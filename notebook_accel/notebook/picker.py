@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -315,8 +316,13 @@ class ConfigPicker:
         self._say(f"Saved to {path}{used}", "na-fine")
 
     def _load(self) -> None:
-        self.fill(LaunchConfig.load(self._file))
-        self._say(f"Loaded from {self._file}", "na-fine")
+        # A click's own output would appear nowhere.
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            config = LaunchConfig.load(self._file)
+        self.fill(config)
+        lines = [f"Loaded from {self._file}", *(str(one.message) for one in caught)]
+        self._say(". ".join(lines), "na-warn" if caught else "na-fine")
 
     @property
     def _file(self) -> Path:

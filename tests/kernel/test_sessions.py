@@ -593,6 +593,14 @@ def test_a_cell_is_written_as_a_script_that_torchrun_runs(book: Notebook, tmp_pa
     assert done.stdout.count("(70, 2)") == 2, done.stderr
     text = book.run(f"%%accelerate --write {target} --ranks 0\n1")
     assert "--write and --ranks" in text
+    # A cell that has ranks of its own has nothing of the session.
+    fresh = tmp_path / "fresh.py"
+    shown = book.run(f"%%accelerate --fresh -n 2 --write {fresh}\nscaled(accelerator.num_processes)")
+    assert shown == f"wrote {fresh}\nranks 0-1: 20\n"
+    text = fresh.read_text()
+    assert "accelerator = Accelerator()" in text
+    assert "print(scaled(accelerator.num_processes))" in text
+    assert "own" not in text
 
 
 def test_a_function_is_launched_on_the_warm_workers(book: Notebook) -> None:

@@ -269,6 +269,16 @@ def test_a_file_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     picker._path.value = str(tmp_path / "none.yaml")
     picker._buttons["Load"].click()
     assert "cannot be read" in picker._message.value
+    # Of Accelerate's own file it is told what a launch here does not use.
+    (tmp_path / "theirs.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\nnum_processes: 2\ndynamo_config:\n"
+        "  dynamo_backend: INDUCTOR\n  dynamo_new_thing: much\n"
+    )
+    picker._path.value = str(tmp_path / "theirs.yaml")
+    picker._buttons["Load"].click()
+    assert picker.config.num_processes == 2
+    assert "dynamo_new_thing=" in picker._message.value
+    assert "not used here" in picker._message.value
 
 
 def test_arguments_are_read_as_a_call_has_them() -> None:
