@@ -179,7 +179,7 @@ def check_machine(config: LaunchConfig, world_size: int) -> None:
 
 
 def check_fits(config: LaunchConfig, machine: Machine) -> None:
-    """Refuse the devices and the ranks that a launch with these settings would refuse on ``machine``.
+    """Refuse the devices and ranks that a launch with these settings would refuse on ``machine``.
 
     Raises:
         ConfigError: there is no such accelerator, or there are more ranks than accelerators.

@@ -21,7 +21,7 @@ from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.payload.names import names_used
 from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.text import wording
-from notebook_accel.launch.worker.standard_input import BreakpointReached
+from notebook_accel.launch.worker.standard_input import BreakpointError
 from notebook_accel.notebook.call_ends import CallEnds
 from notebook_accel.notebook.cell_function import PROVIDED
 from notebook_accel.notebook.cell_script import LeftOut
@@ -203,7 +203,7 @@ class NotebookSession:
         try:
             run = self._begin(request, push, block=block, source=source, asked=options.ranks)
         except WorkerError as error:
-            if isinstance(error.__cause__, BreakpointReached) and can_answer(find_kernel()):
+            if isinstance(error.__cause__, BreakpointError) and can_answer(find_kernel()):
                 debug(self, error.rank)
             raise
         cell = _SentCell(run=run, request=request, number=number, assigned=found.certain)

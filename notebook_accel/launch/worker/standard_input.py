@@ -11,22 +11,22 @@ import os
 import sys
 from typing import Any, NoReturn
 
-__all__ = ["BreakpointReached", "install"]
+__all__ = ["BreakpointError", "install"]
 
 _INLINE = 'num_processes=1, engine="inline" (or run the cell without %%accelerate)'
 _REMEDY = (
-    "nobody can answer in a rank: pdb and input() work in the notebook's process alone. Launch with "
-    f"{_INLINE}, and hand over as arguments what would be typed. After a launch with debug=True, "
+    "nobody can answer in a rank: pdb and input() work in the notebook's process alone. Launch "
+    f"with {_INLINE}, and hand over as arguments what would be typed. After a launch with debug=True, "
     "or a cell of %%accelerate, %accelerate debug looks into the frames"
 )
 _AT_BREAKPOINT = (
     "breakpoint() ends the call in a rank: what stands after it has not run. A cell of "
-    "%%accelerate opens the debugger there; after a launch with debug=True, %accelerate debug does. "
-    f"To go on from there step by step, launch with {_INLINE}"
+    "%%accelerate opens the debugger there; after a launch with debug=True, %accelerate debug "
+    f"does. To go on from there step by step, launch with {_INLINE}"
 )
 
 
-class BreakpointReached(RuntimeError):
+class BreakpointError(RuntimeError):
     """A rank has called ``breakpoint()``."""
 
 
@@ -54,4 +54,4 @@ def _breakpoint(*args: Any, **kwargs: Any) -> Any:
     if "PYTHONBREAKPOINT" in os.environ:
         # Switched off ("0"), or a debugger of the person's own, which listens somewhere.
         return sys.__breakpointhook__(*args, **kwargs)
-    raise BreakpointReached(_AT_BREAKPOINT)
+    raise BreakpointError(_AT_BREAKPOINT)
