@@ -16,8 +16,8 @@ __all__ = ["BreakpointError", "install"]
 _INLINE = 'num_processes=1, engine="inline" (or run the cell without %%accelerate)'
 _REMEDY = (
     "nobody can answer in a rank: pdb and input() work in the notebook's process alone. Launch "
-    f"with {_INLINE}, and hand over as arguments what would be typed. After a launch with debug=True, "
-    "or a cell of %%accelerate, %accelerate debug looks into the frames"
+    f"with {_INLINE}, and hand over as arguments what would be typed. After a launch with "
+    "debug=True, or a cell of %%accelerate, %accelerate debug looks into the frames"
 )
 _AT_BREAKPOINT = (
     "breakpoint() ends the call in a rank: what stands after it has not run. A cell of "
