@@ -24,6 +24,7 @@ from notebook_accel.config import LaunchConfig, default_config_path, given_setti
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.preflight import check_fits, crowding
+from notebook_accel.notebook.clicks import clicks_for
 from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
 from notebook_accel.notebook.launcher import check_leaves_notebook_free, launch_below
 from notebook_accel.notebook.markup import element
@@ -94,6 +95,7 @@ class ConfigPicker:
         # Of the run's panel, and of what is said below it: only a cell can make them.
         self._slot, self._below = DisplaySlot(), DisplaySlot()
         self._is_filling = False
+        self._draws_between_cells = True
         self._has_call = False
         self._rows = setting_rows()
         self._plugins = {name: plugin_rows(plugin) for name, plugin in PLUGINS.items()}
@@ -157,12 +159,19 @@ class ConfigPicker:
             slot.place()
         # Registered twice it is called once. It displays nothing: that would show nowhere.
         shell.events.register("post_run_cell", self._after_cell)
-        threading.Thread(target=self._look, name="notebook-accel-devices", daemon=True).start()
+        self._draws_between_cells = clicks_for(shell.kernel).draws_between_cells
+        if self._draws_between_cells:
+            threading.Thread(target=self._look, name="notebook-accel-devices", daemon=True).start()
+        else:
+            self._look()
 
     def _after_cell(self, _result: Any) -> None:
         """A cell has run, which may have defined a function."""
         with self._lock:
             self._refresh_functions()
+            if not self._draws_between_cells:
+                # The end of a run was told to nobody.
+                self._buttons["Launch"].send_state()
 
     def _look(self) -> None:
         # Counting devices takes a clean process, which may have to be started first.

@@ -251,9 +251,9 @@ class Kernel:
         return condition()
 
     def _note_strays(self, message: dict[str, Any]) -> None:
-        """Note what a page that draws only the output of running cells would leave out."""
+        """Note what is no part of the answer to a cell, or to a click, that is still handled."""
         parent, state = message["parent_header"], message["content"].get("execution_state")
-        if parent.get("msg_type") == "execute_request" and state is not None:
+        if parent.get("msg_id") and state is not None:
             change = self._running.add if state == "busy" else self._running.discard
             change(parent["msg_id"])
         is_drawn = message["msg_type"].startswith(("comm_", "display_data", "update_display"))

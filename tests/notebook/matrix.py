@@ -203,6 +203,24 @@ def test_in_colab_a_page_that_draws_only_running_cells_misses_nothing(
     assert {*colab.strays} <= {"update_display_data"}
 
 
+def test_in_colab_the_form_waits_for_no_message_between_cells(colab: Kernel) -> None:
+    run(colab, FORM)
+    assert any("CPU cores" in text for text in colab.widgets)
+    colab.fill("Function", "train")
+    colab.fill("Arguments", "steps=5")
+    colab.click("Launch")
+    launch_button = colab.models[colab.buttons["Launch"]]
+    begun = lambda: launch_button.get("description") == "Running"  # noqa: E731
+    assert colab.listen_until(begun, seconds=60)
+    # Once it has ended, the next cell tells the button.
+    run(colab, "import threading")
+    waits = "[one.join(60) for one in threading.enumerate() if one.name == 'notebook-accel-picker']"
+    run(colab, f"_ = {waits}")
+    launch_button["description"] = "as the page has it"
+    run(colab, "pass")
+    assert launch_button["description"] == "Launch"
+
+
 FORM = """
 from notebook_accel import config_picker
 picker = config_picker({"num_processes": 2})
