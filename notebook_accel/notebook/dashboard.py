@@ -80,6 +80,7 @@ class Dashboard(View):
         self._lost_text: LostPanelText | None = None
         self._panel: LivePanel | None = None
         self._lock = threading.RLock()
+        self._is_drawing = False
         self._has_changed = False
         self._has_ended = False
         self._has_asked_stop = False
@@ -110,24 +111,33 @@ class Dashboard(View):
         self._run = run
         self._state = run.state
         self._opened_at = time.monotonic()
-        # ipykernel 7.0 finds the cell of a thread by its context alone.
-        context = contextvars.copy_context()
         self._lost_text = LostPanelText(run)
         if not self._clicks.draws_between_cells:
             self._open_in_cells(run)
-            return
-        line = render_slim(run.state, now=run.state.now()).bundle
+        elif not (self._is_cell and self._waits):
+            self._begin_drawing(self._lost_text)
+
+    def _begin_drawing(self, lost_text: LostPanelText) -> None:
+        """Show a line, and have a thread draw what becomes of it.
+
+        Of a cell only once it is waited for: most end before, and cost a single message.
+        """
+        assert self._state is not None, "a view that draws is open"
+        self._is_drawing = True
+        line = render_slim(self._state, now=self._state.now()).bundle
         # Until there is a panel, the line hides the text.
-        html = f"{line['text/html']}{self._lost_text.hiding_style}"
-        self._slot.show({**line, "text/html": html})
+        self._slot.show({**line, "text/html": f"{line['text/html']}{lost_text.hiding_style}"})
         if not self._waits and self._has_own_slot:
             self._show_lost_text()
+        # ipykernel 7.0 finds the cell of a thread by its context alone.
+        context = contextvars.copy_context()
         threading.Thread(
             target=context.run, args=(self._keep_drawing,), name="notebook-accel-panel", daemon=True
         ).start()
 
     def _open_in_cells(self, run: Run) -> None:
         """Open the view where only a cell that waits for the run can draw it."""
+        self._is_drawing = True
         # A click has no cell.
         self._placed_in = _number_of_cell() if self._has_own_slot else None
         name = one_line(run.state.name, 60)
@@ -158,6 +168,9 @@ class Dashboard(View):
 
     def poll(self) -> None:
         self._clicks.pump()
+        with self._lock:
+            if not self._is_drawing and not self._has_ended and self._lost_text is not None:
+                self._begin_drawing(self._lost_text)
         self._place_in_cell()
         self._draw()
         self._show_new_displays()
@@ -168,6 +181,8 @@ class Dashboard(View):
         self._clicks.stop_pumping()
 
     def print_end(self) -> None:
+        if not self._slot.is_placed:
+            self._slot.place()
         self._place_in_cell()
         self._show_new_displays()
 
@@ -181,7 +196,7 @@ class Dashboard(View):
                 # First, since what stands in the slot hides it no longer.
                 self._lost_text.clear()
             if self._panel is None and self._is_cell:
-                self._slot.show(render_slim(state).bundle)
+                self._slot.hold(render_slim(state).bundle)
                 return
             summary = self._summary(self._run, state, with_displays=not self._waits)
             if self._panel is None:

@@ -50,6 +50,18 @@ class DisplaySlot:
             else:
                 self.place()
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether an output of a cell has it."""
+        return self._is_placed
+
+    def hold(self, bundle: Mapping[str, Any]) -> None:
+        """Show ``bundle`` where the slot is placed, now or once it is; any thread may call this."""
+        with self._lock:
+            self._bundle = bundle
+            if self._is_placed:
+                self.send_again()
+
     def clear(self) -> None:
         """Show nothing; the first call makes the place, as of ``show``."""
         self.show(_NOTHING)

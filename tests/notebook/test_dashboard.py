@@ -30,6 +30,7 @@ class Page:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.placed: list[str] = []
+        self.num_messages = 0
         self.shown: dict[str, dict[str, Any]] = {}
         monkeypatch.setattr(display_slot, "display", self.display)
         monkeypatch.setattr(display_slot, "update_display", self.update)
@@ -40,6 +41,7 @@ class Page:
 
     def update(self, bundle: dict[str, Any], *, raw: bool, display_id: str) -> None:
         assert raw
+        self.num_messages += 1
         self.shown[display_id] = bundle
 
     @property
@@ -112,6 +114,33 @@ def test_a_run_that_ends_at_once_has_a_summary_and_never_a_widget(
     shown.await_last_message()
     assert page.only == ended
     assert len(widget_module._instances) == before
+
+
+def test_a_cell_that_ends_before_it_is_waited_for_costs_one_message(page: Page) -> None:
+    run: Any = SimpleNamespace(id="calm-otter", state=running(2), config=None)
+    before = threading.active_count()
+    view = Dashboard(ClicksAfterTheCell(None), is_cell=True)
+    view.open(run)
+    run.state = succeeded(run.state)
+    # Another thread hears of the end: it must not be the first to show anything.
+    view.close(run.state)
+    assert page.num_messages == 0
+    view.print_end()
+    assert "succeeded" in page.only["text/plain"]
+    assert (page.num_messages, len(page.placed)) == (1, 1)
+    assert threading.active_count() == before
+
+
+def test_a_cell_that_is_waited_for_says_that_it_runs(page: Page) -> None:
+    run: Any = SimpleNamespace(id="calm-otter", state=running(2), config=None)
+    view = Dashboard(ClicksAfterTheCell(None), is_cell=True)
+    view.open(run)
+    view.poll()
+    assert page.only["text/plain"].startswith("train: running")
+    view.close(succeeded(run.state))
+    assert "succeeded" in page.only["text/plain"]
+    view.print_end()
+    assert len(page.placed) == 1
 
 
 def test_the_end_that_is_sent_again_leaves_a_newer_run_in_the_same_slot(page: Page) -> None:
