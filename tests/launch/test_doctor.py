@@ -106,9 +106,9 @@ def test_little_memory_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch)
 def test_limits_that_are_too_low_are_named_with_their_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limits = {resource.RLIMIT_NOFILE: (64, 128), resource.RLIMIT_NPROC: (50, 50)}
+    limits = {resource.RLIMIT_NOFILE: (20, 20), resource.RLIMIT_NPROC: (50, 50)}
     monkeypatch.setattr(resource, "getrlimit", limits.get)
-    for subject, said in (("open files", "128 at most (ulimit -Hn)"), ("processes", "may have 50")):
+    for subject, said in (("open files", "20 at most (ulimit -Hn)"), ("processes", "may have 50")):
         found = about(subject)
         assert found.level == HURTS
         assert said in found.found

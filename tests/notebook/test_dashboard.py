@@ -135,11 +135,14 @@ def test_a_cell_that_is_waited_for_says_that_it_runs(page: Page) -> None:
     run: Any = SimpleNamespace(id="calm-otter", state=running(2), config=None)
     view = Dashboard(ClicksAfterTheCell(None), is_cell=True)
     view.open(run)
+    before = set(threading.enumerate())
     view.poll()
+    (thread,) = set(threading.enumerate()) - before
     assert page.only["text/plain"].startswith("train: running")
     view.close(succeeded(run.state))
     assert "succeeded" in page.only["text/plain"]
     view.print_end()
+    thread.join(10)
     assert len(page.placed) == 1
 
 
