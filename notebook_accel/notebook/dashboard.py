@@ -184,6 +184,9 @@ class Dashboard(View):
         if not self._slot.is_placed:
             self._slot.place()
         self._place_in_cell()
+        if not self._clicks.draws_between_cells:
+            # What another thread has sent may come after the end of this cell.
+            self._slot.send_again()
         self._show_new_displays()
 
     def close(self, state: RunState) -> None:

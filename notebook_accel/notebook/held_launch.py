@@ -9,6 +9,7 @@ At most one launch is held. Its ranks, and what they have on devices, go when th
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +139,11 @@ def launch_for_debugger(
         _hold_or_end(session)
     else:
         below.clear()
-        threading.Thread(target=_follow, args=(session, run, below), daemon=True).start()
+        # ipykernel 7.0 finds the cell of a thread by its context alone.
+        context = contextvars.copy_context()
+        threading.Thread(
+            target=context.run, args=(_follow, session, run, below), daemon=True
+        ).start()
     return run
 
 

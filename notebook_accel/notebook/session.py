@@ -10,6 +10,7 @@ and shows the values of last expressions. Ranks, calls and their ends are ``laun
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from contextlib import suppress
@@ -219,8 +220,10 @@ class NotebookSession:
         slot, below = DisplaySlot(), DisplaySlot()
         for one in (slot, below):
             one.clear()
+        # ipykernel 7.0 finds the cell of a thread by its context alone.
+        context = contextvars.copy_context()
         self._background = threading.Thread(
-            target=self._follow, args=(replace(cell, slot=slot), below), daemon=True
+            target=context.run, args=(self._follow, replace(cell, slot=slot), below), daemon=True
         )
         self._background.start()
 

@@ -208,6 +208,8 @@ def test_in_colab_the_form_waits_for_no_message_between_cells(colab: Kernel) -> 
     assert any("CPU cores" in text for text in colab.widgets)
     colab.fill("Function", "train")
     colab.fill("Arguments", "steps=5")
+    has_code = lambda: any("&#39;steps&#39;: 5}" in text for text in colab.widgets)  # noqa: E731
+    assert colab.listen_until(has_code, seconds=30)
     colab.click("Launch")
     launch_button = colab.models[colab.buttons["Launch"]]
     begun = lambda: launch_button.get("description") == "Running"  # noqa: E731
@@ -254,6 +256,9 @@ def test_the_form_is_drawn_and_launches_a_training(kernel: Kernel, tmp_path: Pat
     kernel.fill("Function", "fails")
     kernel.fill("Arguments", "")
     kernel.fill("Debug", True)
+    # A click may overtake what was filled in before: it goes to another thread.
+    is_filled = lambda: any("debug=True" in text and "(fails, " in text for text in kernel.widgets)  # noqa: E731
+    assert kernel.listen_until(is_filled, seconds=30)
     kernel.click("Launch")
     said = "`%accelerate debug` looks into its frames"
     held = lambda: said in cell.outputs[2]["data"].get("text/plain", "")  # noqa: E731
