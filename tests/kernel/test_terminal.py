@@ -43,7 +43,8 @@ class Terminal:
         """Type a cell of one line or more."""
         for line in cell.strip().split("\n"):
             self.child.sendline(line)
-        if "\n" in cell.strip():
+        # An empty line ends a cell of several lines; after a cell magic it takes two.
+        for _ in range(2 if cell.startswith("%%") else "\n" in cell.strip()):
             self.child.sendline("")
 
     def run(self, cell: str) -> str:
