@@ -164,7 +164,7 @@ class ClicksByPump(ClicksAfterTheCell):
 class ClicksInColab(ClicksByPump):
     """Colab, whose kernel is ipykernel 6: its pages draw nothing that comes while no cell runs.
 
-    https://github.com/googlecolab/colabtools/issues/3373
+    That is issue 3373 of googlecolab/colabtools.
     """
 
     draws_between_cells = False
