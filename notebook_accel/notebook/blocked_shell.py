@@ -143,7 +143,8 @@ class BlockedShell:
         identities, frames = kernel.session.feed_identities(message, copy=False)
         request = kernel.session.deserialize(frames, content=True, copy=False)
         kernel._publish_status("busy", "shell", parent=request)
-        with _answers_to(kernel, request) if _asks_for_state(request) else contextlib.nullcontext():
+        asks_for_state = _asks_for_state(request["content"])
+        with _answers_to(kernel, request) if asks_for_state else contextlib.nullcontext():
             answered = kernel.shell_handlers[request["msg_type"]](
                 kernel.shell_stream, identities, request
             )
@@ -160,16 +161,16 @@ class BlockedShell:
             _, frames = session.feed_identities(message, copy=False)
             header = session.unpack(frames[1].bytes)
             kind = header["msg_type"]
-            is_of_comm = kind in _OF_COMMS
-            content = session.unpack(frames[4].bytes) if is_of_comm else {}
+            on_main_shell = header.get("subshell_id") is None
+            if kind not in _OF_COMMS:
+                return on_main_shell and kind in _QUESTIONS
+            content = session.unpack(frames[4].bytes)
             # Also where the page names a subshell: ipykernel 7.4 sends what comes on a comm to the
             # shell that the widget was last spoken of in.
-            if is_of_comm and _asks_for_state({"content": content}):
+            if _asks_for_state(content):
                 return True
-            if header.get("subshell_id") is not None or kind not in _QUESTIONS | _OF_COMMS:
+            if not on_main_shell:
                 return False
-            if kind in _QUESTIONS:
-                return True
             if kind == "comm_open" and content["target_name"] == _CONTROL_TARGET:
                 self._control_comms.add(content["comm_id"])
             if content["comm_id"] in self._control_comms:
@@ -180,9 +181,9 @@ class BlockedShell:
             return False
 
 
-def _asks_for_state(request: Any) -> bool:
-    """Whether a page asks one widget for its state."""
-    data = request["content"].get("data", {})
+def _asks_for_state(content: Any) -> bool:
+    """Whether a page asks one widget for its state, by the content of its message."""
+    data = content.get("data")
     return isinstance(data, dict) and data.get("method") == "request_state"
 
 

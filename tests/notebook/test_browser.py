@@ -143,6 +143,17 @@ def wait_for_summary(output: Locator) -> None:
     assert output.locator("button").count() == 0
 
 
+def reload_and_stop(notebook: Notebook, output: Locator) -> None:
+    """The panel of a cell that blocks moves and stops in a reloaded page as before."""
+    wait_for_moves(output)
+    notebook.reload()
+    wait_for_moves(output)
+    output.get_by_role("button", name="Stop").click()
+    wait_for_summary(output)
+    notebook.wait_until_idle()
+    notebook.close()
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_blocked_cell_shows_its_ranks_live_and_stops_by_mouse_also_in_a_page_that_is_reloaded(
     lab: Lab, browser: Browser, version: str
@@ -179,13 +190,7 @@ def test_a_blocked_cell_shows_its_ranks_live_and_stops_by_mouse_also_in_a_page_t
 
     # The panel that is reloaded moves and stops as well, and shows the summary in its own place.
     notebook.run(2)
-    wait_for_moves(output)
-    notebook.reload()
-    wait_for_moves(output)
-    output.get_by_role("button", name="Stop").click()
-    wait_for_summary(output)
-    notebook.wait_until_idle()
-    notebook.close()
+    reload_and_stop(notebook, output)
 
 
 def test_a_page_that_was_told_no_states_in_time_asks_each_widget_for_its_own(
@@ -198,13 +203,7 @@ def test_a_page_that_was_told_no_states_in_time_asks_each_widget_for_its_own(
     notebook.wait_until_idle()
     notebook.run_all()
     output = notebook.output(2)
-    wait_for_moves(output)
-    notebook.reload()
-    wait_for_moves(output)
-    output.get_by_role("button", name="Stop").click()
-    wait_for_summary(output)
-    notebook.wait_until_idle()
-    notebook.close()
+    reload_and_stop(notebook, output)
 
 
 SPEAK = """
