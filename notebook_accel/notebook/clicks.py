@@ -13,11 +13,10 @@ import sys
 from collections.abc import Coroutine
 from typing import Any, ClassVar
 
-import ipywidgets
 from IPython.core.getipython import get_ipython
 
 from notebook_accel.notebook.blocked_shell import blocked_shell_of
-from notebook_accel.notebook.markup import element
+from notebook_accel.notebook.markup import Markup, element
 
 __all__ = [
     "CLICK_WAYS",
@@ -64,7 +63,7 @@ class ClicksAfterTheCell:
     def stop_pumping(self) -> None:
         """The thread of the cell waits no longer; called also where it never pumped."""
 
-    def more_buttons(self) -> list[Any]:
+    def more_buttons(self) -> list[Markup]:
         """Buttons that this way needs beside those whose clicks it lets through."""
         return []
 
@@ -184,7 +183,7 @@ class ClicksByServer(ClicksAfterTheCell):
     def works_in(cls, kernel: Any) -> bool:
         return _kernel_id(kernel) is not None
 
-    def more_buttons(self) -> list[Any]:
+    def more_buttons(self) -> list[Markup]:
         button = element(
             "button",
             "Interrupt",
@@ -192,7 +191,7 @@ class ClicksByServer(ClicksAfterTheCell):
             title=_INTERRUPT_TOOLTIP,
             onclick=_INTERRUPT_BY_SERVER % _kernel_id(self.kernel),
         )
-        return [ipywidgets.HTML(value=str(button))]
+        return [button]
 
 
 CLICK_WAYS: tuple[type[ClicksAfterTheCell], ...] = (

@@ -23,7 +23,7 @@ import ipywidgets
 from notebook_accel.launch import run_list
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.display_slot import widget_view
-from notebook_accel.notebook.log_view import LogView, close_widget
+from notebook_accel.notebook.log_view import LogView
 from notebook_accel.notebook.markup import Markup, element
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.panel import (
@@ -33,6 +33,7 @@ from notebook_accel.notebook.panel import (
     render_stacks,
     render_title,
 )
+from notebook_accel.notebook.panel_widgets import PanelWidgets
 from notebook_accel.notebook.rank_displays import first_asked, render_displays, seconds_to_wait
 from notebook_accel.notebook.snapshot import AskedStacks
 from notebook_accel.notebook.style import style_element
@@ -112,33 +113,41 @@ class LivePanel:
         self._is_folder_asked = False
         self._drawn_displays: tuple[Display, ...] = ()
         self._displays_due = 0.0
-        self._title, self._note, self._body = (ipywidgets.HTML() for _ in range(3))
-        self._alert, self._displays = (ipywidgets.HTML() for _ in range(2))
+        # The body and the box outlive the others, since they have the summary in the end.
+        self._lasting = PanelWidgets()
+        self._widgets = widgets = PanelWidgets()
+        self._body = self._lasting.make(ipywidgets.HTML)
+        self._title, self._note = (widgets.make(ipywidgets.HTML) for _ in range(2))
+        self._alert, self._displays = (widgets.make(ipywidgets.HTML) for _ in range(2))
         tooltip = f"{_STOP_TOOLTIP} {clicks.tooltip}".rstrip()
-        self._stop = ipywidgets.Button(description="Stop", tooltip=tooltip)
+        self._stop = widgets.make(ipywidgets.Button, description="Stop", tooltip=tooltip)
         self._stop.on_click(lambda _: stop())
         self._stop.add_class("na-stop")
-        self._kill = _button(
+        self._kill = self._small_button(
             "Kill", "End all ranks at once, with the processes that they started. Results are lost."
         )
         self._kill.on_click(self._on_kill)
-        self._ask_stacks = _button("Stacks", "Show which line each rank executes now")
+        self._ask_stacks = self._small_button("Stacks", "Show which line each rank executes now")
         self._ask_stacks.on_click(self._on_stacks)
-        self._folder = _button(
+        self._folder = self._small_button(
             "Log folder", "Show the folder that has the whole output of each rank"
         )
         self._folder.on_click(self._on_folder)
         advice = element("div", clicks.advice, class_="na na-muted na-advice")
-        self._advice = [ipywidgets.HTML(str(advice))] if clicks.advice else []
-        self._more_buttons = clicks.more_buttons()
-        self._buttons = ipywidgets.HBox(
-            [self._stop, *self._more_buttons, self._kill, self._ask_stacks, self._folder]
+        self._advice = [widgets.make(ipywidgets.HTML, str(advice))] if clicks.advice else []
+        more_buttons = [
+            widgets.make(ipywidgets.HTML, str(button)) for button in clicks.more_buttons()
+        ]
+        self._buttons = widgets.make(
+            ipywidgets.HBox,
+            [self._stop, *more_buttons, self._kill, self._ask_stacks, self._folder],
         )
         for widget in (self._stop, self._kill, self._ask_stacks, self._folder):
             clicks.let_through(widget)
-        self._metrics = MetricsView(clicks)
-        self._log = LogView(run.state, clicks, saved=self._saved_log)
-        self._style = ipywidgets.HTML(
+        self._metrics = MetricsView(clicks, widgets)
+        self._log = LogView(run.state, clicks, widgets, saved=self._saved_log)
+        self._style = widgets.make(
+            ipywidgets.HTML,
             f"{style_element()}{self._hiding_style}",
             layout=ipywidgets.Layout(display="none"),
         )
@@ -151,7 +160,8 @@ class LivePanel:
         ):
             widget.add_class(name)
         # Stop comes first for the keyboard.
-        self._box = ipywidgets.VBox(
+        self._box = self._lasting.make(
+            ipywidgets.VBox,
             [
                 self._style,
                 self._buttons,
@@ -163,9 +173,14 @@ class LivePanel:
                 self._log.box,
                 self._displays,
                 self._alert,
-            ]
+            ],
         )
         self._box.add_class("na-panel")
+
+    def _small_button(self, description: str, tooltip: str) -> Any:
+        button = self._widgets.make(ipywidgets.Button, description=description, tooltip=tooltip)
+        button.add_class("na-small-button")
+        return button
 
     def show(self, text: str) -> None:
         """Display the panel; ``text`` is what a saved file has of it, should it come to no end."""
@@ -252,23 +267,7 @@ class LivePanel:
         self._body.value = f"{style}{snapshot.bundle['text/html']}{note}"
         self._box.remove_class("na-panel")
         self._box.add_class("na-ended")
-        self._log.close()
-        self._metrics.close()
-        for widget in (
-            self._style,
-            self._title,
-            *self._advice,
-            self._note,
-            self._stop,
-            *self._more_buttons,
-            self._kill,
-            self._ask_stacks,
-            self._folder,
-            self._buttons,
-            self._displays,
-            self._alert,
-        ):
-            close_widget(widget)
+        self._widgets.close()
 
         # Not closed with the others, for pages that were reloaded; but each page that connects
         # asks for the state of every widget there is.
@@ -287,8 +286,7 @@ class LivePanel:
         self._slot.send_again()
 
     def _close(self) -> None:
-        for widget in (self._body, self._box):
-            close_widget(widget)
+        self._lasting.close()
 
     # ---- clicks ----------------------------------------------------------------------------
 
@@ -338,12 +336,6 @@ class LivePanel:
             download=name,
             href=f"data:text/plain;charset=utf-8;base64,{base64.b64encode(data).decode()}",
         )
-
-
-def _button(description: str, tooltip: str) -> Any:
-    button = ipywidgets.Button(description=description, tooltip=tooltip)
-    button.add_class("na-small-button")
-    return button
 
 
 def _alike(stacks: str) -> tuple[tuple[str, str], ...]:

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
     from notebook_accel.notebook.log_window import LogBlock
     from notebook_accel.notebook.markup import Markup
+    from notebook_accel.notebook.panel_widgets import PanelWidgets
 
-__all__ = ["LogView", "close_widget"]
+__all__ = ["LogView"]
 
 # For 2,000 lines of 200 characters; where lines are longer than that, fewer of them are shown.
 _MAX_WIDGETS = 40
@@ -42,6 +43,7 @@ class LogView:
     Args:
         state: the run's state.
         clicks: how clicks get through.
+        widgets: makes those of the panel.
         saved: gives the whole log of a rank, or of all (None), as a link or a line of HTML.
     """
 
@@ -49,6 +51,7 @@ class LogView:
         self,
         state: RunState,
         clicks: ClicksAfterTheCell,
+        widgets: PanelWidgets,
         *,
         saved: Callable[[int | None], Markup],
     ) -> None:
@@ -63,28 +66,36 @@ class LogView:
         self._shown: dict[int, int] = {}
         self._has_output = False
         self._is_turn_of_older = False
-        self._blocks = ipywidgets.VBox()
+        self._widgets = widgets
+        self._blocks = widgets.make(ipywidgets.VBox)
         self._blocks.add_class("na-blocks")
         self._scroll = self._make_scroll_box()
         options = [("all ranks", _ALL_RANKS)]
         options += [(f"rank {rank}", rank) for rank in range(state.world_size)]
-        self._filter = ipywidgets.Dropdown(
-            options=options, description="Output of", tooltip="Whose output is shown"
+        self._filter = widgets.make(
+            ipywidgets.Dropdown,
+            options=options,
+            description="Output of",
+            tooltip="Whose output is shown",
         )
         self._filter.add_class("na-filter")
         self._filter.add_class("na-rank-filter")
         self._filter.observe(self._on_choice, names="value")
-        self._search = ipywidgets.Text(
+        self._search = widgets.make(
+            ipywidgets.Text,
             placeholder="search",
             description="Search the output",
             tooltip="Show only lines with these words",
         )
         self._search.add_class("na-search")
         self._search.observe(self._on_search, names="value")
-        self._follow = ipywidgets.Button(
-            description="↓ newest", tooltip="Go to the newest line and follow the output"
+        self._follow = widgets.make(
+            ipywidgets.Button,
+            description="↓ newest",
+            tooltip="Go to the newest line and follow the output",
         )
-        self._save = ipywidgets.Button(
+        self._save = widgets.make(
+            ipywidgets.Button,
             description="Save",
             tooltip="Give a link that saves the output of these ranks as a file",
         )
@@ -92,22 +103,21 @@ class LogView:
             button.add_class("na-small-button")
             button.on_click(act)
         self._follow.add_class("na-follow")
-        self._link = ipywidgets.HTML()
+        self._link = widgets.make(ipywidgets.HTML)
         self._link.add_class("na-link")
-        self._title = ipywidgets.HTML("output")
+        self._title = widgets.make(ipywidgets.HTML, "output")
         self._title.add_class("na-log-title")
         self._title.add_class("na-optional")
         parts = [self._title, self._filter, self._search, self._link, self._save, self._follow]
-        self._parts = [*parts]
         if state.world_size == 1:
             parts.remove(self._filter)
         for widget in (self._filter, self._search, self._follow, self._save):
             clicks.let_through(widget)
-        self._bar = ipywidgets.HBox(parts)
+        self._bar = widgets.make(ipywidgets.HBox, parts)
         self._bar.add_class("na-log-bar")
-        self.box = ipywidgets.VBox([self._bar, self._scroll])
+        self.box = widgets.make(ipywidgets.VBox, [self._bar, self._scroll])
         self.box.add_class("na-log")
-        self.box.add_class("na-empty")
+        self.box.add_class("na-hidden")
 
     def read(self, state: RunState) -> None:
         """Take what ranks printed since the last call."""
@@ -128,24 +138,12 @@ class LogView:
             self._is_follow_asked = False
             old, self._scroll = self._scroll, self._make_scroll_box()
             self.box.children = (self._bar, self._scroll)
-            close_widget(old)
+            old.close()
         self._say_what_was_found()
         if not self._has_output and not self._window.is_empty:
             self._has_output = True
-            self.box.remove_class("na-empty")
+            self.box.remove_class("na-hidden")
         return self._send_block()
-
-    def close(self) -> None:
-        """Close all widgets: a page that connects asks for the state of each that there is."""
-        for widget in (
-            *self._blocks.children,
-            self._blocks,
-            self._scroll,
-            *self._parts,
-        ):
-            close_widget(widget)
-        for widget in (self._bar, self.box):
-            close_widget(widget)
 
     # ---- clicks: they only leave a note, since they may come from another thread ----
 
@@ -212,22 +210,10 @@ class LogView:
 
     def _add_widgets(self, number: int) -> None:
         """Add widgets to the box, all at once: each time the page is told the whole list."""
-        widgets = list(self._blocks.children)
-        for _ in range(number):
-            # They share style and layout: of its own, each would be one more message and model.
-            first = widgets[0] if widgets else None
-            shared = {"style": first.style, "layout": first.layout} if first else {}
-            widgets.append(ipywidgets.HTML(**shared))
-        self._blocks.children = widgets
+        added = [self._widgets.make(ipywidgets.HTML) for _ in range(number)]
+        self._blocks.children = [*self._blocks.children, *added]
 
     def _make_scroll_box(self) -> Any:
-        box = ipywidgets.Box([self._blocks])
+        box = self._widgets.make(ipywidgets.Box, [self._blocks])
         box.add_class("na-scroll")
         return box
-
-
-def close_widget(widget: Any) -> None:
-    """Close a widget with its layout and style, which are widgets of their own."""
-    for part in (widget.layout, getattr(widget, "style", None), widget):
-        if part is not None:
-            part.close()

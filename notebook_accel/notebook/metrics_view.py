@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from notebook_accel.launch.view.progress import name_of
-from notebook_accel.notebook.log_view import close_widget
 from notebook_accel.notebook.metric_charts import (
     MAX_LINES,
     PAGE_SIZE,
@@ -20,6 +19,7 @@ from notebook_accel.notebook.metric_charts import (
 if TYPE_CHECKING:
     from notebook_accel.launch.control.curves import LiveCurves
     from notebook_accel.notebook.clicks import ClicksAfterTheCell
+    from notebook_accel.notebook.panel_widgets import PanelWidgets
 
 __all__ = ["MetricsView"]
 
@@ -38,48 +38,60 @@ class MetricsView:
 
     Args:
         clicks: how clicks get through.
+        widgets: makes those of the panel.
     """
 
-    def __init__(self, clicks: ClicksAfterTheCell) -> None:
+    def __init__(self, clicks: ClicksAfterTheCell, widgets: PanelWidgets) -> None:
         self._page = 0
         self._drawn: tuple[Any, ...] = ()
         self._drawn_at = 0.0
         self._groups: dict[str, list[str]] = {}
-        self._title = ipywidgets.HTML("metrics")
+        self._title = widgets.make(ipywidgets.HTML, "metrics")
         self._title.add_class("na-log-title")
-        self._group = ipywidgets.Dropdown(
-            options=[("all", "")], description="Which metrics", tooltip="Metrics by their prefix"
+        self._group = widgets.make(
+            ipywidgets.Dropdown,
+            options=[("all", "")],
+            description="Which metrics",
+            tooltip="Metrics by their prefix",
         )
-        self._lines = ipywidgets.Dropdown(
+        self._lines = widgets.make(
+            ipywidgets.Dropdown,
             options=[("each rank", False), ("mean", True)],
             description="Lines",
             tooltip="A line a rank, or the mean of all ranks",
         )
-        self._scale = ipywidgets.Dropdown(
-            options=[("linear", False), ("log", True)], description="Scale", tooltip="Scale"
+        self._scale = widgets.make(
+            ipywidgets.Dropdown,
+            options=[("linear", False), ("log", True)],
+            description="Scale",
+            tooltip="Scale",
         )
-        self._smoothing = ipywidgets.Dropdown(
-            options=_SMOOTHING, description="Smoothing", tooltip="Exponential mean over the steps"
+        self._smoothing = widgets.make(
+            ipywidgets.Dropdown,
+            options=_SMOOTHING,
+            description="Smoothing",
+            tooltip="Exponential mean over the steps",
         )
         choices = [self._group, self._lines, self._scale, self._smoothing]
         for choice in choices:
             choice.add_class("na-filter")
-        self._before = ipywidgets.Button(description="← back", tooltip="The metrics before these")
-        self._after = ipywidgets.Button(description="more →", tooltip="More metrics")
+        self._before = widgets.make(
+            ipywidgets.Button, description="← back", tooltip="The metrics before these"
+        )
+        self._after = widgets.make(ipywidgets.Button, description="more →", tooltip="More metrics")
         for button, step in ((self._before, -1), (self._after, 1)):
             button.add_class("na-small-button")
             button.on_click(lambda _, step=step: self._turn(step))
         self._group.observe(lambda _: self._turn(-self._page), names="value")
-        self._pager = ipywidgets.HBox([self._before, self._after])
+        self._pager = widgets.make(ipywidgets.HBox, [self._before, self._after])
         self._pager.add_class("na-pager")
-        self._lines.layout.display = "none"
-        self._bar = ipywidgets.HBox([self._title, *choices, self._pager])
+        self._lines.add_class("na-hidden")
+        self._bar = widgets.make(ipywidgets.HBox, [self._title, *choices, self._pager])
         self._bar.add_class("na-log-bar")
-        self._charts = ipywidgets.HTML()
-        self.box = ipywidgets.VBox([self._bar, self._charts])
+        self._charts = widgets.make(ipywidgets.HTML)
+        self.box = widgets.make(ipywidgets.VBox, [self._bar, self._charts])
         self.box.add_class("na-metrics")
-        self.box.add_class("na-empty")
-        self._parts = [self._title, *choices, self._before, self._after, self._pager, self._bar]
+        self.box.add_class("na-hidden")
         for widget in (*choices, self._before, self._after):
             clicks.let_through(widget)
 
@@ -110,23 +122,18 @@ class MetricsView:
         (self._title.remove_class if pages > 1 else self._title.add_class)("na-optional")
         self._before.disabled = self._page == 0
         self._after.disabled = self._page >= pages - 1
-        self._pager.layout.display = None if pages > 1 else "none"
+        (self._pager.remove_class if pages > 1 else self._pager.add_class)("na-hidden")
         look = self._look()
         charts = [_chart(curves, name, look) for name in page]
         # Of more ranks the mean is drawn in any case.
         if any(1 < len(chart.points) <= MAX_LINES for chart in charts):
-            self._lines.layout.display = None
+            self._lines.remove_class("na-hidden")
         # The last page is as high as the others.
         num_places = PAGE_SIZE if pages > 1 else len(charts)
         self._charts.value = str(render_charts(charts, look, num_places=num_places))
         # All at once: the choices alone would come before the charts.
         if is_first:
-            self.box.remove_class("na-empty")
-
-    def close(self) -> None:
-        """Close all widgets."""
-        for widget in (*self._parts, self._charts, self.box):
-            close_widget(widget)
+            self.box.remove_class("na-hidden")
 
     def _look(self) -> Look:
         return Look(
@@ -143,7 +150,7 @@ class MetricsView:
         # Setting the options chooses the first one, and another choice leads to the first page.
         self._group.options = options
         self._group.value, self._page = chosen, page
-        self._group.layout.display = None if len(options) > 2 else "none"
+        (self._group.remove_class if len(options) > 2 else self._group.add_class)("na-hidden")
 
     # ---- clicks: they only leave a note, since they may come from another thread ----
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from playwright.sync_api import Browser, BrowserContext, Locator, Page
+    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page
 
-__all__ = ["Lab", "Notebook", "open_browser", "open_lab"]
+__all__ = ["Lab", "Notebook", "describe_pages", "open_browser", "open_lab"]
 
 _TOKEN = "token"
 # A page is megabytes of code, and its kernel starts meanwhile: on a busy machine that takes long.
@@ -51,12 +51,16 @@ _INSERT = """(text) => {
   shown.model.sharedModel.insertCell(number, cell);
   return number;
 }"""
+_HAS_THEME = """(theme) => document.body.dataset.jpThemeName === theme
+  && getComputedStyle(document.body).getPropertyValue('--jp-code-font-family') !== ''"""
 _THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 # Beside Jupyter's own defaults: no news, and on a busy machine Tab waits for the kernel's answer.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "completer-extension/manager": {"providerTimeout": 30_000},
 }
+# All that were opened, also those that are closed.
+_notebooks: list[Notebook] = []
 
 
 class Notebook:
@@ -64,11 +68,16 @@ class Notebook:
 
     Attributes:
         elsewhere: what the page has asked other servers for.
+        console: what the page has said to the one who develops it.
     """
 
     def __init__(self, page: Page) -> None:
         self.page = page
         self.elsewhere: list[str] = []
+        self.console: list[str] = []
+        _notebooks.append(self)
+        page.on("console", lambda message: self.console.append(_said(message)))
+        page.on("pageerror", lambda error: self.console.append(f"{_clock()} uncaught: {error}"))
         page.on("request", lambda request: self._note_request(request.url))
         self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
         self._wait_for_cells()
@@ -170,12 +179,13 @@ class Notebook:
         self._wait_for_cells()
 
     def set_theme(self, name: str) -> None:
-        """ "light" or "dark"."""
+        """ "light" or "dark"; returns once the page has its style sheet."""
         self.page.evaluate(
             "async (theme) => { await window.jupyterapp.commands.execute("
             "'apputils:change-theme', {theme}) }",
             _THEMES[name],
         )
+        self.page.wait_for_function(_HAS_THEME, arg=_THEMES[name], timeout=30_000)
 
     def hide_sidebar(self) -> None:
         """Give the notebook the whole width."""
@@ -190,6 +200,28 @@ class Notebook:
         )
         self.page.evaluate(shutdown)
         self.page.close()
+
+
+def describe_pages() -> list[tuple[str, str]]:
+    """What each page that is open shows, and the last that it said, under a title of its own."""
+    described = []
+    for notebook in _notebooks:
+        if notebook.page.is_closed():
+            continue
+        shown = notebook.panel.inner_text(timeout=10_000)
+        described += [
+            (f"page {notebook.page.url}", shown),
+            ("console", "\n".join(notebook.console[-60:])),
+        ]
+    return described
+
+
+def _said(message: ConsoleMessage) -> str:
+    return f"{_clock()} {message.type}: {message.text}"
+
+
+def _clock() -> str:
+    return time.strftime("%H:%M:%S")
 
 
 class Lab:

@@ -11,6 +11,7 @@ from notebook_accel.launch import wire
 from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.log_view import LogView
 from notebook_accel.notebook.markup import Markup
+from notebook_accel.notebook.panel_widgets import PanelWidgets
 from tests.notebook.states import after, running
 from tests.notebook.test_markup import Tags
 
@@ -24,7 +25,7 @@ def output(rank: int, text: str) -> wire.Output:
 
 def view_of(state: Any) -> LogView:
     saved = lambda rank: Markup(f"<a>{'all' if rank is None else rank}</a>")  # noqa: E731
-    return LogView(state, ClicksAfterTheCell(None), saved=saved)
+    return LogView(state, ClicksAfterTheCell(None), PanelWidgets(), saved=saved)
 
 
 def blocks(view: LogView) -> list[Any]:
@@ -141,11 +142,11 @@ def test_it_takes_no_room_before_anything_was_printed() -> None:
     state = running(1)
     view = view_of(state)
     view.draw(state)
-    assert "na-empty" in view.box._dom_classes
+    assert "na-hidden" in view.box._dom_classes
     state = after(state, output(0, "a\n"))
     view.read(state)
     view.draw(state)
-    assert "na-empty" not in view.box._dom_classes
+    assert "na-hidden" not in view.box._dom_classes
 
 
 def test_a_search_shows_the_lines_with_these_words_alone_and_new_ones_too() -> None:

@@ -12,6 +12,7 @@ from notebook_accel.notebook.clicks import ClicksAfterTheCell
 from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.metric_charts import Chart, Look, groups_of, render_charts
 from notebook_accel.notebook.metrics_view import MetricsView
+from notebook_accel.notebook.panel_widgets import PanelWidgets
 from tests.notebook.test_markup import HOSTILE, Tags
 
 
@@ -124,7 +125,7 @@ def test_groups_by_prefix() -> None:
 def test_a_new_metric_leaves_the_page_that_somebody_reads() -> None:
     curves = LiveCurves(world_size=1)
     curves.add(0, 0, {f"eval/{number}": 1.0 for number in range(7)} | {"loss": 1.0})
-    view = MetricsView(ClicksAfterTheCell(None))
+    view = MetricsView(ClicksAfterTheCell(None), PanelWidgets())
     view.draw(curves, now=0.0)
     view._group.value = "eval"
     view._after.click()

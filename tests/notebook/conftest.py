@@ -1,0 +1,23 @@
+"""What an open page showed is added to the report of a browser test that failed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.notebook.lab import describe_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, Any, Any]:
+    report = yield
+    if call.excinfo is not None and call.when == "call" and "browser" in item.keywords:
+        for title, text in describe_pages():
+            report.sections.append((title, text))
+    return report
