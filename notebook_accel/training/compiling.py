@@ -291,12 +291,8 @@ def has_compiled_regions(module: Module) -> bool:
 
 
 def _is_repeated_blocks(module: Module) -> bool:
-    """Whether it is a list of several modules of one class."""
-    return (
-        isinstance(module, nn.ModuleList)
-        and len(module) > 1
-        and len({type(block) for block in module}) == 1
-    )
+    """Whether it is a list of modules of one class; a list of one is one, as in Accelerate."""
+    return isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
 
 
 def _repeated_blocks(module: Module) -> list[Module]:

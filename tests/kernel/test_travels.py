@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.kernel.notebooks import Notebook
-
-SOON = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -190,9 +187,7 @@ def test_the_notebook_stays_free_while_a_run_goes_on(book: Notebook) -> None:
         flag = os.path.join(str(runs()[-1].log_dir), "go")
         run = launch(work, block=False)
     """)
-    began = time.monotonic()
     assert book.run("print(1 + 1)") == "2\n"
-    assert time.monotonic() - began < SOON
     book.run("""
         assert run.status in ("starting", "running")
         open(flag, "w").close()

@@ -469,7 +469,7 @@ def test_what_was_skipped_before_is_in_no_round(count: int, lengths: list[int]) 
 
 def test_samples_that_were_skipped_before_are_not_counted() -> None:
     loader = prepare(skip_first_batches(numbers(11, 3), 1), 0, 2, dispatch_batches=True)
-    assert loader._num_lacking == 4, "of 8 samples, the second round of 6"
+    assert loader._num_lacking_at_the_end == 4, "of 8 samples, the second round of 6"
 
 
 @pytest.mark.parametrize("seedable", [False, True])

@@ -298,10 +298,10 @@ class PreparedLoader(ResumableLoader):
         if batch is _NO_BATCH:  # skip_first_batches may have been asked for more than there are
             total = self._count_total()
             num_batches = num_batches if total is None else min(num_batches, total)
-        size, num_lacking = self.total_batch_size or 0, self._num_lacking
+        size, lacking = self.total_batch_size or 0, self._num_lacking_at_the_end
         self._note_last_round(position)
-        if position.last_round is None and self._options.num_processes == 1 and num_lacking:
-            num_own = size - num_lacking
+        if position.last_round is None and self._options.num_processes == 1 and lacking:
+            num_own = size - lacking
             if find_batch_size(batch) == num_own:  # a sampler may give more than its length says
                 position.last_round = LastRound(num_own, num_own, num_own)
                 position.remainder = num_own
@@ -315,13 +315,13 @@ class PreparedLoader(ResumableLoader):
         if position.remainder > 0:
             self._progress.samples += position.remainder - size
         elif last is None and num_batches:
-            self._progress.samples -= num_lacking
+            self._progress.samples -= lacking
         # Now rather than as the next pass begins: code that calls set_epoch of a sampler or a
         # dataset itself, before each pass, has the last word.
         self.set_epoch(position.epoch + 1)
 
     @property
-    def _num_lacking(self) -> int:
+    def _num_lacking_at_the_end(self) -> int:
         """By how many samples the last round is short, where nothing fills it up; 0 where that is
         not known."""
         samples, size = self._num_samples, self.total_batch_size
