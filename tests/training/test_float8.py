@@ -81,8 +81,11 @@ def make() -> nn.Sequential:
     )
 
 
-def learn(strategy: str, emulate: bool = True) -> dict[str, Any]:
-    """Ten steps with products in 8 bits, and with none; emulated on the CPU, or on a GPU."""
+def learn(strategy: str, accumulation: int = 1, emulate: bool = True) -> dict[str, Any]:
+    """Ten steps with products in 8 bits, and with none; emulated on the CPU, or on a GPU.
+
+    Each is of as many parts of the samples as ``accumulation`` says.
+    """
     from torchao.float8 import Float8LinearConfig
 
     losses: dict[str, list[float]] = {}
@@ -94,19 +97,25 @@ def learn(strategy: str, emulate: bool = True) -> dict[str, Any]:
     recipes = [utils.AORecipeKwargs(config=Float8LinearConfig(emulate=emulate))]
     for precision, handlers in (("no", []), ("fp8", recipes)):
         accelerator = Accelerator(
-            cpu=emulate, mixed_precision=precision, kwargs_handlers=handlers, **asked
+            cpu=emulate,
+            mixed_precision=precision,
+            kwargs_handlers=handlers,
+            gradient_accumulation_steps=accumulation,
+            **asked,
         )
         model: Any = make()
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = accelerator.prepare(model, optimizer)
         inputs = torch.linspace(-1, 1, 64, device=accelerator.device).reshape(16, 4)
         losses[precision] = []
-        for _ in range(10):
-            loss = accelerator.forward_backward(
-                model, inputs, inputs.sum(1, keepdim=True), nn.functional.mse_loss
-            )
-            optimizer.step()
-            optimizer.zero_grad()
+        for number in range(10 * accumulation):
+            part = inputs[number % accumulation :: accumulation]
+            with accelerator.accumulate(model):
+                loss = accelerator.forward_backward(
+                    model, part, part.sum(1, keepdim=True), nn.functional.mse_loss
+                )
+                optimizer.step()
+                optimizer.zero_grad()
             losses[precision].append(float(loss))
     kinds = [type(part).__name__ for part in accelerator.unwrap_model(model)]
     return {
@@ -118,10 +127,11 @@ def learn(strategy: str, emulate: bool = True) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "pipeline"])
-def test_emulated_training_stays_near_full_precision(strategy: str) -> None:
+def test_emulated_training_stays_near_full_precision(strategy: str, accumulation: int) -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
-    for result in run_ranks(learn, 1 if strategy == "single" else 2, strategy):
+    for result in run_ranks(learn, 1 if strategy == "single" else 2, strategy, accumulation):
         check(result, has_all_layers=strategy != "pipeline")  # there a rank has those of its stage
 
 
