@@ -11,12 +11,15 @@ import contextlib
 import re
 import sys
 from collections.abc import Coroutine
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from IPython.core.getipython import get_ipython
 
 from notebook_accel.notebook.blocked_shell import blocked_shell_of
 from notebook_accel.notebook.markup import Markup, element
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = [
     "CLICK_WAYS",
@@ -57,6 +60,12 @@ class ClicksAfterTheCell:
     def let_through(self, widget: Any) -> None:
         """Let clicks on ``widget`` through; called before a page shows the widget."""
 
+    def keep_order(self, widgets: Iterable[Any]) -> None:
+        """Take what a page sends to these in the order in which it does so.
+
+        Called before a page shows them. A click on Save comes after what was typed before it.
+        """
+
     def pump(self) -> None:
         """Handle the clicks that wait; called again and again by the thread of the cell."""
 
@@ -71,9 +80,10 @@ class ClicksAfterTheCell:
 class ClicksBySubshell(ClicksAfterTheCell):
     """ipykernel 7: the page sends clicks to a thread of their own, a subshell.
 
-    Since 7.4 the kernel sends them back to the thread that made the widget, unless one attribute
-    of its comm says otherwise (ipykernel's ``shell_channel_thread_main`` reads it). What pages
-    send to the main shell all the same is answered while the cell waits for the run, and only then.
+    Since 7.4 the kernel sends them on to the thread in which the widget was last spoken of, each
+    widget's to its own, unless one attribute of its comm says otherwise (ipykernel's
+    ``shell_channel_thread_main`` reads it). What pages send to the main shell all the same is
+    answered while the cell waits for the run, and only then.
     """
 
     advice = ""
@@ -87,11 +97,16 @@ class ClicksBySubshell(ClicksAfterTheCell):
         return bool(getattr(kernel, "_supports_kernel_subshells", False))
 
     def let_through(self, widget: Any) -> None:
+        self.keep_order([widget])
         comm: Any = getattr(widget, "comm", None)
-        if hasattr(comm, "_reply_subshell_for"):
-            comm._reply_subshell_for = None
         if self._shell is not None and comm is not None:
             self._shell.let_through(comm)
+
+    def keep_order(self, widgets: Iterable[Any]) -> None:
+        for widget in widgets:
+            comm: Any = getattr(widget, "comm", None)
+            if hasattr(comm, "_reply_subshell_for"):
+                comm._reply_subshell_for = None
 
     def pump(self) -> None:
         if self._shell is not None:

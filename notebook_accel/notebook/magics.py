@@ -35,6 +35,7 @@ from notebook_accel.notebook.launcher import run_cell
 from notebook_accel.notebook.picker import config_picker
 from notebook_accel.notebook.session import CellOptions
 from notebook_accel.notebook.tracebacks import show_in_short
+from notebook_accel.notebook.unread_requests import keep_reading
 from notebook_accel.notebook.values import by_rank
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
         {name: _OPTIONS_OF.get(name) for name in _COMMANDS},
         _session_names,
     )
+    keep_reading(getattr(ipython, "kernel", None))
     warm()
 
 

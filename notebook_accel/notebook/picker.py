@@ -42,7 +42,7 @@ from notebook_accel.notebook.style import style_element
 from notebook_accel.plugin_options import PLUGINS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from notebook_accel.launch.machine import Machine
     from notebook_accel.launch.run import Run
@@ -88,9 +88,9 @@ class ConfigPicker:
         self._error: ConfigError | None = None
         self._is_refused = False
         self._machine: Machine | None = None
-        # Held while anything is done with the form. ipykernel 7.4 calls what listens to a page in
-        # the main thread or in that of a subshell, so that a click may come while a change before
-        # it is still being checked; what is known of the machine comes from a thread of its own.
+        # Held while anything is done with the form: what a page sends is handled in a thread of its
+        # own where the kernel has subshells, cells run meanwhile, and what is known of the machine
+        # comes from one more.
         self._lock = threading.RLock()
         # Of the run's panel, and of what is said below it: only a cell can make them.
         self._slot, self._below = DisplaySlot(), DisplaySlot()
@@ -153,13 +153,15 @@ class ConfigPicker:
         if getattr(shell, "kernel", None) is None:
             print(_IN_A_TERMINAL)  # noqa: T201
             return
+        clicks = clicks_for(shell.kernel)
+        clicks.keep_order(_all_in(self._box))
         DisplaySlot().show(widget_view(self._box, _SAVED))
         # Shown once more, the form has the run below it there too.
         for slot in (self._slot, self._below):
             slot.place()
         # Registered twice it is called once. It displays nothing: that would show nowhere.
         shell.events.register("post_run_cell", self._after_cell)
-        self._draws_between_cells = clicks_for(shell.kernel).draws_between_cells
+        self._draws_between_cells = clicks.draws_between_cells
         if self._draws_between_cells:
             threading.Thread(target=self._look, name="notebook-accel-devices", daemon=True).start()
         else:
@@ -407,6 +409,13 @@ def config_picker(
     if isinstance(config, (str, PathLike)):
         return ConfigPicker(LaunchConfig.load(config))
     return ConfigPicker(LaunchConfig(**given_settings({}, config)))
+
+
+def _all_in(box: Any) -> Iterator[Any]:
+    """The widgets in a box, and in the boxes in it."""
+    for widget in getattr(box, "children", ()):
+        yield widget
+        yield from _all_in(widget)
 
 
 def _namespace() -> dict[str, Any]:

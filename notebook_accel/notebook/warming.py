@@ -1,4 +1,4 @@
-"""The template is started before the first launch, by the first sign that there will be one."""
+"""What is done with a kernel at the first sign that there will be a launch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from IPython.core.getipython import get_ipython
 
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.template.handle import warm
+from notebook_accel.notebook.unread_requests import keep_reading
 
 __all__ = ["warm_kernel"]
 
@@ -14,8 +15,10 @@ def warm_kernel() -> None:
     """Start the template in the background, where this process is the kernel of a notebook.
 
     A launch some seconds later is then as fast as any. In a script, whose first launch follows at
-    once or never, and in a rank nothing is started. Nor is anything raised: the launch itself
-    will say what is wrong.
+    once or never, and in a rank nothing is started. The kernel reads all its requests from now on.
+    Nothing is raised: the launch itself will say what is wrong.
     """
-    if getattr(get_ipython(), "kernel", None) is not None and processes.supported():
+    kernel = getattr(get_ipython(), "kernel", None)
+    keep_reading(kernel)
+    if kernel is not None and processes.supported():
         warm()

@@ -139,6 +139,7 @@ class Kernel:
         self.models: dict[str, dict[str, Any]] = {}
         self.strays: list[str] = []
         self._running: set[str] = set()
+        self._subshell: str | None = None
         reply = client.kernel_info(reply=True, timeout=60)
         features = reply["content"].get("supported_features", [])
         self.has_subshells = "kernel subshells" in features
@@ -201,11 +202,7 @@ class Kernel:
         assert self.shows_panel, "a page has no button of a panel that it does not show"
         data = {"method": "custom", "content": {"event": "click"}}
         content = {"comm_id": self.buttons[text], "data": data}
-        message = self.client.session.msg("comm_msg", content)
-        subshell = self._new_subshell() if by_subshell else None
-        if subshell is not None:
-            message["header"]["subshell_id"] = subshell
-        self.client.shell_channel.send(message)
+        self._send("comm_msg", content, by_subshell=by_subshell)
 
     def fill(self, label: str, value: str | bool) -> None:
         """Fill in the newest field of that label, as a page tells it; of a list, choose."""
@@ -217,8 +214,7 @@ class Kernel:
         labels = model.get("_options_labels")
         state = {"value": value} if labels is None else {"index": [*labels].index(value)}
         data = {"method": "update", "state": state, "buffer_paths": []}
-        message = self.client.session.msg("comm_msg", {"comm_id": comm_id, "data": data})
-        self.client.shell_channel.send(message)
+        self._send("comm_msg", {"comm_id": comm_id, "data": data}, by_subshell=True)
 
     def answers_new_page(self, *, seconds: float) -> bool:
         """Whether the kernel says in time who it is, as a page asks that comes to it."""
@@ -234,13 +230,16 @@ class Kernel:
                     return True
         return False
 
-    def _new_subshell(self) -> str | None:
-        """The id of a new subshell; None where the kernel knows none (ipykernel 6)."""
-        if not self.has_subshells:
-            return None
-        control = self.client.control_channel
-        control.send(self.client.session.msg("create_subshell_request", {}))
-        return str(control.get_msg(timeout=10)["content"]["subshell_id"])
+    def _send(self, kind: str, content: dict[str, Any], *, by_subshell: bool) -> None:
+        """Send what a widget says; by the one subshell that a page has for all widgets."""
+        message = self.client.session.msg(kind, content)
+        if by_subshell and self.has_subshells:
+            if self._subshell is None:
+                control = self.client.control_channel
+                control.send(self.client.session.msg("create_subshell_request", {}))
+                self._subshell = str(control.get_msg(timeout=10)["content"]["subshell_id"])
+            message["header"]["subshell_id"] = self._subshell
+        self.client.shell_channel.send(message)
 
     def listen_until(self, condition: Callable[[], bool], *, seconds: float) -> bool:
         """Take what comes until ``condition`` holds; whether it did in time."""

@@ -244,6 +244,9 @@ def test_a_freed_widget_goes_where_the_page_sends_it() -> None:
     clicks = ClicksBySubshell(None)
     clicks.let_through(widget)
     assert widget.comm._reply_subshell_for is None
+    widget.comm._reply_subshell_for = lambda *_: "main"
+    clicks.keep_order([widget])
+    assert widget.comm._reply_subshell_for is None
     for other in (SimpleNamespace(comm=None), SimpleNamespace(comm=SimpleNamespace())):
         clicks.let_through(other)
         assert not hasattr(other.comm, "_reply_subshell_for")

@@ -224,6 +224,25 @@ mine = notebook_launcher(endless, num_processes=2)
     assert run(kernel, seen).text == "True <class 'torch.nn.modules.linear.Linear'>\n"
 
 
+def test_what_a_page_does_with_the_form_is_done_in_its_order_also_while_a_cell_computes(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    """A Save that came before the name that was typed would write to another file."""
+    run(kernel, "from notebook_accel import config_picker\npicker = config_picker({})\npicker")
+    file, go_on = tmp_path / "picked.yaml", tmp_path / "go on"
+    cell = kernel.start(f"import os\nwhile not os.path.exists({str(go_on)!r}): pass")
+    for number in range(5):
+        kernel.fill("Seed", str(number))
+        kernel.fill("File", f"{file}{number}")
+        kernel.click("Save")
+        saved = f"Saved to {file}{number}"
+        is_saved = lambda: any(saved in text for text in kernel.widgets)  # noqa: B023, E731
+        assert kernel.listen_until(is_saved, seconds=30)
+        assert f"seed: {number}" in file.with_name(f"{file.name}{number}").read_text()
+    go_on.touch()
+    kernel.finish(cell)
+
+
 def test_the_notebook_stays_free_and_the_page_is_not_flooded(
     kernel: Kernel, tmp_path: Path
 ) -> None:
