@@ -221,11 +221,12 @@ def test_a_time_out_stops_and_then_presses(run: PlayedRun) -> None:
 
 def test_a_stop_while_processes_exit_takes_no_result_back(run: PlayedRun) -> None:
     (agent,) = run.agents
-    call = run.begin_call(last=True, timeout=0.1)
+    call = run.begin_call(last=True, timeout=1000)
     handle = listed(call, run.folder, call._metrics)
     agent.return_all()
     eventually(lambda: call.is_over, within=SECONDS, what="every rank has returned")
     call.stop()
+    call._deadline = time.monotonic()
     eventually(lambda: call.timed_out, within=SECONDS, what="the time is over")
     agent.end_all()
     assert call.ended.wait(SECONDS)
