@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import os
 import signal
 import sys
@@ -30,6 +31,8 @@ SOON = 40.0
 NUM_INSTANTS = 25
 # More than travels inside of a message: it goes as a descriptor.
 BIG = b"x" * 200_000
+# After these instructions CPython looks for signals.
+_LOOKING = ("CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD", "RESUME")
 ON_CPU = LaunchConfig(num_processes=1, devices="cpu")
 
 
@@ -41,7 +44,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class Stepped:
-    """Counts the steps of this package's code in the main thread, and interrupts one of them."""
+    """Counts the steps of this package's code in the main thread, and interrupts one of them.
+
+    A step is what Python does between two looks for signals. Where it does not look no interrupt
+    can come: one between the last call in a `with` and the release of its lock would leave that
+    locked for good.
+    """
 
     def __init__(self, instant: int | None = None) -> None:
         self.num_steps = 0
@@ -52,11 +60,23 @@ class Stepped:
         if "notebook_accel" not in name and not name.endswith("contextlib.py"):
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode":
-            self.num_steps += 1
-            if self.num_steps == self._instant:
-                signal.raise_signal(signal.SIGINT)
-        return self
+        code, before = frame.f_code.co_code, ""
+
+        def step(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal before
+            if event == "opcode":
+                looks = before.startswith(_LOOKING)
+                before = dis.opname[code[frame.f_lasti]]
+                if looks:
+                    self._take_step()
+            return step
+
+        return step
+
+    def _take_step(self) -> None:
+        self.num_steps += 1
+        if self.num_steps == self._instant:
+            signal.raise_signal(signal.SIGINT)
 
     def during(self, act: Callable[[], Any]) -> bool:
         """Whether ``act`` was interrupted."""
