@@ -16,7 +16,7 @@ __all__ = ["compare"]
 
 
 def compare(*runs: Run, names: Sequence[str] = ()) -> Any:
-    """Draw the metrics of runs together with matplotlib: one axes a metric, one colour a run.
+    """Draw the metrics of runs together with matplotlib: axes for each metric, a colour per run.
 
     Runs go by their names (``notebook_launcher(..., name="lr 0.1")``); those of equal names have
     their ids beside them.

@@ -115,7 +115,7 @@ def _without_devices(machine: Machine) -> Finding:
 
 
 def _versions(machine: Machine) -> Iterator[Finding]:
-    # One line a GPU, which all have the same.
+    # One line for each GPU; the driver is the same for all.
     drivers = {version for (version,) in _ask_nvidia("--query-gpu=driver_version", columns=1)}
     named = [f"{name} {version}" for name, version in machine.versions.items()]
     named += [f"NVIDIA driver {version}" for version in sorted(drivers)]
@@ -177,7 +177,7 @@ def _ask_nvidia(query: str, *, columns: int) -> list[list[str]]:
 
 def _name_of(pid: int) -> str:
     try:
-        # Anybody may have named it, and a terminal obeys what a page only shows.
+        # A process chooses its own name, and a terminal would obey control characters in it.
         return one_line(psutil.Process(pid).name(), 40)
     except psutil.Error:
         return "of another container or user"
@@ -200,8 +200,9 @@ def _memory(machine: Machine) -> Iterator[Finding]:
         yield Finding(level=FINE, subject="memory", found=found)
 
 
-# Of a control group's memory, by version of control groups: its folder, the limit, what is used,
-# and what of that are files which were read: they stay until something else needs the memory.
+# For each version of control groups: the folder, the file with the memory limit, the file with
+# the memory in use, and the name in memory.stat of the file cache, which the system gives up when
+# memory is short.
 _GROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     (

@@ -4,9 +4,9 @@
                  ^
     each rank, for each group:  a client of its own, whose keys have the group's prefix
 
-A group that is destroyed and made again finds the same server, and none of the first one's keys;
-with a server a group, as torch has it, a rank that is early would connect to the old one, which is
-about to close, and be reset or wait for ever.
+A group that is destroyed and made again finds the same server, and none of the first one's keys.
+Torch makes a server for each group: there, a rank that comes early connects to the old server,
+which is about to close, and is reset or waits for ever.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _serve(timeout: timedelta, at: StorePort) -> None:
 def _await_listener(address: str, port: int, timeout: timedelta) -> None:
     """Wait until rank 0 listens: a store that finds nobody there sleeps half a second and more.
 
-    Where it does not in time, the store itself raises what says so.
+    If rank 0 does not listen in time, opening the store raises the error.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:

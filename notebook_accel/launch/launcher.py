@@ -154,8 +154,8 @@ class Session:
         self.newest_call: Run | None = None
         self.notices = plan.notices
         with contextlib.ExitStack() as undo:
-            # An interrupt that came inside of held() is raised at its end: the ranks are there
-            # then, and nobody would have the session.
+            # An interrupt that is held here is raised at the end of that block. The ranks run by
+            # then and the caller never gets the session, so `undo` ends them.
             with held(), naming_what_is_short():
                 self._folder = RunFolder.make()
                 undo.callback(self._folder.remove)
@@ -250,7 +250,8 @@ class Session:
             run._wait_in_cell()
             return list(run)
         except BaseException as error:
-            # An interrupt while the call began gave no handle, and ended the run.
+            # A call that was interrupted while it began has returned no handle: the error carries
+            # the run, which has ended.
             run = run or getattr(error, "run", None)
             raise
         finally:

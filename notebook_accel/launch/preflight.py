@@ -62,7 +62,7 @@ def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | N
     Raises:
         ConfigError: ``function`` is no function, or does not take these arguments.
     """
-    # A model can be called too, and is what a training function that was called returns.
+    # A model is callable as well: who wrote train(...) for train passes the model that it returned.
     if not callable(function) or hasattr(type(function), "state_dict"):
         raise ConfigError(
             f"the first argument is {_short(function)}; expected the function itself, without "

@@ -219,8 +219,8 @@ class LaunchedContext(RankContext):
         return os.getpid() == self._pid
 
     def count_on(self, board: Scoreboard) -> None:
-        """Count on another board from now on, as a child does that the rank has forked: the rank's
-        row says how far the rank is, and no other rank waits for the child."""
+        """Count on another board from now on. A child that the rank has forked does so: the rank's
+        own row must tell of the rank alone, and other ranks must not wait for the child."""
         self._board, self._row = board, board.row(self.local_rank)
         self._pass = (0, None)
 
@@ -246,7 +246,8 @@ class LaunchedContext(RankContext):
     def parts_to_rescue(self) -> Iterator[object]:
         """What this rank has of what is being trained; nothing where nothing is."""
         training = self._training
-        # What an earlier call prepared is being trained in this one once it took a batch or a step.
+        # What an earlier call prepared counts as trained in this call once this call has taken a
+        # batch or made a step.
         if training is None and self._any_training and (self._row.batches or self._row.steps):
             training = self._any_training()
         return iter(()) if training is None else training.parts_to_rescue(self._row.steps)
@@ -329,7 +330,7 @@ def current() -> RankContext:
         context = _process_context
     if context is not None:
         return context
-    with _lock:  # loops ask at every step: taken by the first who asks alone
+    with _lock:  # only the first question takes the lock: loops ask at every step
         if _process_context is None:
             _process_context = RankContext.from_environment()
         return _process_context

@@ -37,10 +37,10 @@ __all__ = ["Run", "RunView"]
 
 # Between two looks at the person's interrupts; a view's ``poll`` is called as often.
 _SLICE_SECONDS = 0.05
-# How what the handle alone has is lost, and how to keep it.
-_LIVED = (
-    "lived as long as the handle that notebook_launcher gave, or, where that raised, while the run "
-    "was among the newest few that did. Keep the handle: run = notebook_launcher(...), or "
+# How results are kept: the end of two errors.
+_KEPT = (
+    "Results and rescued models are kept while you hold the handle that notebook_launcher gave; of "
+    "runs that raised, the newest few are kept. Keep the handle: run = notebook_launcher(...), or "
     "run = find_run(id) by the id in its error"
 )
 
@@ -63,7 +63,8 @@ class Run:
     ``run[r]`` is what rank r returned, ``len(run)`` the number of ranks.
     """
 
-    # Launchers and views use the members with an underscore too: ``help(Run)`` is the person's.
+    # Launchers and views use the members with an underscore, too. The underscore only keeps them
+    # out of `help(Run)`, which is for the person.
 
     def __init__(
         self,
@@ -169,8 +170,7 @@ class Run:
         if self._results is None:
             raise self._about_this(
                 NotebookAccelError(
-                    f"the results of run {self.id} are gone, unlike its logs and metrics: they "
-                    f"{_LIVED}"
+                    f"the results of run {self.id} are gone, unlike its logs and metrics. {_KEPT}"
                 )
             )
         if not self._results.has(index):
@@ -207,8 +207,8 @@ class Run:
         It has ``models`` (those that were prepared by the newest ``Accelerator``, unwrapped, whole,
         on the CPU; None for one that cannot be pickled, or was spread over the ranks before
         ``prepare``: make it anew and load its weights), their whole ``weights`` as state dicts, the
-        state dicts of ``optimizers`` and ``schedulers``, and the ``step`` (those of this call);
-        ``missing`` says in lines what could not be rescued.
+        state dicts of ``optimizers`` and ``schedulers``, and the ``step`` (how many steps this call
+        made); ``missing`` says in lines what could not be rescued.
         A function that reads ``should_stop`` ends by itself, so that its results are kept instead;
         so are those of one that catches the interrupt.
 
@@ -218,7 +218,7 @@ class Run:
         self._wait_for_end(None)
         if self._results is None and self._has_rescued:
             raise self._about_this(
-                NotebookAccelError(f"what run {self.id} was training is gone: it {_LIVED}")
+                NotebookAccelError(f"what run {self.id} was training is gone. {_KEPT}")
             )
         return None if self._results is None else self._results.rescued()
 
@@ -333,7 +333,8 @@ class Run:
             raised = None if failure.rank is None else self.state.ranks[failure.rank].failure
             cause = self._results.exception(raised.pickled if raised else None)
             error.__cause__ = cause
-            # %debug stands where the traceback ends: of an inline run, in the person's function.
+            # %debug opens the last frame of the traceback, which in an inline run is the person's
+            # function.
             error.__traceback__ = None if cause is None else cause.__traceback__
         return error
 

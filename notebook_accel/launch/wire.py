@@ -371,7 +371,8 @@ class Call(Message, frozen=True, kw_only=True):
         keeps_error: whether what it raises stays in the rank, for a debugger.
         group_generation: how many calls of the session failed or cut a rank off. Where it has
             grown, each rank destroys the process group that it has before it runs the call.
-        master_port: the ranks' MASTER_PORT; 0 has the agent of rank 0 take one that it reserved.
+        master_port: the ranks' MASTER_PORT; for 0, the agent of rank 0 fills in one that it has
+            reserved.
     """
 
     payload: Packet
@@ -396,9 +397,9 @@ class Shutdown(Message, frozen=True, kw_only=True):
 class Stop(Message, frozen=True, kw_only=True):
     """Stop the call politely: all ranks are asked to leave it at the same step.
 
-    Ranks still in it after ``grace`` seconds (None: those of the ``Call``), or after one without
-    progress, are made to, unless all have left their loop or read ``should_stop``: those go on
-    until they are asked again.
+    Ranks that are still in the call after ``grace`` seconds (None: the ``Call``'s own), or after
+    one second without progress, are interrupted. Where all have left their loop or have read
+    ``should_stop``, none is: they go on until somebody asks again.
     """
 
     grace: float | None = None
@@ -429,7 +430,8 @@ class Terminate(Message, frozen=True, kw_only=True):
 class Kill(Message, frozen=True, kw_only=True):
     """SIGKILL to every rank process that is in the call, or shuts down, and to its children.
 
-    About no call (0), or about one that the agent does not have yet, it is for all rank processes.
+    With call 0, or the number of a call that has not reached the agent yet, it ends all rank
+    processes.
     """
 
 
@@ -493,8 +495,8 @@ class Devices(Message, frozen=True, kw_only=True):
 
 
 class StreamOpened(Message, frozen=True, kw_only=True):
-    """The bytes of a file will come: of a segment that a later message takes as its descriptor, or
-    of a file that grows, to which no message belongs.
+    """Bytes will follow as a stream: those of a memory segment, which stands in for the descriptor
+    of a later message, or those of a growing file, which belongs to no message.
 
     Attributes:
         stream: its number among the streams of the sender.

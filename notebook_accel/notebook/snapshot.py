@@ -17,7 +17,7 @@ from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import summary
 from notebook_accel.launch.view.progress import name_of, spread
 from notebook_accel.notebook import charts
-from notebook_accel.notebook.log_colours import ansi_to_markup
+from notebook_accel.notebook.ansi_colours import ansi_to_markup
 from notebook_accel.notebook.markup import Markup, element, join, message_bytes, shorten
 from notebook_accel.notebook.rank_displays import other_displays, render_displays
 

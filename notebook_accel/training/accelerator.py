@@ -69,7 +69,8 @@ _STRATEGY = "strategy"
 class Accelerator(WindowView, CheckpointView, TrackerView, PreparingView):
     """Makes the objects of a training loop ready for where it runs, and runs its steps."""
 
-    # What a launch says that is given one as an argument (``launch/payload/refusals``).
+    # What a launch tells a user who passes it one of these as an argument
+    # (``launch/payload/refusals``).
     _notebook_accel_stays_home: ClassVar[str] = "make it inside the function"
 
     def __init__(

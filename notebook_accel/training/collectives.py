@@ -89,7 +89,7 @@ def set_debugging(asked: bool | None) -> None:
     """Let collectives compare what they are given from now on, or not; all ranks call it.
 
     Args:
-        asked: None leaves it to the environment, as it is when a group is next used first.
+        asked: None leaves it to the environment, which is read again when a group is next used.
     """
     ask_to_debug(asked)
     _facts_of.clear()

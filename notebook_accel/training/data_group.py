@@ -46,7 +46,7 @@ class DataGroup:
     default group, which holds every rank."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A process group cannot leave its process. Loaders, which are pickled, ask for the numbers.
+        # A process group cannot leave its process. Loaders are pickled, and need only the numbers.
         return DataGroup, (self.size, self.index, self.index_of_rank)
 
     @classmethod

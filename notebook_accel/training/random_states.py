@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
-    "are_random_states",
+    "random_states_unchanged_since",
     "as_plain",
     "get_random_states",
     "note_random_states",
@@ -72,7 +72,7 @@ def as_plain(states: Mapping[str, Any]) -> dict[str, Any]:
     return {**states, "numpy_random_seed": (kind, np.asarray(keys).tolist(), *rest)}
 
 
-def are_random_states(states: Mapping[str, Any]) -> bool:
+def random_states_unchanged_since(states: Mapping[str, Any]) -> bool:
     """Whether the states of the host are still what :func:`note_random_states` gave.
 
     The cheapest are compared first, since loaders ask it.

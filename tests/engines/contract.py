@@ -1197,6 +1197,8 @@ class EngineContract:
         with pytest.raises(LaunchError, match="no thread"):
             begin()
         eventually(lambda: not self.alive(), within=CLEAN, what="nobody is left")
+        if (what, fails) == ("a run", "its thread"):
+            assert "could not be listened to" in str(runs()[-1].state.failure), "no rank's fault"
 
     # ---- the kernel goes -------------------------------------------------------------------
 

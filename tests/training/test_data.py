@@ -22,6 +22,7 @@ from notebook_accel.training.data import (
     transfer,
 )
 from notebook_accel.training.data.config import DataLoaderConfiguration
+from notebook_accel.training.data.rounds import RoundDivider
 from notebook_accel.training.data.samplers import BatchSamplerShard
 from notebook_accel.training.data.streams import IterableDatasetShard
 from tests.training.loading import SizedStream, Stream, lists, numbers, prepare
@@ -149,7 +150,7 @@ def test_shards_that_do_not_divide_evenly_are_read_by_every_rank() -> None:
     dataset = Sharded(6)
     dataset.num_shards = 3
     raw = DataLoader(dataset, batch_size=2)
-    with pytest.warns(UserWarning, match="3 shards does not divide itself evenly over 2 ranks"):
+    with pytest.warns(UserWarning, match="3 shards does not divide evenly over 2 ranks"):
         prepared = prepare(raw, 1, 2, dispatch_batches=False)
     assert lists(prepared) == [[2, 3], [0, 1]]
     uneven = prepare(raw, 1, 2, dispatch_batches=False, even_batches=False)
@@ -163,6 +164,16 @@ def test_streams_are_dispatched_where_batches_are_placed() -> None:
     assert isinstance(prepare(raw, device=None), DataLoaderShard)
     assert isinstance(prepare(raw, dispatch_batches=False), DataLoaderShard)
     assert isinstance(prepare(numbers(4), dispatch_batches=True), DataLoaderDispatcher)
+
+
+def test_rounds_of_batches_in_different_forms_stay_whole() -> None:
+    """As collate functions make them that stack where shapes agree, and give a list where not."""
+    stacked, apart = torch.zeros(2, 3), [torch.ones(3), torch.ones(3), torch.ones(3)]
+    named, column = {"x": stacked}, [torch.ones(2), torch.ones(3)]
+    for batches in ([stacked, apart], [apart, stacked], [named, column], [column, named]):
+        (divided,) = RoundDivider(num_parts=2, batches_a_round=2).divide(iter(batches))
+        shares = [share.batch for share in divided.parts if share is not None]
+        assert all(given is batch for given, batch in zip(shares, batches, strict=True))
 
 
 def test_a_sampler_that_gives_batches() -> None:

@@ -83,7 +83,7 @@ def test_a_rank_for_which_a_divided_batch_has_nothing_knows_that_it_repeats() ->
     own = Own([[0], [1, 2], [3], [4, 5]])
     raw = DataLoader(range(6), batch_sampler=own)  # type: ignore[arg-type]
     loaders = [prepare(raw, rank, 2, split_batches=True) for rank in range(2)]
-    last_rounds = [[active_loaders().position.last_round for _ in loader] for loader in loaders]
+    last_rounds = [[active_loaders().position.short_round for _ in loader] for loader in loaders]
     assert last_rounds[0] == [None, None, None, (2, 1, 1)]
     assert last_rounds[1] == [(1, 1, 0), None, (1, 1, 0), (2, 1, 1)]
     assert lists(skip_first_batches(loaders[1], 1)) == [[2], [3], [5]]
@@ -162,7 +162,7 @@ def test_a_pass_within_another_one_over_the_same_loader_takes_nothing_from_it() 
     loader = prepare(numbers(16), 1, 2)
     seen = []
     for _ in loader:
-        seen.append(active_loaders().position.last_round)
+        seen.append(active_loaders().position.short_round)
         next(iter(loader))  # at the second step the sampler of the loop is at its end already
     assert seen == [None, None, (4, 3, 1)]
 
@@ -173,7 +173,7 @@ def test_a_pass_within_another_one_over_the_same_loader_takes_nothing_from_it() 
     divided = prepare(raw, 1, 2, split_batches=True)
     seen = []
     for _ in divided:
-        seen.append(active_loaders().position.last_round)
+        seen.append(active_loaders().position.short_round)
         next(iter(divided))
     assert seen == [(1, 1, 0), None, (1, 1, 0), (2, 1, 1)]
 
@@ -437,6 +437,21 @@ def test_a_stream_without_its_first_batches_can_be_prepared() -> None:
         prepare(raw(3), 0, 2, dispatch_batches=False)
     split = prepare(raw(3), 1, 2, dispatch_batches=False, split_batches=True)
     assert lists(split) == [[7], [9], [11]]
+
+
+class Doubled(DataLoader[Any]):
+    """A loader of the user's, whose batches come from a generator."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch * 2
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_users_own_loader_without_its_first_batches(stateful: bool) -> None:
+    skipping = skip_first_batches(Doubled(SizedStream(8), batch_size=2), 2)
+    assert lists(skipping) == [[8, 10], [12, 14]]
+    assert lists(prepare(skipping, use_stateful_dataloader=stateful)) == [[8, 10], [12, 14]]
 
 
 def test_skipping_batches_of_a_loader_not_prepared() -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Seque
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
-    LastRound,
+    ShortRound,
     SkipBatchSampler,
 )
 from notebook_accel.training.data.seedable import SeedableRandomSampler
@@ -165,8 +165,10 @@ def test_the_last_round_says_what_is_repeated() -> None:
     assert first.remainder == 4
     assert first.newest_pass.last_round is None
     list(first), list(second)
-    assert first.newest_pass.last_round == LastRound(num_samples=4, batch_size=3, num_own_samples=3)
-    assert second.newest_pass.last_round == LastRound(
+    assert first.newest_pass.last_round == ShortRound(
+        num_samples=4, batch_size=3, num_own_samples=3
+    )
+    assert second.newest_pass.last_round == ShortRound(
         num_samples=4, batch_size=3, num_own_samples=1
     )
     whole = shards(BatchSampler(SequentialSampler(range(12)), 3, drop_last=False), 2)[0]

@@ -19,9 +19,9 @@ from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.dispatch import _lay_out, _Slot
 from notebook_accel.training.data.seedable import SeedableRandomSampler
 from notebook_accel.training.random_states import (
-    are_random_states,
     as_plain,
     note_random_states,
+    random_states_unchanged_since,
     set_random_states,
 )
 from notebook_accel.training.rescue import TensorPiece, _put_together
@@ -72,13 +72,13 @@ def test_any_draw_is_seen_in_the_states() -> None:
     ]
     for draw_one in draws:
         before = note_random_states()
-        assert are_random_states(before)
+        assert random_states_unchanged_since(before)
         following = draw_one()
-        assert are_random_states(before) == (draw_one is draws[-1])
+        assert random_states_unchanged_since(before) == (draw_one is draws[-1])
         for states in (before, as_plain(before)):
             set_random_states(states, torch.device("cpu"))
-            assert are_random_states(before)
-            assert are_random_states(states)
+            assert random_states_unchanged_since(before)
+            assert random_states_unchanged_since(states)
             assert draw_one() == following
 
 
@@ -148,3 +148,13 @@ def test_what_lies_on_the_host_does_so_wherever_torch_makes_tensors() -> None:
     assert copied.tolist() == [0, 1, 2]
     assert joined.tolist() == [1, 1, 1]
     assert buffer.view(torch.float32).tolist() == [0, 1, 2]
+
+
+def test_what_a_driver_maps_is_copied_for_a_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that FSDP keeps on the host lie in pinned memory: a fork would see them change."""
+    plain = torch.ones(2)
+    assert HostCopies().begin().copy([plain])[0] is plain
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    copied = HostCopies().begin().copy([plain])[0]
+    plain.zero_()
+    assert copied.tolist() == [1, 1]

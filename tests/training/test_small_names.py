@@ -496,7 +496,7 @@ def test_passes_that_are_marked_by_hand_know_what_their_last_round_lacks() -> No
 
     loader = make(even_batches=True)
     active = active_loaders()
-    seen = [(batch.tolist(), active.position.last_round) for batch in loader]  # type: ignore[union-attr]
+    seen = [(batch.tolist(), active.position.short_round) for batch in loader]  # type: ignore[union-attr]
     assert seen == [([2, 3], None), ([1, 2], (1, 2, 0))]
     assert loader.iteration == 1
     uneven = make(even_batches=False)

@@ -220,6 +220,30 @@ def test_a_loader_without_its_first_batches_is_made_by_hand_too() -> None:
     assert isinstance(copied, StatefulDataLoader)
 
 
+class Doubled(DataLoader[Any]):
+    """A loader of the user's, whose batches come from a generator."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch * 2
+
+
+def test_a_users_own_loader_goes_on_by_counting() -> None:
+    """What it gives has no state; its own batches are what the loop gets all the same."""
+
+    def make() -> Any:
+        return prepare(Doubled(Resumable(8), batch_size=2), **STATEFUL)
+
+    loader = make()
+    running = iter(loader)
+    assert [next(running).tolist() for _ in range(2)] == [[0, 2], [4, 6]]
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    assert lists(resumed) == [[8, 10], [12, 14]]
+    skipping = skip_first_batches(DataLoader(Resumable(8), batch_size=2), 3)
+    assert lists(prepare(skipping, **STATEFUL)) == [[6, 7]]
+
+
 def in_two_ranks(folder: str) -> dict[str, Any]:
     """Dispatched, and torchdata's own loader given to ``prepare``; through checkpoints."""
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The agent: one a machine and run. It forks the rank processes, and watches, reaps and ends them.
+"""The agent: one for each machine of a run. It forks, watches, reaps and ends the rank processes.
 
     kernel --Launch--> agent --fork--> ranks --RankReady--> kernel
     kernel --Call----> agent --Call--> each rank
@@ -240,7 +240,7 @@ class Agent:
         """Whether every rank has had the time to fail as well since one did (ending.py)."""
         if not self._ending.is_settling:
             return True
-        # All are asked: their clocks are the more exact the more often they are read.
+        # Every rank is asked, also after a no: a clock is more exact the more often it is read.
         settled = [rank.has_settled() for rank in self._ranks]
         return all(settled)
 
@@ -380,7 +380,8 @@ class Agent:
     ) -> None:
         for message, fds in messages:
             if self._may_say(rank, message):
-                # Whatever it says of itself: user code can write to the channel of its rank.
+                # The agent sets the rank itself: user code can write to the channel of its rank,
+                # and name another one.
                 stamped = msgspec.structs.replace(message, rank=rank.rank)
                 self._channel.post(self._handle_rank_message(rank, stamped), fds)
             for fd in fds:
@@ -496,7 +497,7 @@ class Agent:
         else:
             number = signal.SIGTERM if stage == Stage.TERMINATE else signal.SIGKILL
             for rank in self._ranks:
-                # One that waits for its next call keeps what it has.
+                # A process that waits for its next call is spared, with all that it holds.
                 if rank.is_in_call or self._is_shutting_down or not self._call:
                     rank.send_signal(number)
 

@@ -34,8 +34,8 @@ _IDLE_SECONDS = 1.0
 _DISCONNECT_SECONDS = 1.0
 # From SIGTERM to SIGKILL once a grace period is over.
 _TERMINATE_SECONDS = 1.0
-# What the other ranks get, once one has failed, to fail by themselves or to say that they lost it;
-# and again from SIGTERM to SIGKILL.
+# Once a rank has failed: the time that the others get to fail by themselves or to say that they
+# lost it, and later the time from SIGTERM to SIGKILL.
 SETTLE_SECONDS = 0.25
 # After it the settle window is over, also where a rank has not had its time.
 _MAX_SETTLE_SECONDS = 2.0

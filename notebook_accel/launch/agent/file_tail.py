@@ -18,10 +18,9 @@ _CHUNK_BYTES = 1 << 20
 _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
-# Nothing keeps a program from cutting the file short: a rank may write to it, and so may open it
-# anew, which is what `> /dev/stderr` does. A file without write permission would make that line of
-# the program fail (root excepted), and a pipe or terminal between the two would lose what lies in
-# it when the agent dies, and would no longer be written to in the order of the prints.
+# A program in a rank may cut the file short: `> /dev/stderr` opens it anew. To forbid that by the
+# file's mode would make that line of the program fail (not for root). A pipe or a terminal between
+# the rank and the file would lose what lies in it when the agent dies, and the order of the prints.
 _ERASED = (
     "[notebook-accel] the output before this line was erased: something opened /dev/stdout or "
     "/dev/stderr with '>' (in a shell, '>>' and '>&2' keep it)\n"
@@ -35,8 +34,8 @@ _CUT = "[notebook-accel: a part of this line is in the rank's log only] "
 class FileTail:
     """Follows one growing file and gives the newest part of what was added.
 
-    A file that was cut short is read from its start again, after a line that says so. That goes
-    unnoticed where it has grown beyond what it was before the next :meth:`read`.
+    A file that was cut short is read from its start again, after a line that says so. If it is
+    longer than before again by the next :meth:`read`, the cut goes unnoticed.
 
     Attributes:
         start: bytes of the file before what the last :meth:`read` gave.
@@ -53,8 +52,8 @@ class FileTail:
         """The text added since the last call, and how many lines before it were left out.
 
         Args:
-            final: nothing is added soon: the start of a character is given as it is, which
-                otherwise waits for the rest of it.
+            final: no more is expected: an incomplete character at the end is given as it is;
+                otherwise it waits for its other bytes.
         """
         size, before, skipped = os.fstat(self.fileno()).st_size, "", 0
         if size < self._file.tell():

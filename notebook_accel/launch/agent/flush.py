@@ -34,8 +34,8 @@ def flush_to_kernel(channel: Channel, kernel: int) -> None:
         selector.register(channel.fileno(), selectors.EVENT_READ)
         channel.flush(block=False)
         while not channel.is_idle and time.monotonic() < deadline:
-            # Only the kernel's credit lets a stream go on, and nothing but a full socket
-            # makes it worth waiting until that can be written.
+            # Reading is always waited for, since a stream goes on by the kernel's credit alone;
+            # writing only while frames are queued, or select would return at once.
             wanted = selectors.EVENT_WRITE if channel.num_pending else 0
             selector.modify(channel.fileno(), selectors.EVENT_READ | wanted)
             if any(key.fd == kernel for key, _ in selector.select(1.0)):

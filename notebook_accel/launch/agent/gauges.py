@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Gauges", "gauges_of"]
 
-# Between two readings. Processor use is a mean over this time; over a shorter one the clock of
-# 10 ms shows by which the system counts it.
+# Between two readings. Processor use is a mean over this time; over a shorter one the values would
+# jump, since the system counts in ticks of 10 ms.
 _READ_SECONDS = 1.0
 # A folder for each device, in the order of their slots.
 _DRIVER_FILES = Path("/proc/driver/nvidia/gpus")

@@ -279,7 +279,8 @@ class RankProcess:
 
     def interrupt(self) -> None:
         """KeyboardInterrupt in the rank's call."""
-        # Should the signal come before the rank has read the call, it finds this.
+        # If the signal comes before the rank has read the call, the rank sees this number as it
+        # begins the call.
         self.row.interrupted_call = self._call
         self._wakes_at = time.monotonic() + _WAKE_SECONDS
         self._signal(signal.SIGINT)

@@ -15,7 +15,7 @@ __all__ = ["closing_advice"]
 
 
 def closing_advice(last: RunState, packed: PackedCall) -> list[str]:
-    """What the function seems to have forgotten, a line for the person each; often none.
+    """What the function seems to have forgotten, one line for each; often none.
 
     Args:
         last: the state of the run at its end.

@@ -41,7 +41,7 @@ Run it with: torchrun --nproc_per_node={world_size} {file}
 """
 '''
 _LOAD = """
-# What follows pickled has no text that makes it again, or was changed since it was made.
+# These values are pickled: no text of the notebook makes them, or they were changed after it ran.
 def _unpickled(text):
     import base64, pickle
     return pickle.loads(base64.b85decode(text))
@@ -251,8 +251,8 @@ class _Script:
     def _sources(self) -> list[str]:
         """The definitions, each after those that must be there when its statement runs.
 
-        A statement may call what it needs (a decorator, a default). So what these read comes
-        before it as well, except for what needs this very definition.
+        A statement may call a name that it needs (a decorator, a default). So what that name reads
+        comes before the statement too, unless it needs this definition itself.
         """
         begun: set[str] = set()
         written: dict[str, str] = {}
@@ -273,7 +273,7 @@ class _Script:
         found = reversed(self.definitions)
         for name in sorted(found, key=lambda name: self.definitions[name].order):
             write(name)
-        # Of several names that one statement assigns each has it.
+        # A statement that assigns several names stands under each of them, and is written once.
         return list(dict.fromkeys(written.values()))
 
     def _reached(
@@ -319,7 +319,7 @@ def is_public_name(value: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     try:
         return bool(ast.literal_eval(repr(value)) == value)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    except Exception:  # whatever a user's class does
         return False
 
 

@@ -51,7 +51,7 @@ def metric_curves(metrics: Iterable[Mapping[str, Any]]) -> Curves:
 
 
 def plot_metrics(metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> list[Axes]:
-    """Draw one axes a metric, with a line a rank; gives the axes.
+    """Draw axes for each metric, with a line for each rank; gives the axes.
 
     Args:
         metrics: rows as ``run.metrics`` has them.
@@ -74,7 +74,7 @@ def plot_metrics(metrics: Sequence[Mapping[str, Any]], names: Sequence[str] = ()
 def plot_together(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], names: Sequence[str]
 ) -> list[Axes]:
-    """Draw one axes a metric, each run in a colour of its own, with a line a rank; gives the axes.
+    """Draw axes for each metric, with a line for each rank, in a colour of its run; gives the axes.
 
     Args:
         runs: rows as ``run.metrics`` has them, by what each run is called.

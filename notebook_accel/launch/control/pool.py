@@ -134,8 +134,8 @@ class RankPool:
         try:
             self._thread.start()
         except RuntimeError as error:
-            for link in self._links:
-                link.end()
+            for link in list(self._links):
+                self._lose(link, AgentEnd(f"could not be listened to ({error})"))
             self._finish()
             raise LaunchError(
                 f"no thread could be started to listen to the ranks: {error}. End other processes "
@@ -370,7 +370,8 @@ class RankPool:
             try:
                 messages = link.channel.drain()
             except OSError as error:
-                # Only this one is about the agent: where a message cannot be kept, that is ours.
+                # Only an error of reading means that the agent is gone; that a message cannot be
+                # kept (below) is a failure of this process.
                 raise EOFError(str(error)) from error
             with contextlib.suppress(OSError):
                 link.channel.flush(block=False)

@@ -245,7 +245,7 @@ class RunFolder:
 
     def load(self) -> RunState | None:
         """The state saved last; None where there is none that this version can read."""
-        # Of a damaged file msgspec says more than its own errors.
+        # For a damaged file msgspec lets other errors through beside its own.
         with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             state = msgspec.msgpack.decode(read_regular(self.path / _STATE), type=RunState)
             # Of another kernel, maybe on another machine, whose monotonic clock is none here.
@@ -268,7 +268,8 @@ class RunFolder:
 
 def _new_id() -> str:
     """An id that stands after those of earlier runs, also of the same second."""
-    now = dt.datetime.now().astimezone()
+    # In UTC, which no summer time or journey sets back.
+    now = dt.datetime.now(dt.timezone.utc)
     # Five digits are a microsecond's; the last one is for kernels that launch in the same one.
     return f"{now:%Y%m%d-%H%M%S}-{now.microsecond:05x}{uuid.uuid4().hex[:1]}"
 

@@ -23,7 +23,8 @@ _CALLER = re.compile(
     r'^  File ".*[/\\](launch[/\\]worker[/\\]call|notebook[/\\]worker[/\\]calls)\.py", '
     r"line \d+ in (_run|__call__)$"
 )
-# The files of a thread's start, and of what threads of this package and of tqdm are made for.
+# The file in which every thread starts, and the files whose functions the helper threads of this
+# package and of tqdm run.
 _START = re.compile(r"[/\\]threading\.py$")
 _HELPER = re.compile(r"[/\\](notebook_accel[/\\].*|tqdm[/\\]_monitor)\.py$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')

@@ -106,6 +106,7 @@ class Supervisor(Conductor, RunningCall):
         self._hangs = HangWatch(labels)
         self.curves: LiveCurves | None = LiveCurves(state.world_size)
         self._is_stopped = False
+        self._is_time_over = False
         self._num_stops = 0
         self._next_draw = 0.0
         self._drawn: RunState | None = None
@@ -205,7 +206,7 @@ class Supervisor(Conductor, RunningCall):
         if now < self._next_draw:
             return
         self._next_draw = now + _DRAW_SECONDS
-        # A result for which there is no room as it comes is lost.
+        # A result is lost if no descriptor is free when it comes.
         make_room(self.state.world_size + _FILES_OF_END)
         self._metrics.flush()
         if self._metrics.lost_notice:
@@ -221,8 +222,10 @@ class Supervisor(Conductor, RunningCall):
 
     def _time_out(self) -> None:
         """End the call, politely the first time, and harder each grace period after that."""
-        if not self.timed_out:
-            self.timed_out = True
+        if not self._is_time_over:
+            self._is_time_over = True
+            # It is not what ends a call that was stopped before, or whose ranks have all ended.
+            self.timed_out = not (self._is_stopped or self.is_over)
             self.stop()
         else:
             self.press(self._num_stops)

@@ -11,7 +11,7 @@ it; whose message comes first is chance. So failures are ordered by kind, then b
 
 The first in this order is the cause: the error is its traceback, and names the others in a line.
 An agent that was lost stands before the lost connections, which follow from it. Ranks of one agent
-share a clock, which tells their order; of two agents it is the one of which the kernel heard
+are ordered by their common clock. Between two agents, the one that the kernel heard of first comes
 first, since the clocks of two machines say nothing about it. Functions here are pure.
 """
 

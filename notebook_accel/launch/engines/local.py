@@ -86,7 +86,8 @@ def fork_agent(
         request: names the environment, and so the template.
         ranks: those that the agent is to start.
         connection: makes a connection, whose ends the link and the agent take. It is called again
-            where a template has to be replaced: the first may have forked an agent and not said so.
+            for a new template: the old one may have forked an agent onto the first connection
+            without saying so.
         run: id of the run or session.
         sees_files: whether the agent may write into the run's folder.
 
@@ -135,7 +136,7 @@ def _end(source: Template, pid: int, run: str) -> None:
     # Of one that has ended, the number may be that of another process by now.
     if source.exit_of(pid, timeout=0.0) is None:
         processes.kill_tree([pid])
-        # While it lives, its session cannot be told from that of a later process of its number.
+        # Only once it is dead can its session be told from that of a later process of its number.
         processes.await_exit(pid, _KILLED_SECONDS)
     killed = processes.kill_leftovers(session=pid, variable=("NOTEBOOK_ACCEL_RUN", run))
     scratch.remove(run, used_by=killed)

@@ -118,7 +118,7 @@ class _LookingPickler(SessionPickler):
         return itself, ((storage.data_ptr(), size),)
 
     def _reduce_tensor(self, tensor: Any) -> Any:
-        # A tensor that was made in inference mode counts none.
+        # A tensor that was made in inference mode has no count of its changes.
         with contextlib.suppress(RuntimeError):
             self._digest.write(b"%d," % tensor._version)
         return super()._reduce_tensor(tensor)

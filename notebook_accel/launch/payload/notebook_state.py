@@ -122,7 +122,7 @@ class NotebookState(msgspec.Struct, frozen=True, kw_only=True):
         default_dtype: its name, such as "float64"; None where the notebook has no torch.
         torch_flags: deterministic algorithms and the like, by the names in
             :func:`_torch_flags`.
-        backend_flags: what torch.backends says, by its path there, as far as it does.
+        backend_flags: settings of torch.backends by their path there, those that this torch has.
         attention: by kind, whether scaled_dot_product_attention may take it.
         loggers: the root logger first.
         disabled_level: of ``logging.disable``.

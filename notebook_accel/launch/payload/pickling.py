@@ -275,8 +275,8 @@ def _goes_by_value(reduced: Any) -> bool:
 
 
 def _is_made_anew(value: Any, reduced: Any) -> bool:
-    """Whether the rank makes its own of a definition, since no import finds it: a TypeVar of the
-    notebook, or what is no class and is sent as the call that makes it."""
+    """Whether the rank makes a definition anew that it cannot import: a TypeVar of the notebook, or
+    anything but a class that is sent as a call (a function and its arguments)."""
     if isinstance(value, TypeVar):
         return bool(value.__module__ == "__main__")
     return isinstance(reduced, tuple) and not isinstance(value, type)
@@ -372,8 +372,8 @@ class CallPickler(_Pickler):
         super().__init__(file, buffer_callback)
         self.sent: list[Any] = []
         self.used: list[tuple[types.FunctionType, dict[str, Any]]] = []
-        # On arrival cloudpickle gives functions that had one dict of globals one new dict, which it
-        # looks up here: for those of ``__main__`` it is that of the receiving process.
+        # Functions with the same globals get one common dict where they arrive; cloudpickle looks
+        # up here which. Those of `__main__` get the receiving process's own `__main__`.
         self.globals_ref[id(cells.main_namespace())] = _MainNamespace()
 
     def _reduce_definition(self, value: Any) -> Any:

@@ -76,7 +76,7 @@ class _CountingHandler:
 def let_through() -> Iterator[None]:
     """Raise interrupts at once again, inside of a block of :func:`held`: user code runs here.
 
-    Outside of the main thread it does nothing: what is held there is the main thread's own.
+    Outside of the main thread it does nothing: only the main thread is interrupted.
 
     Raises:
         KeyboardInterrupt: one was held already.
@@ -85,17 +85,18 @@ def let_through() -> Iterator[None]:
         yield
         return
     installed = outer = signal.getsignal(signal.SIGINT)
-    num_held = 0
+    counting: list[_CountingHandler] = []
     while isinstance(outer, _CountingHandler):
-        num_held += outer.presses.count
+        counting.append(outer)
         outer = outer.previous
-    if outer is installed or not callable(outer):
+    if not counting or not callable(outer):
         yield
         return
-    if num_held:
-        raise KeyboardInterrupt
     signal.signal(signal.SIGINT, outer)
     try:
+        # Looked at once nothing is counted any more: an interrupt in between would wait for long.
+        if any(handler.presses.count for handler in counting):
+            raise KeyboardInterrupt
         yield
     finally:
         signal.signal(signal.SIGINT, installed)

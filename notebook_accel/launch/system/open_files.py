@@ -86,7 +86,8 @@ def _can_open(needed: int) -> bool:
     try:
         # By trying: where none is left, /proc/self/fd cannot be listed either.
         for _ in range(needed):
-            # In a list so far where it fails, which closes them: no list.extend.
+            # One by one, so that where an open fails the list has those before it, which are closed
+            # below.
             numbers.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))  # noqa: PERF401
     except OSError as error:
         if error.errno in TOO_MANY_FILES:

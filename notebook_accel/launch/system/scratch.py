@@ -51,7 +51,7 @@ def remove(run: str, *, used_by: Collection[int]) -> None:
 
 def _remove_tensors(pids: Collection[int]) -> None:
     """Remove shared tensors of dead processes: torch names them for a moment after their maker."""
-    # One that lives has its number from a process that is long dead.
+    # A process that lives under this pid is a newer one, which has the number now.
     prefixes = tuple(f"torch_{pid}_" for pid in pids if not processes.lives(pid))
     with contextlib.suppress(OSError):
         for name in os.listdir(_SHARED):

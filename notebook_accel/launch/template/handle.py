@@ -228,7 +228,7 @@ class Template:
                         break
                 finally:
                     self._lock.release()
-            # After a look: what the template has said may be here unread, however short the time.
+            # Only after a look: an answer may already lie here unread, also with a timeout of 0.
             if pid in self._exits or time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_SECONDS)
@@ -280,7 +280,7 @@ class Template:
             try:
                 deadline = time.monotonic() + seconds
                 while found is None:
-                    # The answer is waited for in the open; what is read is read whole.
+                    # The wait may be interrupted. Reading may not, so that no message is torn.
                     self._wait(channel, deadline - time.monotonic())
                     with held():
                         channel.flush(block=False)
@@ -324,7 +324,7 @@ class Template:
         if isinstance(message, wire.AgentExited):
             self._exits[message.pid] = message
         elif isinstance(message, wire.Forked):
-            # It may have the number of one that ended long ago.
+            # The new agent may have the pid of one that ended long ago.
             self._exits.pop(message.pid, None)
 
     def _broken(self, error: str) -> LaunchError:

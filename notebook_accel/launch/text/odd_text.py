@@ -1,9 +1,9 @@
 """Text that UTF-8 cannot carry, on its way through a message.
 
-Python gives a file name or a variable that is not UTF-8 lone surrogates, in a way that leads back
-to its bytes (PEP 383). Where it names something on disk it must arrive as it was: :func:`wrapped`
-and :func:`unwrapped` are the two ends of that. Where a person reads it, nothing could be drawn or
-written with it: :func:`escaped` spells its odd characters as ``\\udcff``.
+Where a file name or a variable is not UTF-8, Python puts lone surrogates for its odd bytes, which
+lead back to them (PEP 383). Where it names something on disk it must arrive as it was:
+:func:`wrapped` and :func:`unwrapped` are the two ends of that. Where a person reads it, nothing
+could be drawn or written with it: :func:`escaped` spells its odd characters as ``\\udcff``.
 """
 
 from __future__ import annotations

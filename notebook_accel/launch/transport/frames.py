@@ -55,8 +55,8 @@ __all__ = ["FramedChannel"]
 # Bytes of a stream in one frame: so many that headers cost nothing, and so few that a stop is not
 # held up (2 ms at 1 Gbit/s).
 _FRAME_BYTES = 1 << 18
-# Bytes of a stream that may be under way, for which nobody has given credit anew: those of a round
-# trip of 60 ms at 1 Gbit/s.
+# How many bytes of a stream the sender may be ahead of the receiver's credit: what 1 Gbit/s carries
+# in a round trip of 60 ms.
 _WINDOW_BYTES = 8 << 20
 # A machine that was switched off says nothing: seconds until its connection counts as lost.
 _LOST_MACHINE_SECONDS = 8
@@ -175,13 +175,14 @@ class FramedChannel(Channel):
         while not self._ready:
             self._ready.extend(self.drain(limit=1))
             if not self._ready:
-                # Waits: a write that was not made may be the credit without which nothing comes.
+                # This waits, for writing too: a queued frame may be the credit that the peer waits
+                # for.
                 is_readable(self, None, or_writable=bool(self._outgoing))
         return self._ready.popleft()
 
     def drain(self, *, limit: int | None = None) -> list[tuple[wire.Message, list[int]]]:
         if self._ready:
-            # Not with what a read gives: that may be the end, which raises.
+            # Without reading as well: a read may find the end and raise, and these would be lost.
             ready = list(self._ready)
             self._ready.clear()
             return ready

@@ -6,8 +6,8 @@
     HMAC(secret, "accept" A B) --->     does the proof fit?
 
 The nonces are fresh, so that no proof is worth anything a second time; and each end signs a word of
-its own, so that none can be answered with its own proof. Not a byte beyond the peer's proof is read
-before that fits.
+its own, so that none can be answered with its own proof. Nothing that follows the peer's proof is
+read until the proof was checked.
 Nothing is encrypted: the sockets are unix sockets, or lie on the loopback.
 """
 

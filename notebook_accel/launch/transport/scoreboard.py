@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FLAG_SECONDS", "LeavePoint", "RankRow", "Scoreboard", "StopPoint", "leave_after"]
 
-# After the flag is up: a processor may hold a rank's write back for less than a microsecond, and
-# this rank may have looked at the flag before it went up.
+# How long to wait after the flag goes up until all rows are true: a processor may hold back the
+# write of a rank that read the flag just before, for less than a microsecond.
 FLAG_SECONDS = 0.001
 
 # A rank that waits for the point looks so often: the others wait for it in their next collective.
@@ -135,7 +135,7 @@ class RankRow(ctypes.Structure):
 
 
 class Scoreboard:
-    """One row a rank of this machine, in an anonymous mapping that forks inherit."""
+    """One row for each rank of this machine, in an anonymous mapping that forks inherit."""
 
     def __init__(self, num_ranks: int, *, has_others: bool = False) -> None:
         """Make a board of zeros.
@@ -189,7 +189,8 @@ class Scoreboard:
             for row in rows:
                 came, passed = getattr(row, counter), getattr(row, f"passed_{counter}")
                 if came not in (passed, getattr(row, f"waits_{counter}")):
-                    # A rank that reads goes by its batches without a look at the flag.
+                    # A rank that reads should_stop waits at none of its batches, and does not note
+                    # that it went on.
                     if patient and not (reads_should_stop and counter == "batches"):
                         return None
                     passed = came

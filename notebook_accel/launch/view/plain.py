@@ -36,7 +36,7 @@ _MAX_STACKS = 8
 _MAX_WAITING = 100
 # Characters of a line; of a longer one the start is shown, and the log has it whole.
 _MAX_WIDTH = 2000
-# A cell that ends before looks like any other cell.
+# A cell that ends within this time gets one line, and no table.
 _SHORT_SECONDS = 1.0
 
 

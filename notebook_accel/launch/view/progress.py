@@ -83,8 +83,8 @@ def progress_lines(rank: RankState, *, throughput: float | None = None) -> list[
     lines = [_line_of_bar(bar) for bar in bars]
     if bars[0].closed or rank.has_ended:
         return lines
-    # Seconds of the closed bars inside the outermost one, before the present one was opened. While
-    # the first epoch evaluates, its training's bar is such a one.
+    # Seconds of the bars inside the outermost one that were closed before the present one was
+    # opened: while the first epoch evaluates, those of its training.
     spent = sum(
         bar.elapsed
         for bar in rank.bars
@@ -285,7 +285,7 @@ def last_values(state: RunState) -> dict[str, dict[int, float]]:
 def spread(by_rank: Mapping[int, float]) -> str:
     """ "0.5 to 1", the lowest and the highest value; "" where ranks agree.
 
-    Of ranks of which some have no number it is "0.5 and nan": a comparison would pass over that.
+    If some ranks have nan it is "0.5 and nan", since a minimum and a maximum would hide it.
     """
     numbers = [value for value in by_rank.values() if not math.isnan(value)]
     if not numbers:

@@ -1,4 +1,4 @@
-"""A run in a terminal: lines as in the plain view, and a bar a rank that moves in its place."""
+"""A run in a terminal: lines as in the plain view, and a bar for each rank, drawn in its place."""
 
 from __future__ import annotations
 

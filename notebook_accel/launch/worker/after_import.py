@@ -27,8 +27,8 @@ def change_module(name: str, change: Callable[[Any], None]) -> None:
 class _AfterImport:
     """A finder that changes one module right after its import.
 
-    It stays until then: who only asks where the module is (``importlib.util.find_spec``) is
-    answered as the import is, and imports nothing.
+    It stays in place until the import: ``importlib.util.find_spec`` alone gets the same answer, and
+    imports nothing.
     """
 
     def __init__(self, name: str, change: Callable[[Any], None]) -> None:

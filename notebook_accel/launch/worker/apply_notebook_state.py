@@ -49,8 +49,8 @@ def apply_generators(state: NotebookState) -> None:
     else:
         np.random.seed(int.from_bytes(keys, "little"))
     # First the seed, which devices start from once they are used, then how far the CPU came.
-    # Whether there is one is not asked: that loads the driver, and from then on the function could
-    # not say which are visible, and no process that it forks could use one.
+    # Whether the machine has a device is not asked: that loads the driver, and from then on the
+    # function could not say which are visible, and no process that it forks could use one.
     if _may_use_devices():
         torch.manual_seed(state.torch_seed)
     else:
@@ -106,7 +106,7 @@ def _apply_precisions(state: NotebookState) -> None:
     for path, value in state.backend_flags.items():
         owner, _, name = f"backends.{path}".rpartition(".")
         module: Any = attrgetter(owner)(torch)
-        # The older name of a precision says nothing where the newer one has been set.
+        # Torch raises for the older name of a precision once the newer one was set.
         with contextlib.suppress(RuntimeError):
             if getattr(module, name) != value:
                 setattr(module, name, value)

@@ -91,7 +91,7 @@ def _report(bar: Any, *, closed: bool) -> None:
 
 
 def _finite(value: Any) -> float | None:
-    """The value as a number; None where it is none, or "inf" as an end that nobody knows."""
+    """The value as a number; None where it is not a finite one: "inf" is an unknown total."""
     number = math.nan if value is None else float(value)
     return number if math.isfinite(number) else None
 

@@ -100,8 +100,8 @@ def run_call(
     try:
         return _run(message, fds, context, interrupts, sent_before, setup_error)
     except KeyboardInterrupt as error:
-        # It came while another end of the call was being noted. No other comes after it: the agent
-        # sends a single SIGINT a call.
+        # It came while the end of the function was being noted, before interrupts were turned off
+        # for it. No second one follows: the agent sends one SIGINT for each call.
         interrupts.end_call()
         return _raised(error, context, None)
 

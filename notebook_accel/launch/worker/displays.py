@@ -159,7 +159,7 @@ class _Outbox:
         elif is_first:
             timer = threading.Timer(seconds, self.send_waiting)
             timer.daemon = True
-            # Where no thread can be started, it waits for the next one, or for the end of the call.
+            # If no thread can be started, it waits for the next update, or for the end of the call.
             with contextlib.suppress(RuntimeError):
                 timer.start()
 

@@ -27,7 +27,8 @@ __all__ = ["finish"]
 # For all that is left to do, and in it for children to end by SIGTERM.
 _EXIT_SECONDS = 5.0
 _CHILDREN_SECONDS = 1.0
-# Each has a process that looks after shared memory and ignores SIGTERM: it would take the second.
+# Each has a process that looks after shared memory and ignores SIGTERM: to wait for it would use up
+# `_CHILDREN_SECONDS`.
 _TRACKERS = (
     "multiprocessing.resource_tracker",
     "joblib.externals.loky.backend.resource_tracker",
@@ -45,9 +46,9 @@ def finish(code: int) -> None:
     too_long = threading.Timer(_EXIT_SECONDS, _give_up, (code,))
     too_long.daemon = True
     too_long.start()
-    # multiprocessing ends its processes without them.
+    # A process of multiprocessing ends without running these, so they are run here.
     atexit._run_exitfuncs()
-    # Before its workers get a signal: a pool waits for ever for the lock that one died with.
+    # Before its workers get a signal: if a worker dies with a lock, its pool waits for it for ever.
     util._run_finalizers(0)  # type: ignore[attr-defined]
     _end_children()
 

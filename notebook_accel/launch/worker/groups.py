@@ -7,9 +7,9 @@ group, a prepared model or a traceback, keeps its sockets open; so these are shu
 
 NCCL has an abort, and needs it: its operations wait on the device for those of the other ranks,
 where no connection that ends is seen, and destroying a group waits for all that is queued in it.
-Ranks of one machine wait in the abort for each other, since their devices read each other's memory:
-one that has raised for those that are stuck, until they are told to leave the group too, and for
-one that has returned until the next call. So a thread aborts, and is waited for a while.
+In an abort the ranks of one machine wait for each other, since their devices read each other's
+memory. A rank that raised waits for stuck ranks until these are told to leave the group too, and
+for a rank that returned until the next call. So a thread aborts, and is waited for a while.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def disconnect() -> None:
     with contextlib.suppress(OSError, psutil.Error):
         _disconnect_groups(store_ports)
     if not _abort_groups():
-        # By NCCL's own connections, which it makes later, it waits for the others.
+        # The abort still waits for other ranks, over connections that NCCL opened after the group
+        # was made: those stay open.
         return
     with contextlib.suppress(OSError, psutil.Error):
         _disconnect_others(store_ports)

@@ -128,7 +128,8 @@ class Sender:
             return
         with self._lock, self._interrupts.deferred(), contextlib.suppress(OSError):
             self._channel.hand_over(message, fds)
-            # Asked again after each flush: an inner send may have come behind its last look.
+            # The queue is looked at again after each flush: an inner send may have added a message
+            # after the flush had looked last.
             while self._channel.num_pending and not self._is_writing:
                 self._is_writing = True
                 try:

@@ -102,7 +102,8 @@ class Inherited:
 def main(inherited: Inherited) -> None:
     """Be a rank until there are no more calls; ends the process."""
     processes.die_with_parent(inherited.agent_pid)
-    # Orphans below a rank stay its own, until it ends: no other rank's end is theirs.
+    # A rank adopts its orphaned descendants. The agent would else, and would kill them at the end
+    # of any rank.
     processes.adopt_orphans()
     for fd in inherited.unneeded:
         with contextlib.suppress(OSError):
@@ -299,7 +300,7 @@ def _enter_environment(inherited: Inherited) -> None:
         MASTER_PORT=str(inherited.master_port),
         NOTEBOOK_ACCEL_RUN=launch.run,
     )
-    # What was asked for in a process of which this one is a fork is asked for anew.
+    # The template may have looked these up, and the fork has inherited the answers.
     tempfile.tempdir = None
     time.tzset()
     try:

@@ -27,7 +27,8 @@ __all__ = [
     "watch_new_groups",
 ]
 
-# The name under which torch keeps, with each thread of a backward, the object that is not stashed.
+# The key of the object that torch stashes for each thread of a backward; here nothing is stashed
+# under it.
 _KEY = "context"
 
 
@@ -107,6 +108,7 @@ def _wait_until_all_have(group: Any, store: Any) -> None:
 # The first parameters of TCPStore, in order, as far as callers pass them by position; what comes
 # behind ``multi_tenant`` is the descriptor itself.
 _STORE_PARAMETERS = ("host_name", "port", "world_size", "is_master")
+_NUM_BEFORE_MULTI_TENANT = 6
 _NUM_BEFORE_DESCRIPTOR = 7
 
 # The socket of the port that the calls have now, by its port.
@@ -142,7 +144,7 @@ def _replace_init(store: Any) -> None:
         has_descriptor = len(args) > _NUM_BEFORE_DESCRIPTOR or "master_listen_fd" in kwargs
         if ours is not None and not has_descriptor:
             if group_store.is_served(given["port"]):
-                kwargs["multi_tenant"] = True
+                args, kwargs["multi_tenant"] = args[:_NUM_BEFORE_MULTI_TENANT], True
             else:
                 # A duplicate, since the store closes what it is given.
                 kwargs["master_listen_fd"] = os.dup(ours.fileno())
@@ -158,10 +160,10 @@ _port_of_call = 0
 def meet_at_one_store(port: int) -> None:
     """Let groups that the function makes by MASTER_ADDR and ``port`` meet as our own groups do.
 
-    Torch makes a server a group. A function that destroys its group and makes the next would have
-    a rank connect to the first one's server, which is about to close: one launch of three failed
-    so, with ten groups in a row on a busy machine. A store that the function opens itself at this
-    port is its own.
+    Torch makes a server for each group. A function that destroys its group and makes the next would
+    have a rank connect to the first one's server, which is about to close: one launch of three
+    failed so, with ten groups in a row on a busy machine. A store that the function opens itself at
+    this port is its own.
 
     Args:
         port: MASTER_PORT of the call that begins.

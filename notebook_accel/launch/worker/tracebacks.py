@@ -46,7 +46,8 @@ def users_frames(error: BaseException, *, caller: str = "") -> TracebackType | N
 
 
 def _is_ours(frame: FrameType, caller: str) -> bool:
-    # IPython and pytest ask for the same name; between a cell and us are frames of IPython's.
+    # IPython and pytest hide frames by `__tracebackhide__`; IPython's own frames between a cell and
+    # ours have it.
     return frame.f_code.co_filename == caller or "__tracebackhide__" in frame.f_locals
 
 

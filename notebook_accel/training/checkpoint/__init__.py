@@ -263,7 +263,7 @@ class Checkpoints:
         self._load_scaler(folder, options)
         self._progress.load(folder, on_host(options))
         for known in self._prepared.optimizers:
-            known.drop_gradients()  # of a window of before: it is not the checkpoint's
+            known.drop_gradients()  # from before the load: the checkpoint has its own
         window = self._plan.accumulation
         if restore_gradients(self._plan.strategy, self._parts.models, folder, on_host(options)):
             # Their window is open. With windows of one batch the next step uses them at once.
@@ -289,7 +289,8 @@ class Checkpoints:
         all.
 
         Raises:
-            NotebookAccelError: the files of each looked whole, and none could be loaded.
+            NotebookAccelError: there are checkpoints whose files looked whole, and none of them
+                could be loaded.
             RuntimeError, ValueError: it holds another model or optimizer.
         """
         self.wait()
@@ -314,12 +315,14 @@ class Checkpoints:
         return Start()
 
     def _numbered_parent(self, root: Path, found: Sequence[Path]) -> Path:
-        """Where numbers go on: beside what is numbered there, else where the project says."""
+        """The folder in which numbering goes on: the one that has numbered checkpoints; where none
+        has, ``checkpoints`` in the project's own folder, or else ``root``."""
         inner = root / "checkpoints"
         project = self._project
-        is_projects = project.automatic_checkpoint_naming and resolved(project.project_dir or "")
+        numbers_itself = project.automatic_checkpoint_naming
+        is_project = numbers_itself and resolved(project.project_dir or "") == root
         numbered_parents = {one.parent for one in found if NUMBERED.fullmatch(one.name)}
-        is_inner = inner in numbered_parents if numbered_parents else is_projects == root
+        is_inner = inner in numbered_parents if numbered_parents else is_project
         return inner if is_inner else root
 
     @staticmethod

@@ -140,8 +140,8 @@ def _is_current_folder_within(folder: Path) -> bool:
 
 def _update_in_place(staged: Path, final: Path, is_ours: Callable[[str], bool]) -> None:
     new = os.listdir(staged)
-    # A file that there is again is replaced, so that a reader who knows nothing of updates
-    # always finds one.
+    # A file that the new folder has too is replaced, not removed, so that a reader who knows
+    # nothing of updates always finds one.
     removed = [
         entry.name
         for entry in final.iterdir()
@@ -162,7 +162,7 @@ def _finish_update(final: Path) -> None:
         update.unlink()
     if not update.is_dir():
         return
-    # Entries of this folder alone: one that came from elsewhere may name what lies outside.
+    # Only entries of this folder: an update that came from elsewhere may name paths outside of it.
     present = os.listdir(final)
     for name in json.loads((update / _REMOVED).read_text()):
         if name in present:

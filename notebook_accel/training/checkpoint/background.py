@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Pending", "Writer", "make_writer"]
 
-# How late an interrupt of whoever waits for the writer is heard.
+# The longest that an interrupt goes unheard while somebody waits for the writer.
 _SLICE_SECONDS = 0.1
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 class Writer:
-    """Writes in the background; this one by a thread."""
+    """Writes in the background; this one copies, and the thread of :class:`Pending` writes."""
 
     def take(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Copies of the pieces, which later steps of the training cannot change."""

@@ -35,9 +35,9 @@ __all__ = [
 NUMBERED = re.compile(r"checkpoint_(\d+)")
 # The states of objects that the user registered.
 CUSTOM = re.compile(r"custom_checkpoint_\d+\.pkl")
-# The entries of a checkpoint. Its model files are one a model; the pieces and the index that
-# save_model writes are an export of the user's, which a checkpoint beside them leaves alone.
-# "latest" is none either: DeepSpeed's next one replaces it, and people call a link of theirs so.
+# The entries of a checkpoint. It has one weights file a model; the several files and the index that
+# save_model writes are the user's export, and stay. "latest" stays too: the next DeepSpeed
+# checkpoint replaces it, and users have links of that name.
 _OURS = re.compile(
     r"(model|pytorch_model|optimizer|scheduler|loader)(_\d+)?\.(safetensors|bin)|scaler\.pt"
     r"|(random_states|custom_checkpoint)_\d+\.pkl|pytorch_model_fsdp_\d+|optimizer_\d+"

@@ -1,9 +1,10 @@
 """Gradients that no step has used yet: of a window that is open as a checkpoint is saved.
 
-Each rank has gradients of its own batches, in a file of its own, ``gradients_{rank}.bin``. Where
-as many ranks load them, each takes its own. A rank that has none there, or ranks in another number,
-take the mean of all that were saved, which is what the exchange at the end of the window would have
-given. Gradients in parts have no such mean: a line says so, and the window is a smaller one.
+Each rank has gradients of its own batches, in a file of its own, ``gradients_{rank}.bin``. If as
+many ranks load them, each takes its own. A rank that has no file, or all ranks if their number
+differs, take the mean of all that were saved, which is what the exchange at the end of the window
+would have given. Gradients in parts have no such mean: a line says so, and the window is a smaller
+one.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def restore_gradients(
 
 
 def _ranks_seen(here: Topology, num_ranks: int) -> range:
-    """The ranks whose files this machine should see: on a disk of its own, as many as it has."""
+    """The ranks whose files must be here: this machine's own, since it may have its own disk."""
     if num_ranks != here.num_processes:
         return range(num_ranks)
     first = here.process_index - here.local_process_index

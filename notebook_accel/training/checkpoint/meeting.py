@@ -14,8 +14,8 @@ it compares the folder, the number of collectives so far, and the lines of the s
 the call.
 
 How long rank 0 waits for the first other rank depends on what happened before at the same lines: a
-line under ``is_main_process`` costs that wait once, and one to which the others came, if late, is
-waited for the next time.
+line under ``is_main_process`` costs that wait once, and at a line to which the others came late,
+rank 0 waits the next time.
 
 Weights that are spread over the ranks cannot be saved by some of them. There everybody waits for
 everybody, and after a while an error names the ranks that are missing.

@@ -69,8 +69,8 @@ class PreparedParts:
     def collect_weights(self, *, writes: bool) -> list[dict[str, Any]]:
         """The weights of each model as they are written: whole, or this rank's parts.
 
-        Whole ones that were joined of parts are those of a rank that ``writes`` them; the others
-        take part in joining, and get none: their host need not have room for them.
+        Whole weights that are joined from parts go only to ranks that ``writes`` is true for; the
+        others help to join and get nothing, so their hosts need no room for them.
         """
         full = not self.strategy.saves_shards
         return [self.strategy.state_dict(model, full=full, keeps=writes) for model in self.models]
@@ -118,7 +118,7 @@ class PreparedParts:
         Args:
             models: those whose weights are read; hooks may have taken some out.
             folder: of the checkpoint.
-            options: arguments of ``torch.load``; where tensors are put is said for optimizers.
+            options: arguments of ``torch.load``; ``map_location`` holds for optimizers alone.
             strict: whether names of weights must match.
 
         Raises:

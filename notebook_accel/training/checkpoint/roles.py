@@ -135,5 +135,6 @@ class Follow(Role):
         self._meetings.report_written(self._plan, describe(error))
         if self._makes_own:
             shutil.rmtree(self.staged, ignore_errors=True)
-        # Rank 0 removes the folder when it fails: what fails here then is no cause.
+        # Rank 0 removes the folder when it fails: then this rank's error is a consequence, and
+        # rank 0's is raised.
         self._meetings.raise_failure(self._plan)

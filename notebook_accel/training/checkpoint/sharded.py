@@ -71,7 +71,7 @@ _COPY_AHEAD_BYTES = 10_000_000  # DCP's own default
 _EXTRA_FILE = "extra.bin"
 _EXTRA_STATE = "_extra_state"  # how torch ends the names of what get_extra_state gave
 _INDEX = ".metadata"
-# What an index names beside plain dataclasses: both only keep what they are given.
+# Classes in an index that are no plain dataclasses; making one only stores what it is given.
 _INDEX_NAMES = {
     f"{kind.__module__}.{kind.__qualname__}": kind for kind in (MetadataIndex, TensorProperties)
 }
@@ -126,14 +126,15 @@ def _from_plain(written: Mapping[str, Any]) -> WriteResult:
 
 
 def _write_nothing(state: Any, folder: Path) -> None:
-    """The base class's way; parts are written by the plan."""
+    """Stands for the base class's function; parts are written by DCP's plan."""
 
 
 def model_piece(state: Mapping[str, Any], index: int) -> Piece:
     """This rank's parts of a model's weights; all ranks call it."""
     tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
     others = {name: copy.deepcopy(value) for name, value in state.items() if name not in tensors}
-    # A stage of a pipeline has other modules than the next; what several have is rank 0's.
+    # A stage of a pipeline has other modules than the next; of what several ranks have, the lowest
+    # rank's counts.
     everywhere = {
         name: value for each in reversed(gather_object([others])) for name, value in each.items()
     }
@@ -247,10 +248,10 @@ def read_optimizer(
     optimizer.state.update({weight: own for weight, own in state.items() if own})
     for group, settings in zip(optimizer.param_groups, beside["groups"], strict=True):
         # How steps are computed here depends on this mesh, not on that of the checkpoint.
-        group.update({key: value for key, value in settings.items() if key not in _HOW})
+        group.update({key: value for key, value in settings.items() if key not in _STEP_SETTINGS})
 
 
-_HOW = {"foreach", "fused", "capturable"}
+_STEP_SETTINGS = {"foreach", "fused", "capturable"}
 
 
 def _named(

@@ -18,6 +18,12 @@ from notebook_accel.training.nested import recursively_apply
 __all__ = ["HostCopies"]
 
 
+def _stays_shared(value: torch.Tensor) -> bool:
+    """Whether a fork goes on to see what the parent writes into a tensor on the host: one that
+    processes share, or one in pinned memory, which the accelerator's driver maps."""
+    return bool(value.is_shared()) or value.is_pinned()  # type: ignore[no-untyped-call]
+
+
 class HostCopies:
     """Copies of one state after the other, in memory that each save uses again."""
 
@@ -38,7 +44,8 @@ class Staging:
         self._copied: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
 
     def copy(self, state: Any) -> Any:
-        """``state`` with copies on the host in place of tensors that a fork could not read.
+        """``state`` with copies on the host in place of tensors that a fork could not read, or in
+        which it would see later steps of the training.
 
         Tensors that share memory still do.
         """
@@ -57,8 +64,7 @@ class Staging:
             # Not from_local: it would put the part back on the mesh's device.
             part: torch.Tensor = loaded.DTensor(copied, value._spec, requires_grad=False)
             return value if copied is own else part
-        is_shared: bool = value.is_shared()  # type: ignore[no-untyped-call]
-        if value.device.type == "cpu" and not is_shared:
+        if value.device.type == "cpu" and not _stays_shared(value):
             return value
         value = value.detach()
         copy = torch.empty(0, dtype=value.dtype, device="cpu")

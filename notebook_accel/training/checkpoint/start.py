@@ -73,8 +73,8 @@ def as_plain(start: Start, loader: int | None, steps: list[int]) -> dict[str, An
 def read_start(folder: Path, rank: int = 0) -> tuple[Start, int | None]:
     """Give what :func:`as_plain` was given, steps of each optimizer aside.
 
-    It is the beginning where another library wrote. Rank 0's word counts on every rank that sees
-    its file.
+    For a checkpoint of another library, that is the start of the training. Rank 0's word counts on
+    every rank that sees its file.
     """
     states = read_random_states(folder, 0) or read_random_states(folder, rank) or {}
     stands = states.get(_KEY, {})

@@ -125,7 +125,7 @@ def read_pickle(path: Path, names: Mapping[str, Any]) -> Any:
 
     Args:
         path: of the file.
-        names: what it may name beside what every state may, module first, and what that means.
+        names: more names that are allowed, as "module.name", with the objects they stand for.
 
     Raises:
         NotebookAccelError: as of :func:`read_state`.
@@ -221,7 +221,8 @@ def _find(module: str, name: str) -> Any:
     known = _known().get(f"{module}.{name}") or _of_user().get(f"{module}.{name}")
     if known is not None:
         return known
-    # Nothing is imported since a file names it, nor by a module that imports what it is asked for.
+    # A name in a file never causes an import, not even through a module's own `__getattr__`, which
+    # may import what it is asked for: hence `vars`.
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = vars(found).get(part) if isinstance(found, (type, types.ModuleType)) else None

@@ -4,7 +4,7 @@ Rank 0 writes where each loader is, for all; every rank writes what is its own::
 
     loader.bin, loader_1.bin, ...   rank 0: the epoch, and the batches given in it
     random_states_0.pkl, ...        each rank: its random states, the batch of the window, the
-                                    steps, and of each loader what this rank reads it by
+                                    steps, and of each loader the states that are its own
 
 What ranks have to agree on (window, steps, place) all take from rank 0's files, where they see
 them.
@@ -134,7 +134,7 @@ class TrainingProgress:
             for known, num_steps in zip(optimizers, steps, strict=True):
                 known.num_steps = num_steps
             loaders, index = dict(enumerate(self._loaders())), loader_of(stands)
-            if index in loaders:  # a save before the next step speaks of it, too
+            if index in loaders:  # so that a save before the next step names the same loader
                 self._plan.accumulation.trained_on = loaders[index]
         self._load_loaders(folder, (own or {}).get("loaders", []), options)
 

@@ -243,7 +243,8 @@ def _read_safely(path: Path) -> dict[str, Any]:
 
 
 def _untie(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors, each once and with memory of its own, and the names left out with theirs."""
+    """The tensors, each once and with memory of its own; and for each name that was left out, the
+    name that has its tensor."""
     tensors: dict[str, torch.Tensor] = {}
     ties: dict[str, str] = {}
     seen: dict[Any, str] = {}

@@ -46,7 +46,8 @@ _RECORDS = {
 
 
 class EnginePiece(Piece):
-    """What an engine writes itself. Its ranks talk as they do, so none of it is left for later."""
+    """What an engine writes itself. Its ranks communicate while they write, so all of it is written
+    at once, and nothing is left for the background."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(None, lambda _, __: None)

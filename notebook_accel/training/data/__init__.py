@@ -51,7 +51,7 @@ from notebook_accel.training.data.stateful import (
 )
 from notebook_accel.training.data.streams import (
     IterableDatasetShard,
-    LastRoundCollate,
+    ShortRoundCollate,
     StatefulDatasetShard,
 )
 from notebook_accel.training.notices import notice_once
@@ -97,9 +97,9 @@ def prepare_data_loader(
         device: where to put them; None leaves them where they are.
         data_group: which ranks read different samples, and which share this rank reads.
         rng_types: random states that ranks take from rank 0 at the start of each pass. None: only
-            that from which the order of samples is drawn ("generator"). It is taken with any list
-            that has something in it, also where the list leaves it out. With an empty list no rank
-            takes any, and the ranks have to be seeded alike.
+            the generator from which the order of samples is drawn ("generator"). Any list that is
+            not empty synchronizes that generator too, even if the list does not name it. With an
+            empty list nothing is synchronized, and the ranks have to be seeded alike.
         slice_fn: takes one rank's part out of a batch that rank 0 has read for all; see
             :class:`~notebook_accel.training.data.rounds.RoundDivider`.
         ordinal: how many loaders were prepared before, so that each gets an order of its own;
@@ -220,7 +220,8 @@ def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.
         return found if isinstance(found, torch.Generator) else None
     own = draft.sampler
     if type(own) is RandomSampler and own.generator is None:
-        # A copy of what shuffle=True has made: the user's loader may be prepared again.
+        # A copy of what shuffle=True has made: the user's loader may be prepared again. Other
+        # samplers stay the user's own, who may change them between epochs (weights, say).
         _replace_sampler(draft, own, copy.copy(own))
     for sampler in samplers_of(draft):
         if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
@@ -279,7 +280,7 @@ def _share_iterable(
         even_batches=config.even_batches,
         marks_last_round=True,
     )
-    draft.collate_fn = LastRoundCollate(draft.collate_fn)
+    draft.collate_fn = ShortRoundCollate(draft.collate_fn)
     if config.split_batches and draft.batch_size is not None:
         share = share_of(draft.batch_size, num_processes, split_batches=True)
         batches = BatchSampler(draft.sampler, share, draft.drop_last)
@@ -298,8 +299,8 @@ def _share_of_left_out(num_batches: int, num_processes: int) -> int:
         raise ConfigError(
             f"prepare() got a stream without its first {num_batches} batches, of which each of "
             f"{num_processes} ranks reads its own (dispatch_batches=False): expected a multiple of "
-            f"{num_processes}; or prepare the loader first, and call skip_first_batches(loader, n) "
-            "with n batches of a rank"
+            f"{num_processes}; or prepare the loader first, and call skip_first_batches(loader, "
+            "n), where n counts the batches of one rank"
         )
     return share
 
@@ -313,10 +314,10 @@ def _divides_itself(dataset: Any, num_processes: int, *, evenly: bool) -> bool:
     if evenly and num_shards % num_processes:
         notice_once(
             "shards",
-            f"a stream of {num_shards} shards does not divide itself evenly over {num_processes} "
-            "ranks, of which those with more shards would wait for the others: each rank reads all "
-            "of it, and takes its part of the samples. Make the number of shards a multiple of "
-            f"{num_processes}, or pass even_batches=False",
+            f"a stream of {num_shards} shards does not divide evenly over {num_processes} ranks, "
+            "and ranks with more shards would wait for ranks that have finished: so each rank "
+            "reads the whole stream, and takes its part of the samples. Make the number of shards "
+            f"a multiple of {num_processes}, or pass even_batches=False",
         )
         return False
     return True

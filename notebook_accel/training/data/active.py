@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from notebook_accel.training.data.samplers import LastRound, ShardPass
+    from notebook_accel.training.data.samplers import ShardPass, ShortRound
 
 __all__ = ["ActiveLoaders", "LoaderProgress", "Position", "active_loaders"]
 
@@ -32,23 +32,23 @@ class Position:
         loader: the loader, while the pass is under way; None before and after.
         epoch: number of the epoch.
         num_given: batches of the epoch that the loop has got, those that it skipped included.
-        num_lacking: samples that rounds of a stream lacked, those before the last one: each worker
-            process that reads a part of the stream ends it with a short round.
+        num_lacking: samples that were missing from rounds of a stream before its last round: each
+            worker process that reads a part of the stream ends it with a short round.
         end_of_dataloader: whether the batch that the loop has now is the last.
-        remainder: samples of all ranks in the last round, without those that are repeated, where
-            the round lacks some; 0 where it lacks none, -1 where that is not known. Until the loop
-            has that round it is what the sampler expects.
-        last_round: what the round that the loop has now lacks; None where that is nothing.
+        remainder: if the last round is not full, how many samples all ranks have in it, repeated
+            ones not counted; 0 if it is full, -1 if that is not known. Before the loop reaches that
+            round, it is what the sampler expects.
+        short_round: what the round that the loop has now lacks; None where it lacks nothing.
         is_uneven: whether ranks may have batches of different sizes at the same step.
         is_over: whether the pass has ended, or was left.
-        is_stopped: whether a stop of the run (``RunStopped``) ended the pass, and the pass was one
-            of the training (:meth:`ActiveLoaders.stop`): a checkpoint saved after that keeps its
+        is_stopped: whether a stop of the run (``RunStopped``) ended the pass, and the pass was over
+            training data (:meth:`ActiveLoaders.stop`): a checkpoint saved after that keeps its
             place, and resuming goes on there.
         replay: the random numbers with which the pass reads its samples, kept for a resume.
         generators: the states of the loader's generators as the pass began.
         shard_pass: what the sampler that divides the samples finds in this pass; None where there
-            is no such sampler. A pass that code marks itself (pass_view.py) has none: there the
-            sampler is asked for its newest one.
+            is no such sampler. A pass that a subclass makes and marks by hand (pass_view.py) has
+            none; for it, the sampler's newest pass is asked.
         reader_states: of a dataset that says itself how far it is (``stateful``), its states after
             the last few batches read, by their numbers.
     """
@@ -60,7 +60,6 @@ class Position:
         "is_over",
         "is_stopped",
         "is_uneven",
-        "last_round",
         "loader",
         "num_given",
         "num_lacking",
@@ -68,6 +67,7 @@ class Position:
         "remainder",
         "replay",
         "shard_pass",
+        "short_round",
     )
 
     def __init__(
@@ -87,7 +87,7 @@ class Position:
         self.num_lacking = num_lacking
         self.end_of_dataloader = False
         self.remainder = remainder
-        self.last_round: LastRound | None = None
+        self.short_round: ShortRound | None = None
         self.is_uneven = is_uneven
         self.is_over = False
         self.is_stopped = False
@@ -108,11 +108,11 @@ class LoaderProgress:
         self.restored: Mapping[str, Any] | None = None  # what the next pass has to go on from
         # Of a dataset that says itself how far it is (``stateful``): what the next pass has to go
         # on from.
-        self.reader: Mapping[str, Any] | None = None
+        self.reader_state: Mapping[str, Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The pass that is under way stays with its loop: a pickled loader begins the epoch anew.
-        names = ("iteration", "samples", "restored", "reader")
+        names = ("iteration", "samples", "restored", "reader_state")
         return LoaderProgress, (), {name: getattr(self, name) for name in names}
 
 

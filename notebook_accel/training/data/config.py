@@ -43,7 +43,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
     """True: prepared loaders are torchdata's ``StatefulDataLoader`` too, so that a dataset with
     ``state_dict`` and ``load_state_dict`` goes on where it was without reading what came before.
-    Prepared loaders always have a state, which counts batches otherwise."""
+    Without it, prepared loaders have a ``state_dict`` too, which counts batches."""
 
     def __post_init__(self) -> None:
         for name in _FLAGS:

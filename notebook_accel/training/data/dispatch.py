@@ -37,8 +37,8 @@ from notebook_accel.training.collectives import (
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.rounds import RankShare, Round, RoundDivider
 from notebook_accel.training.data.samplers import (
-    LastRound,
     RoundBatch,
+    ShortRound,
     has_own_batches,
     length_of,
 )
@@ -219,7 +219,7 @@ class DataLoaderDispatcher(PreparedLoader):
             buffer = _receive(header.num_bytes)
             part = header.parts[self._options.process_index]
             if part is None:
-                position.last_round = header.missed
+                position.short_round = header.missed
             else:
                 yield RoundBatch(*_fill_slots(part, buffer), header.is_uneven)
             if header.missed is not None:
@@ -238,7 +238,7 @@ class _Header(NamedTuple):
 
     parts: list[RankShare | None]
     is_uneven: bool
-    missed: LastRound | None
+    missed: ShortRound | None
     num_bytes: int
 
 
@@ -286,7 +286,7 @@ def _empty_slots(
 
 
 def _lay_out(held: list[tuple[_Slot, torch.Tensor]], num_bytes: int) -> torch.Tensor:
-    """A buffer with each tensor in its slot; as long for every rank, as a scatter needs it."""
+    """A buffer with each tensor in its slot; of one length for all ranks, as a scatter needs it."""
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     for slot, tensor in held:
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()

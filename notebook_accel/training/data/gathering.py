@@ -1,8 +1,9 @@
 """Results of a batch from all ranks, without those of repeated samples.
 
 In the last round of a pass, and wherever ranks have batches of different sizes, each rank first
-cuts the rows of repeated samples off its own results (``LastRound`` tells how many those are), and
-what is left is joined by its length. In all other rounds the results are joined as they are.
+cuts the rows of repeated samples off its own results (``ShortRound`` tells how many those are), and
+what is left is joined, however many rows each rank has. In all other rounds the results are joined
+as they are.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ def gather_for_metrics(
     prepared loader nothing is.
 
     Args:
-        input_data: tensors, in any nesting, whose first dimension is that of the batch, or the
-            batch size that the loader was made with (those of another size, and single numbers
-            such as a loss, are all kept); lists of objects, one a sample; or a dict or tuple of
-            both.
-        use_gather_object: gather everything as objects: a list a rank, of which one list is made.
+        input_data: tensors, in any nesting, whose first dimension has the size of this rank's
+            batch, or the batch size that the loader was made with (of other tensors all rows are
+            kept, and so are single numbers such as a loss); lists of objects, one a sample; or a
+            dict or tuple of both.
+        use_gather_object: gather everything as objects: each rank gives a list, and the lists are
+            joined into one.
         group: one rank of each share of the data; all ranks unless given.
 
     Returns:
@@ -94,13 +96,13 @@ def _holds_empty(data: Any) -> bool:
 def _cut_objects(data: Any, position: Position | None, group: dist.ProcessGroup | None) -> Any:
     """This rank's objects without those of repeated samples."""
     is_column = isinstance(data, (list, tuple)) and not is_namedtuple(data)
-    if position is None or position.last_round is None or not is_column:
+    if position is None or position.short_round is None or not is_column:
         return data
     return data[: _num_own_rows(len(data), position, num_ranks(group))]
 
 
 def _gather_tensors(data: Any, position: Position | None, group: dist.ProcessGroup | None) -> Any:
-    if position is None or (position.last_round is None and not position.is_uneven):
+    if position is None or (position.short_round is None and not position.is_uneven):
         return gather(data, group=group)
     return _gather_own_rows(data, position, group)
 
@@ -119,8 +121,9 @@ def _gather_own_rows(data: Any, position: Position, group: dist.ProcessGroup | N
 def _num_own_rows(num_rows: int, position: Position, num_shares: int) -> int:
     """How many rows to keep of a value that this rank computed: those of samples that are not
     repeated, or all where the rows are not the batch's."""
-    last, loader = position.last_round, position.loader
-    # A last round that has nothing for this rank says nothing of the batch that it still has.
+    last, loader = position.short_round, position.loader
+    # Where the last round has nothing for this rank, its loop still has the batch before, all of
+    # whose rows count.
     if last is None or last.batch_size == 0:
         return num_rows
     if last.batch_size is None:  # unknown: all rows, or none if the whole batch is repeated
@@ -128,8 +131,8 @@ def _num_own_rows(num_rows: int, position: Position, num_shares: int) -> int:
     if num_rows == last.batch_size:
         return last.num_own_samples
     if num_rows == loader.given_batch_size:
-        # Repeated to the size that the loader was made with, so that the samples weigh alike:
-        # Transformers' Trainer does so with the loss of a batch. Each sample keeps as many rows as
-        # those of a whole round have.
+        # A value repeated to the loader's batch size: Transformers' Trainer repeats the loss of a
+        # batch so, to weigh all samples alike. Each sample keeps as many rows as a sample of a full
+        # round has.
         return last.num_own_samples * num_rows * num_shares // int(loader.total_batch_size)
     return num_rows

@@ -33,12 +33,12 @@ from notebook_accel.training.data.replay import IndexSource, Replay, seed_of_pas
 from notebook_accel.training.data.resuming import ResumableLoader
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
-    LastRound,
     RoundBatch,
+    ShortRound,
     length_of,
     num_samples_of,
 )
-from notebook_accel.training.data.streams import IterableDatasetShard, LastRoundCollate
+from notebook_accel.training.data.streams import IterableDatasetShard, ShortRoundCollate
 from notebook_accel.training.data.transfer import Transfer, make_transfer
 from notebook_accel.training.data_group import DataGroup
 from notebook_accel.training.nested import find_batch_size
@@ -61,7 +61,8 @@ class PreparedLoader(ResumableLoader):
     """What the prepared loaders have in common: ``prepare`` makes them around the user's. How far
     they are, and how they go on there, is in their base class."""
 
-    # What a launch says that is given one as an argument (``launch/payload/refusals``).
+    # What a launch tells a user who passes it one of these as an argument
+    # (``launch/payload/refusals``).
     _notebook_accel_stays_home = "prepare it inside the function"
 
     def _make_by_hand(
@@ -130,8 +131,8 @@ class PreparedLoader(ResumableLoader):
 
     @property
     def rng_types(self) -> tuple[str, ...]:
-        """Random states that every rank takes from rank 0 at the start of a pass; where there are
-        any, that of the order is taken too."""
+        """Random states that every rank takes from rank 0 at the start of a pass; if there are any,
+        the generator of the order is synchronized too."""
         return self._options.rng_types
 
     @property
@@ -167,8 +168,8 @@ class PreparedLoader(ResumableLoader):
         for rng_type in self.rng_types:
             if rng_type != "generator":
                 synchronize_rng_state(rng_type)
-        # Without "generator" among them, too: of orders of their own, the ranks' parts would have
-        # some samples twice, and others never.
+        # Also where "generator" is not among them: if each rank had its own order, their parts
+        # would overlap, and some samples would never be read.
         if self.synchronized_generator is not None:
             synchronize_rng_state("generator", self.synchronized_generator)
         for sampler in self._seedable_samplers():
@@ -203,8 +204,8 @@ class PreparedLoader(ResumableLoader):
 
         Args:
             position: of the pass.
-            start: the first batch to read; other than in ``position``, where one rank reads for
-                all.
+            start: the first batch to read. It is not ``position.num_given`` where one rank reads
+                for all.
             keeps_first: give the first batch of the epoch before them, for a reader that fills the
                 last round up with its samples.
         """
@@ -216,12 +217,12 @@ class PreparedLoader(ResumableLoader):
             return index.skip(reader, start) if start else reader
         index.start, index.seed = start, self._seed_of_workers()
         if self.persistent_workers and self._iterator is not None:
-            # Torch draws a seed as it makes an iterator; where workers stay, in the first pass
-            # alone. The order of the pass may come from the same generator, and a resumed pass,
-            # which is always a first one, must draw the order that it had. So every pass draws one.
+            # Torch draws a seed whenever it makes an iterator: with workers that stay, in the first
+            # pass only. The order may come from the same generator. A resumed pass always makes an
+            # iterator, and must still draw the original order; so later passes draw a seed here.
             self._draw_seed()
         reader = iter(super().__iter__())
-        # It has asked the sampler for a pass, maybe twice, and takes the newest.
+        # Torch's iterator has begun one or two passes over the sampler, and reads the newest.
         position.shard_pass = getattr(index.sampler, "newest_pass", None)
         return reader
 
@@ -259,9 +260,9 @@ class PreparedLoader(ResumableLoader):
                 if not stack or stack[-1] is not position:
                     active.put_on_top(position)
                 position.num_given += 1
-                if size and position.last_round is not None:
+                if size and position.short_round is not None:
                     # Not the last round of all: several workers read, and each ends its own part.
-                    position.num_lacking += size - position.last_round.num_samples
+                    position.num_lacking += size - position.short_round.num_samples
                 if ahead:
                     del ahead[0]
                 yield batch
@@ -300,14 +301,14 @@ class PreparedLoader(ResumableLoader):
             num_batches = num_batches if total is None else min(num_batches, total)
         size, lacking = self.total_batch_size or 0, self._num_lacking_at_the_end
         self._note_last_round(position)
-        if position.last_round is None and self._options.num_processes == 1 and lacking:
+        if position.short_round is None and self._options.num_processes == 1 and lacking:
             num_own = size - lacking
             if find_batch_size(batch) == num_own:  # a sampler may give more than its length says
-                position.last_round = LastRound(num_own, num_own, num_own)
+                position.short_round = ShortRound(num_own, num_own, num_own)
                 position.remainder = num_own
-        if position.last_round is None and self._knows_repeats:
+        if position.short_round is None and self._knows_repeats:
             position.remainder = 0
-        last = position.last_round
+        last = position.short_round
         # A last round of which this rank gets nothing counts as well.
         num_rounds = num_batches + (last is not None and last.batch_size == 0)
         self._progress.samples += size * num_rounds
@@ -353,11 +354,11 @@ class PreparedLoader(ResumableLoader):
         def receive(batch: Any) -> Any:
             batch = batch if move is None else move(batch)
             repeats = position.shard_pass.repeats if is_split and position.shard_pass else {}
-            position.last_round, is_uneven = repeats.pop(position.num_given, None), None
+            position.short_round, is_uneven = repeats.pop(position.num_given, None), None
             if type(batch) is RoundBatch:
-                batch, position.last_round, is_uneven = batch
-            if position.last_round is not None:
-                position.remainder = position.last_round.num_samples
+                batch, position.short_round, is_uneven = batch
+            if position.short_round is not None:
+                position.remainder = position.short_round.num_samples
             if is_uneven is not None:
                 position.is_uneven = is_uneven
             return batch
@@ -366,4 +367,4 @@ class PreparedLoader(ResumableLoader):
 
     @property
     def _marks_last_round(self) -> bool:
-        return isinstance(self.collate_fn, LastRoundCollate)
+        return isinstance(self.collate_fn, ShortRoundCollate)

@@ -69,7 +69,8 @@ class PassView:
         self._marked_position().remainder = value
 
     def _marked_position(self) -> Position:
-        """The newest pass, of which code that makes it says how far it is; a new one without it."""
+        """The newest pass, for code that makes passes itself and marks how far they are; a new one
+        if there is none."""
         if self._progress.position is None:
             self.reset()
         assert self._progress.position is not None
@@ -79,9 +80,9 @@ class PassView:
         """Note what the last round lacks, as the sampler has found once it has no more."""
         found = position.shard_pass or getattr(self._shard, "newest_pass", None)
         if found is not None:
-            position.last_round = found.last_round
-        if position.last_round is not None:
-            position.remainder = position.last_round.num_samples
+            position.short_round = found.last_round
+        if position.short_round is not None:
+            position.remainder = position.short_round.num_samples
 
     def _new_position(self, **known: Any) -> Position:
         """Where a pass that begins now stands; ``known`` is for :class:`Position`."""

@@ -5,8 +5,8 @@ This holds for datasets that are read by index. Not replayed:
 - what a stream draws while its first batches are read and left out;
 - what workers draw where the user has a ``worker_init_fn``, which may seed them;
 - what torchdata's loader reads of a dataset with ``state_dict``;
-- what samples that are read in the rank's own process draw, in a pass whose first 4 reads drew
-  nothing (or whose first read did not, after a pass that drew nothing).
+- what later reads in the rank's own process draw, once the first 4 reads of a pass drew nothing
+  (or the first read alone, if the pass before drew nothing).
 
 A prepared loader reads one batch ahead of its loop. Where samples are read in the rank's own
 process, what they draw from the global random numbers (an augmentation, say) lies between what two
@@ -39,9 +39,9 @@ import torch
 
 from notebook_accel.training.data.samplers import length_of
 from notebook_accel.training.random_states import (
-    are_random_states,
     as_plain,
     note_random_states,
+    random_states_unchanged_since,
     set_random_states,
 )
 
@@ -92,7 +92,7 @@ class IndexSource:
         return length_of(self.sampler)
 
     def skip(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
-        """The batches of a stream from ``number`` on; those before it are read, and left out.
+        """The items of ``batches`` from ``number`` on; earlier ones are read and dropped.
 
         Args:
             batches: from the start of the epoch.
@@ -233,8 +233,8 @@ class Replay:
         """
         later = self.ahead[1:]
         if self._num_watched and not self.ahead:
-            # Nobody kept the states of this read; they are from now on (`reach_start`), so that
-            # `ahead` has an entry for each batch that is read and not yet given.
+            # Nobody kept the states before this read. They are kept from now on (`reach_start` puts
+            # them here), so that `ahead` has an entry for each batch read and not yet given.
             self.ahead.append(begin)
         for before in [begin, *later]:
             set_random_states(before, _HOST)
@@ -246,14 +246,14 @@ class Replay:
 
     def _watch(self, before: Mapping[str, Any]) -> None:
         self._num_watched -= 1
-        self._draws = not are_random_states(before)
+        self._draws = not random_states_unchanged_since(before)
         if not self._draws and not self._num_watched:
             self.ahead.clear()
             self.draws_nothing = True
 
     def reach_start(self) -> None:
-        """Put back the states before the first batch of a resumed pass was read, where they are
-        known; else note those that this pass reads it with. The source calls it then."""
+        """Put back the states of the original read of a resumed pass's first batch if they are
+        known, and note the present ones if not. The source calls this right before that read."""
         known = [] if self._restored is None else self._restored["ahead"]
         if known:
             set_random_states(known[0], _HOST)

@@ -223,16 +223,16 @@ class ResumableLoader(DataLoader[Any], PassView):
     def _skips_complete_epoch(self) -> bool:
         """Whether the script skips the whole epoch that was complete when the state was saved.
 
-        Scripts that count batches themselves do so: all of the epoch are done. The state is that of
-        the start of the next epoch, so this pass gives nothing, and leaves it to the pass after it.
+        Scripts that count batches themselves then skip all of them. The restored state is the start
+        of the next epoch, so this pass gives nothing, and the next pass uses the state.
         """
         restored = self._progress.restored
         if restored is None or restored["given"] or not self.skip_batches:
             return False
         total = self._count_total()
         if self._options.is_uneven:
-            # The total of rank 0's share, of which no rank has more: ranks that skip while others
-            # go on would wait for each other in different collectives.
+            # Rank 0's total decides for all (no rank has more batches): ranks that skip while
+            # others go on would wait for each other in different collectives.
             (total,) = broadcast_object_list([total])
         return total is not None and self.skip_batches >= total
 

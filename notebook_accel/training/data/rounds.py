@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.data.samplers import LastRound
+from notebook_accel.training.data.samplers import ShortRound
 from notebook_accel.training.nested import find_batch_size, honor_type, leaves, rebuild
 
 __all__ = ["RankShare", "Round", "RoundDivider", "count_rows", "join_rows", "slice_rows"]
@@ -36,7 +36,7 @@ class RankShare(NamedTuple):
     """What one rank gets of a round."""
 
     batch: Any
-    last_round: LastRound | None
+    short_round: ShortRound | None
     """What the round lacks; None where it lacks nothing."""
 
 
@@ -49,7 +49,7 @@ class Round(NamedTuple):
     is_uneven: bool
     """Whether the parts may differ in size."""
 
-    missed: LastRound | None = None
+    missed: ShortRound | None = None
     """The round as ranks that get nothing see it; None where each gets something. Such a round is
     the last of its pass."""
 
@@ -97,8 +97,8 @@ class RoundDivider:
                 yield divided
                 batches = [*itertools.islice(raw, self.batches_a_round)]
             else:
-                # Only after such a round is the next one read at once, to know whether it is the
-                # last; else that waits until it is asked for.
+                # Whether such a round is the last shows only when the next one is read, so that is
+                # read at once. After any other round, the next one is read when it is asked for.
                 batches = [*itertools.islice(raw, self.batches_a_round)]
                 yield _give_to_all(divided) if batches else divided
 
@@ -119,7 +119,7 @@ class RoundDivider:
 
     def _has_several_rows_a_sample(self) -> bool:
         """Whether a batch of the pass had more rows than samples: its collate function makes
-        several of each, which dividing could separate."""
+        several rows of a sample, which dividing could separate."""
         if self.batch_size is None:
             return False
         # In a pass that is resumed, the first batch of the epoch is in none of the rounds.
@@ -141,7 +141,7 @@ class RoundDivider:
                 filled = join_rows([joined, *_repeat_rows(joined, missing)])
         parts: list[RankShare | None] = []
         for start in range(0, share * self.num_parts, share):
-            last = LastRound(rows, share, min(max(rows - start, 0), share)) if is_short else None
+            last = ShortRound(rows, share, min(max(rows - start, 0), share)) if is_short else None
             parts.append(RankShare(self._slice(filled, start, start + share, len(parts)), last))
         return parts
 
@@ -153,13 +153,13 @@ class RoundDivider:
         parts = [
             RankShare(
                 self._slice(joined, end - size, end, index),
-                LastRound(rows, size, size) if self._lacks_samples(rows) else None,
+                ShortRound(rows, size, size) if self._lacks_samples(rows) else None,
             )
             if size
             else None
             for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
         ]
-        return Round(parts, True, None if quotient else LastRound(rows, 0, 0))
+        return Round(parts, True, None if quotient else ShortRound(rows, 0, 0))
 
     def _lacks_samples(self, rows: int) -> bool:
         """Whether a round of that many samples is shorter than a whole one."""
@@ -196,10 +196,10 @@ class RoundDivider:
                 "with the same first dimension; use split_batches=False"
             )
         missing = self.num_parts - len(batches)
-        repeated = RankShare(self.first, LastRound(-1, count_rows(self.first), 0))
+        repeated = RankShare(self.first, ShortRound(-1, count_rows(self.first), 0))
         others = [None if self.is_uneven else repeated] * missing
         parts = [*(RankShare(batch, None) for batch in batches), *others]
-        return Round(parts, True, LastRound(-1, 0, 0) if None in others else None)
+        return Round(parts, True, ShortRound(-1, 0, 0) if None in others else None)
 
 
 def _give_to_all(divided: Round) -> Round:
@@ -260,7 +260,7 @@ def _try_to_join(batches: list[Any]) -> Any:
     """The batches as one; None where their forms differ (padded to different lengths, say)."""
     try:
         return join_rows(batches)
-    except (RuntimeError, ValueError, KeyError):
+    except (RuntimeError, TypeError, ValueError, KeyError):
         return None
 
 
@@ -268,7 +268,7 @@ def join_rows(batches: list[Any]) -> Any:
     """The rows of several batches as those of one.
 
     Raises:
-        RuntimeError, ValueError, KeyError: the batches are of different forms.
+        RuntimeError, TypeError, ValueError, KeyError: the batches are of different forms.
     """
     first = batches[0]
     if isinstance(first, torch.Tensor):

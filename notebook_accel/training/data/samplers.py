@@ -10,7 +10,7 @@ samples on which all ranks work at the same step. With 2 ranks, 8 samples and ba
 A last round that lacks samples is filled up with those from the start of the data (``6 7 0`` for
 rank 0 and ``1 2 3`` for rank 1), is given out as it is (``even_batches=False``), or is left out
 (``drop_last``). Where it is filled up, the repeated samples come last in the order of the ranks,
-and ``gather_for_metrics`` cuts them off the end of what a rank computed; :class:`LastRound` tells
+and ``gather_for_metrics`` cuts them off the end of what a rank computed; :class:`ShortRound` tells
 it how much.
 
 No rank tells another what it reads. So all this holds only while every rank runs through the same
@@ -37,7 +37,7 @@ from notebook_accel.errors import ConfigError
 
 __all__ = [
     "BatchSamplerShard",
-    "LastRound",
+    "ShortRound",
     "RoundBatch",
     "ShardPass",
     "SkipBatchSampler",
@@ -54,8 +54,9 @@ __all__ = [
 ]
 
 
-class LastRound(NamedTuple):
-    """How many samples the last round had, where it lacked some."""
+class ShortRound(NamedTuple):
+    """How many samples a round had that lacked some: the last one, or one before it in which a part
+    of the samples ended."""
 
     num_samples: int
     """Samples of all ranks in it, without those repeated to fill it up; -1 where that is not
@@ -73,11 +74,12 @@ class RoundBatch(NamedTuple):
     """A batch with what the loader must know of its round, on its way to the loop."""
 
     batch: Any
-    last_round: LastRound | None
+    short_round: ShortRound | None
     """What the round lacked; None where nothing."""
 
     is_uneven: bool | None = None
-    """Whether ranks may have batches of different sizes in this round; None: as in all others."""
+    """Whether ranks may have batches of different sizes in this round; None leaves what is known of
+    the pass."""
 
 
 @dataclass
@@ -93,8 +95,8 @@ class ShardPass:
             instead; by the numbers of their batches.
     """
 
-    last_round: LastRound | None = None
-    repeats: dict[int, LastRound] = field(default_factory=dict)
+    last_round: ShortRound | None = None
+    repeats: dict[int, ShortRound] = field(default_factory=dict)
 
 
 def fill_up(round_: list[Any], first_round: list[Any], size: int) -> list[Any]:
@@ -182,7 +184,7 @@ class BatchSamplerShard(BatchSampler):
     def _share(self) -> int:
         """Samples of a round that are one rank's. 0 without a batch size (a user's own batch
         sampler): such batches stay whole, or are divided one by one."""
-        # Asked each time: code that knows of ranks itself sets num_processes and process_index.
+        # Computed at each use: a script may set num_processes and process_index afterwards.
         return share_of(self.batch_size or 0, self.num_processes, self.split_batches)
 
     @property
@@ -201,7 +203,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches an epoch of the batch sampler, which the ranks have between them."""
+        """Batches that the batch sampler gives in an epoch, for all ranks together."""
         return length_of(self.batch_sampler)
 
     @property
@@ -268,7 +270,7 @@ class BatchSamplerShard(BatchSampler):
             return
         batch = (fill_up(round_, first_round, size) if self.even_batches else round_)[own]
         # Before the yield: the loader asks for it while the loop has the batch.
-        found.last_round = LastRound(len(round_), len(batch), len(round_[own]))
+        found.last_round = ShortRound(len(round_), len(batch), len(round_[own]))
         if batch:
             yield batch
 
@@ -285,14 +287,14 @@ class BatchSamplerShard(BatchSampler):
             part = self._part_of(batch)
             if not len(part):
                 part = batch[:1]
-                found.repeats[number] = LastRound(len(batch), len(part), 0)
+                found.repeats[number] = ShortRound(len(batch), len(part), 0)
             yield part
             batch = following
         if not len(batch) or (self.drop_last and len(batch) < self.batch_size):
             return
         own = self._part_of(batch)
         part = batch[:1] if self.even_batches and not len(own) else own
-        found.last_round = LastRound(len(batch), len(part), len(own))
+        found.last_round = ShortRound(len(batch), len(part), len(own))
         if len(part):
             yield part
 
@@ -321,7 +323,7 @@ class BatchSamplerShard(BatchSampler):
             # A batch without a size (a single index, say) counts as one sample.
             own = 0 if self.process_index >= num_batches else batch_size or 1
             # Batches may differ in size, so that no rank knows how many samples all have.
-            found.last_round = LastRound(-1, batch_size, own)
+            found.last_round = ShortRound(-1, batch_size, own)
             yield batch
 
 
@@ -368,7 +370,7 @@ def length_or_none(sized: Any) -> int | None:
 def batch_sampler_of(loader: DataLoader[Any]) -> Any:
     """What groups the indices of a loader into batches; None where nothing does.
 
-    That may stand as its sampler, with ``batch_size=None``.
+    It may have been passed as ``sampler=``, with ``batch_size=None``.
     """
     own: Any = loader.sampler
     return own if isinstance(own, BatchSampler) else loader.batch_sampler

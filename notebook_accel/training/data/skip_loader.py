@@ -26,8 +26,8 @@ class SkipDataLoader(DataLoader[Any]):
         ConfigError: torchdata's loader is asked for, and torchdata is not installed.
 
     Attributes:
-        num_left_out: ``skip_batches`` as given. On a prepared loader that name says what
-            ``skip_first_batches`` leaves out of what is left.
+        num_left_out: ``skip_batches`` as given. It has a name of its own because a prepared
+            loader's ``skip_batches`` counts what ``skip_first_batches`` leaves out in addition.
     """
 
     def __init__(
@@ -59,8 +59,10 @@ class SkipDataLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         reader = super().__iter__()
-        # One of torchdata's that goes on from a state has read some batches already.
-        return itertools.islice(reader, max(0, self.num_left_out - reader._num_yielded), None)
+        # One of torchdata's that goes on from a state has read some batches already. What a user's
+        # own class gives may be a plain generator, which does not count.
+        num_read = getattr(reader, "_num_yielded", 0)
+        return itertools.islice(reader, max(0, self.num_left_out - num_read), None)
 
     def __len__(self) -> int:
         return max(0, super().__len__() - self.num_left_out)

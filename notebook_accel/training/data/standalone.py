@@ -42,7 +42,7 @@ def prepare_data_loader(
     Args:
         dataloader: the same on every rank.
         device: where batches are put if ``put_on_device``; None is this rank's.
-        num_processes: number of ranks; None asks where this one stands.
+        num_processes: number of ranks; None takes the number that are running.
         process_index: the rank whose part it is; None is this one.
         split_batches: divide each batch over the ranks.
         put_on_device: whether batches are put on the device.
@@ -86,7 +86,7 @@ def prepare_data_loader(
         rng_types=rng_types,
         data_group=data_group,
         slice_fn=slice_fn_for_dispatch,
-        # Nobody counts the loaders here. Drawn from the random numbers, as in Accelerate, it gives
-        # each an order of its own, and the same ones after the same seed.
+        # Nobody counts the loaders here. A random number, as in Accelerate, gives each loader an
+        # order of its own, and the same one after the same seed.
         ordinal=int(torch.empty((), dtype=torch.int64).random_()),
     )

@@ -48,7 +48,8 @@ def as_stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
     Raises:
         ConfigError: torchdata is not installed.
     """
-    new = copy_as(_class_of_torchdata(), loader)
+    new = copy_as(type(loader), loader)
+    add_classes(new, type(loader), _class_of_torchdata())
     # What its __init__ sets beside what DataLoader's does.
     vars(new).update(
         snapshot_every_n_steps=1, next_iter_state=None, _initial_iter_for_state_dict=False
@@ -98,7 +99,7 @@ class _KeepsReaderState(PreparedLoader):
             yield from super()._read_from(position, start, keeps_first=keeps_first)
             return
         progress, is_iterable = self._progress, isinstance(self.dataset, IterableDataset)
-        restored, progress.reader = progress.reader, None
+        restored, progress.reader_state = progress.reader_state, None
         if restored is not None and restored["num_read"] != start:
             restored = None  # skip_first_batches begins elsewhere
         position.reader_states = states = {}
@@ -123,6 +124,10 @@ class _KeepsReaderState(PreparedLoader):
         reader = torchdata.__iter__()
         position.shard_pass = getattr(index.sampler, "newest_pass", None)
         batches = index.skip(reader, 0 if restored else start) if is_iterable else reader
+        # What a user's own class gives may be a plain generator: then batches are counted.
+        if not hasattr(reader, "state_dict"):
+            yield from batches
+            return
         for number, batch in enumerate(batches, start + 1):
             states[number] = {
                 "num_read": number,
@@ -136,7 +141,7 @@ class _KeepsReaderState(PreparedLoader):
         state = super().state_dict()
         position = self._progress.position
         if self._progress.restored is not None:
-            state["reader"] = self._progress.reader  # loaded, and not yet used
+            state["reader"] = self._progress.reader_state  # loaded, and not yet used
         elif position is not None and state["given"] == position.num_given > 0:
             num_read = position.num_given * self._batches_a_step
             state["reader"] = position.reader_states.get(num_read)
@@ -145,7 +150,7 @@ class _KeepsReaderState(PreparedLoader):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
         reader = state_dict.get("reader") if self._reads_as_then(state_dict) else None
-        self._progress.reader = reader
+        self._progress.reader_state = reader
 
 
 class StatefulShard(_KeepsReaderState, DataLoaderShard):

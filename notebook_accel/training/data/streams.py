@@ -6,8 +6,8 @@ of each round, and leaves the rest out. A stream has no indices, so what is left
 The stream may run in a worker process of the loader, which sends nothing but samples. So what the
 loader must know of the last round travels with the samples of that round::
 
-    IterableDatasetShard: sample -> (sample, LastRound)
-      -> LastRoundCollate: samples -> RoundBatch(batch, LastRound)
+    IterableDatasetShard: sample -> (sample, ShortRound)
+      -> ShortRoundCollate: samples -> RoundBatch(batch, ShortRound)
       -> the loader, which takes the batch out
 """
 
@@ -21,8 +21,8 @@ from torch.utils.data import IterableDataset
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.samplers import (
-    LastRound,
     RoundBatch,
+    ShortRound,
     fill_up,
     length_of,
     length_or_none,
@@ -32,17 +32,17 @@ from notebook_accel.training.data.samplers import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["IterableDatasetShard", "LastRoundCollate", "StatefulDatasetShard"]
+__all__ = ["IterableDatasetShard", "ShortRoundCollate", "StatefulDatasetShard"]
 
 
-class _LastRoundSample(NamedTuple):
+class _ShortRoundSample(NamedTuple):
     """A sample of the last round."""
 
     sample: Any
-    last_round: LastRound
+    short_round: ShortRound
 
 
-class LastRoundCollate:
+class ShortRoundCollate:
     """The loader's ``collate_fn``; of samples of a last round it makes a :class:`RoundBatch`."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
@@ -50,10 +50,10 @@ class LastRoundCollate:
 
     def __call__(self, samples: Any) -> Any:
         first = samples[0] if isinstance(samples, list) and samples else samples
-        if type(first) is not _LastRoundSample:
+        if type(first) is not _ShortRoundSample:
             return self.collate(samples)
         plain = samples.sample if samples is first else [each.sample for each in samples]
-        return RoundBatch(self.collate(plain), first.last_round)
+        return RoundBatch(self.collate(plain), first.short_round)
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -69,7 +69,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             turn.
         even_batches: fill the last round up with samples from the start.
         marks_last_round: give samples of a last round with what the loader must know of it, which
-            :class:`LastRoundCollate` takes off again.
+            :class:`ShortRoundCollate` takes off again.
 
     Raises:
         ConfigError: ``split_batches`` without a batch size, or with one that cannot be divided.
@@ -150,9 +150,9 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield from batch
             return
         batch_size = None if self.batch_size is None else len(batch)
-        last_round = LastRound(len(round_), batch_size, len(round_[own]))
+        short_round = ShortRound(len(round_), batch_size, len(round_[own]))
         for sample in batch:
-            yield _LastRoundSample(sample, last_round)
+            yield _ShortRoundSample(sample, short_round)
 
     def _first_round(self, first_read: list[Any]) -> list[Any]:
         """The first round of the data; ``first_read`` is the first that this pass read."""

@@ -1,4 +1,4 @@
-"""How batches get onto the device: moved as they are given, or sent ahead beside the loop's work.
+"""How batches get onto the device: when the loop gets them, or ahead of it, beside its work.
 
 With ``non_blocking`` on a device that has streams, the next batch is copied while the loop computes
 with the one that it has (from pinned memory; other memory is copied by the host, as always)::
@@ -7,8 +7,8 @@ with the one that it has (from pinned memory; other memory is copied by the host
     side stream      copy 1 . copy 2 ............. copy 3
     current stream   . . . .  wait 1, step 1 ..... wait 2, step 2
 
-A batch with objects that move themselves is moved as it is given: which memory they copy into, and
-for how long it must stay, cannot be known here.
+A batch with objects that move themselves is moved when the loop gets it: which memory they copy
+into, and for how long it must stay, cannot be known here.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ class Strategy:
                 f"{kind.kind_of_scaler.__name__} (utils.get_fsdp2_grad_scaler makes one for "
                 "weights that are in parts)"
             )
-        before = None if self.scaling is None else self.scaling.scaler  # with its last step in it
+        # The property brings the scaler up to date with the last step first.
+        before = None if self.scaling is None else self.scaling.scaler
         if scaler is not before:
             self.scaling = None if scaler is None else kind(scaler)
 

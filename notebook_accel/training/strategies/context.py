@@ -73,8 +73,8 @@ def divided_sequences(
     _check(mesh, buffers, seq_dims)
     for buffer in buffers:
         if buffer.untyped_storage().nbytes() != buffer.numel() * buffer.element_size():
-            # Torch gives a buffer another size where it is: of one that shares its memory with
-            # others (inputs and targets cut from the same tokens) those would be overwritten.
+            # Torch resizes buffers in place: tensors that share a buffer's memory (inputs and
+            # targets cut from the same tokens) would be overwritten.
             buffer.data = buffer.detach().clone()
     positions = torch.arange(buffers[0].shape[seq_dims[0]], device=buffers[0].device)
     set_rotate_method(exchange)

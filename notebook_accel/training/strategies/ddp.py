@@ -26,7 +26,7 @@ class DataParallel(TakesSpreadModels):
         super().__init__(request)
         asked = request.parallelism
         if asked is not None:
-            # For scripts alone, which average a loss over its "dp_cp" whatever the sizes are.
+            # Not used here: scripts average a loss over the mesh's "dp_cp", whatever its size.
             self.mesh = asked.device_mesh = asked.build_device_mesh(self.topology.device.type)
 
     def prepare_model(self, given: ModelToPrepare) -> Module:

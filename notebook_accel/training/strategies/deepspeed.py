@@ -77,7 +77,7 @@ class DeepSpeedZero(Strategy):
         self._accumulation: Accumulation = request.accumulation
         # Whether the next backward ends its window; None: as the window says.
         self._exchanges: bool | None = None
-        # The types that weights had as they were given: those of what is saved.
+        # The types of the user's weights before DeepSpeed's; saved weights get them back.
         self._dtypes: dict[str, torch.dtype] = {}
         self._makes_group = not has_process_group()
         self._library = _load_library(self.topology.device, self.topology.local_process_index)
@@ -141,7 +141,7 @@ class DeepSpeedZero(Strategy):
             precision=self.precision.name,
         )
         config = complete(plugin, facts)
-        # Without an optimizer of its own DeepSpeed would make the configuration's.
+        # This model has no optimizer: DeepSpeed would make the one in the configuration.
         config.pop("optimizer", None), config.pop("scheduler", None)
         engine, *_ = self._initialize(given.model, config)
         return engine  # type: ignore[no-any-return]

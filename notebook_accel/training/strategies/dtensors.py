@@ -33,7 +33,7 @@ __all__ = [
     "make_whole",
     "remap",
     "scale_grads",
-    "step_one_by_one_where_mixed",
+    "turn_off_foreach_where_mixed",
     "total_grad_norm",
     "unscale_grads",
     "whole_state_dict",
@@ -83,7 +83,7 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     own = {index: with_parts(values, weights[index]) for index, values in state["state"].items()}
     optimizer.load_state_dict({**state, "state": own})
-    step_one_by_one_where_mixed(optimizer)
+    turn_off_foreach_where_mixed(optimizer)
 
 
 def clip_grad_norm(
@@ -169,7 +169,7 @@ def remap(optimizer: Optimizer, replaced: Mapping[torch.Tensor, torch.Tensor | N
             state = optimizer.state.pop(before)
             if after is not None:
                 optimizer.state[after] = with_parts(state, after)
-    step_one_by_one_where_mixed(optimizer)
+    turn_off_foreach_where_mixed(optimizer)
 
 
 def with_parts(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def with_parts(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, Any]
     }
 
 
-def step_one_by_one_where_mixed(optimizer: Optimizer) -> None:
+def turn_off_foreach_where_mixed(optimizer: Optimizer) -> None:
     """Turn off torch's fused loops over all weights where the weights lie on several meshes.
 
     One such loop cannot take tensors of several meshes, or plain ones and ones in parts together:

@@ -157,7 +157,7 @@ def shard(
         model: whole on every rank, or in parts over another dimension of the mesh already.
         chosen: the modules that are gathered on their own, inner ones first.
         mesh: one dimension (shards), or two (replicas, shards).
-        plugin: how.
+        plugin: how weights are sharded.
         dtype: the type that the model computes in; None for that of its weights.
         device: where the ranks compute.
         ignored: weights that every rank keeps whole.
@@ -187,7 +187,7 @@ def average_gradients(weights: Iterable[Parameter], group: dist.ProcessGroup) ->
     it once more changes nothing.
 
     Args:
-        weights: all ranks of the group use the same ones of them in a backward.
+        weights: in each backward, all ranks of the group must use the same ones of them.
         group: the ranks that compute on other samples, or other parts of sequences.
     """
     size = dist.get_world_size(group)

@@ -69,7 +69,7 @@ class TakesSpreadModels(Strategy):
         self.scaling = self.precision.make_scaling(_SpreadScaling)
         self._was_given_parts = False
         self._in_parts: weakref.WeakSet[Module] = weakref.WeakSet()
-        # Whether backward reduces the gradients of a sharded model; so where nothing is said.
+        # Whether backward reduces the gradients of a sharded model; it does where nothing was set.
         self._reduces: weakref.WeakKeyDictionary[Module, bool] = weakref.WeakKeyDictionary()
         # Gradients of a checkpoint, until a forward has made the unsharded weights that they are
         # gradients of.
@@ -113,7 +113,7 @@ class TakesSpreadModels(Strategy):
             self._set_reducing(model, before)
 
     def _set_reducing(self, model: Any, enabled: bool) -> None:
-        if self._reduces.get(model, True) != enabled:  # to ask torch looks at every module
+        if self._reduces.get(model, True) != enabled:  # to set it, torch walks over every module
             model.set_requires_gradient_sync(enabled)
             self._reduces[model] = enabled
 

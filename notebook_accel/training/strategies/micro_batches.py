@@ -104,7 +104,7 @@ class _MicroBatch:
 
 
 def _do_nothing() -> None:
-    """Before a backward that nothing waits for."""
+    """What runs before a backward if nothing has to."""
 
 
 def _unchanged(loss: torch.Tensor) -> torch.Tensor:

@@ -262,7 +262,7 @@ class PipelineParallel(MeshParallel):
             if name in by_name
         }
         optimizer.load_state_dict({**state, "state": own_state, "param_groups": groups})
-        dtensors.step_one_by_one_where_mixed(optimizer)
+        dtensors.turn_off_foreach_where_mixed(optimizer)
 
     def _own_names(self, optimizer: Optimizer) -> list[str]:
         """The names of an optimizer's weights in this stage, in its order."""

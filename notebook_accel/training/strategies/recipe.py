@@ -69,13 +69,13 @@ def spread(
     """
     dimensions = mesh.mesh_dim_names or ()
     data = _data_dimensions(parallelism, dimensions)
-    # By their names, which are others once a stage has dropped blocks, or activation checkpointing
-    # has wrapped them.
+    # Found now: the plugin names the modules to ignore, and names change once a stage has dropped
+    # blocks, or activation checkpointing has wrapped them.
     ignored = plugin.ignored_parts(model) if data else []
     make_ready: Callable[..., None] = partial(
         _make_ready, plugin=plugin, dtype=dtype if data else None, device=device
     )
-    # Alike on every rank, whoever has read the weights: all broadcast in one order.
+    # Every rank decides alike, even if only some have read the weights: all broadcast in one order.
     if not _is_ready_by_unit(dimensions, ignored):
         make_ready(model, home=torch.device("cpu"))
         make_ready = _leave
@@ -120,8 +120,8 @@ def spread(
 
 
 def _is_ready_by_unit(dimensions: Sequence[str], ignored: Sequence[Module]) -> bool:
-    """Whether step 1 may wait for step 6: the steps between take weights as they are, and none is
-    shared by a unit and a part that is named beforehand."""
+    """Whether step 1 may wait for step 6: the steps between take weights as they are, and no weight
+    is in both a unit and an ignored module."""
     return not ({"pp", "tp"} & set(dimensions) or ignored)
 
 
@@ -138,13 +138,13 @@ def _make_ready(
     Args:
         model: what is in parts already stays as it is.
         home: where empty weights get memory.
-        plugin: how.
+        plugin: how empty weights are filled, and whether ranks start alike.
         dtype: the type that sharded weights are gathered in; None for their own.
         device: where this rank computes.
     """
     fill_empty(model, home, plugin)
     if dtype is not None:
-        step_in_full_precision(model, dtype)
+        keep_in_full_precision(model, dtype)
     if plugin.sync_module_states:
         start_alike(model, device)
 
@@ -176,14 +176,16 @@ def fill_empty(model: Module, device: torch.device, plugin: FullyShardedDataPara
         retie_parameters(model, ties)
 
 
-def step_in_full_precision(model: Module, dtype: torch.dtype) -> None:
+def keep_in_full_precision(model: Module, dtype: torch.dtype) -> None:
     """Keep weights of 16 bits that train in float32, as Accelerate does under FSDP.
 
     They are gathered in ``dtype`` all the same. Stepped in 16 bits, most would stay where they are:
     a step that is smaller than 2**-9 of a weight in bfloat16 is rounded away.
     """
     # Module by module: parts that are sharded already would look for their weights anew.
-    found = [part for part in model.modules() if any(map(_is_rough, part._parameters.values()))]
+    found = [
+        part for part in model.modules() if any(map(_trains_in_16_bits, part._parameters.values()))
+    ]
     for part in found:
         part._apply(_in_full_precision, recurse=False)  # type: ignore[no-untyped-call]
     if found:
@@ -196,10 +198,10 @@ def step_in_full_precision(model: Module, dtype: torch.dtype) -> None:
 
 
 def _in_full_precision(values: torch.Tensor) -> torch.Tensor:
-    return values.float() if _is_rough(values) else values
+    return values.float() if _trains_in_16_bits(values) else values
 
 
-def _is_rough(weight: torch.Tensor | None) -> bool:
+def _trains_in_16_bits(weight: torch.Tensor | None) -> bool:
     return weight is not None and weight.requires_grad and weight.dtype.itemsize == 2
 
 

@@ -83,7 +83,7 @@ def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
 
 
 def _micro_batch(plugin: DeepSpeedPlugin, facts: Facts) -> int:
-    """Samples of a rank's batch: DeepSpeed counts with it, and computes nothing."""
+    """Samples of a rank's batch: DeepSpeed only counts samples by it."""
     asked = plugin.get_value("train_micro_batch_size_per_gpu")
     if not is_open(asked):
         return int(asked)

@@ -96,8 +96,8 @@ class DeepSpeedEngineWrapper:
         optimizer = self.engine.optimizer
         optimizer.zero_grad()
         if self.engine.zero_optimization_stage() < 3:
-            # Where stages 1 and 2 add up a window, by version and precision, and the number of
-            # its batch, by which they add to what is offloaded; zero_grad leaves all of it.
+            # Stages 1 and 2 add up a window in one of these, depending on version and precision;
+            # `micro_step_id` counts its batches, for offloaded gradients. zero_grad resets none.
             for name in ("averaged_gradients", "all_grad_tensors"):
                 sums = getattr(optimizer, name, {})
                 for group in sums:

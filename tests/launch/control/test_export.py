@@ -207,7 +207,7 @@ def test_what_a_notebooks_cells_made_is_copied_as_source(folder: Path) -> None:
     text = (folder / "changed.py").read_text()
     for name in ("TABLE", "shift", "layer"):
         assert f"{name} = _unpickled(" in text
-    assert "has no text that makes it again" in text
+    assert "no text of the notebook makes them" in text
 
 
 def _function(text: str, **names: Any) -> Any:
@@ -252,6 +252,18 @@ def test_only_what_the_code_reads_as_globals_is_exported(tmp_path: Path) -> None
         train = _function("def train(b): pass")
         with pytest.raises(NotebookAccelError, match=r"`b` \(TextIOWrapper\) cannot be written"):
             script_of(train, (), {"b": file}, world_size=2, file="it.py")
+
+
+class HalfMade:
+    """As an object whose ``__init__`` raised: its text needs what is not there."""
+
+    def __repr__(self) -> str:
+        return str(self.size)  # type: ignore[attr-defined]
+
+
+def test_what_has_no_text_is_no_plain_value() -> None:
+    train = _function("def train(a): pass")
+    assert "_unpickled" in script_of(train, (HalfMade(),), {}, world_size=2, file="it.py")
 
 
 def test_keyword_arguments_of_any_name() -> None:

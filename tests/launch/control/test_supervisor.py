@@ -219,6 +219,24 @@ def test_a_time_out_stops_and_then_presses(run: PlayedRun) -> None:
         handle.wait()
 
 
+def test_what_was_stopped_before_its_time_was_over_was_stopped(run: PlayedRun) -> None:
+    (agent,) = run.agents
+    call = run.begin_call(timeout=1000)
+    handle = listed(call, run.folder, call._metrics)
+    agent.next()
+    call.stop()
+    call._deadline = time.monotonic()
+    kinds = [type(agent.next()) for _ in range(4)]
+    assert kinds == [wire.Stop, wire.Interrupt, wire.Terminate, wire.Kill], (
+        "it is ended all the same"
+    )
+    for rank in (0, 1):
+        agent.tell(wire.Raised, rank=rank, **raised(kind="stopped"))
+    assert call.ended.wait(SECONDS)
+    with pytest.raises(RunStopped, match="stopped before it had a result"):
+        handle.wait()
+
+
 def test_a_stop_while_processes_exit_takes_no_result_back(run: PlayedRun) -> None:
     (agent,) = run.agents
     call = run.begin_call(last=True, timeout=1000)
@@ -227,7 +245,8 @@ def test_a_stop_while_processes_exit_takes_no_result_back(run: PlayedRun) -> Non
     eventually(lambda: call.is_over, within=SECONDS, what="every rank has returned")
     call.stop()
     call._deadline = time.monotonic()
-    eventually(lambda: call.timed_out, within=SECONDS, what="the time is over")
+    eventually(lambda: call._is_time_over, within=SECONDS, what="the time is over")
+    assert not call.timed_out
     agent.end_all()
     assert call.ended.wait(SECONDS)
     assert call.state.status == "succeeded"

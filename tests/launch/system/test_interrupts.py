@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,29 @@ def test_in_another_thread_nothing_changes() -> None:
     thread.start()
     thread.join()
     assert handlers == [(signal.default_int_handler, 0)]
+
+
+def test_an_interrupt_right_before_user_code_is_raised_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the looks at what is held and the change of handlers: it was held to the very end."""
+    install = signal.signal
+    done: list[bool] = []
+
+    def press_first(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        _press()
+        return install(*arguments)
+
+    def work() -> None:
+        with held():
+            monkeypatch.setattr(signal, "signal", press_first)
+            with let_through():
+                done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert not done
 
 
 def test_another_thread_lets_nothing_of_the_main_one_through() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed
 
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch import group_store
 from notebook_accel.launch.launcher import launch
 from notebook_accel.launch.view import View
 from notebook_accel.launch.worker import torch_fixes
@@ -18,6 +20,8 @@ from notebook_accel.launch.worker import torch_fixes
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    import pytest
 
 
 def test_a_backward_leaves_nothing_that_needs_the_gil() -> None:
@@ -148,3 +152,21 @@ def test_a_group_that_could_not_be_made_is_not_counted() -> None:
         return counted == 1 and forgotten == 0 and world.group_count == 1
 
     assert in_a_process(act)
+
+
+def test_a_store_whose_arguments_all_go_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second store of one process joins the server of the first, whatever was asked for."""
+    given: list[Any] = []
+
+    class Store:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            given.append((args, kwargs))
+
+    torch_fixes._replace_init(Store)
+    place: Any = ("localhost", 4321, 2, True, timedelta(seconds=1), False)
+    with socket.socket() as bound:
+        monkeypatch.setitem(torch_fixes._bound, 4321, bound)
+        monkeypatch.setattr(group_store, "is_served", lambda port: port == 4321)
+        Store(*place, False)
+        Store(*place)
+    assert given == [(place, {"multi_tenant": True})] * 2

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from notebook_accel.notebook.log_colours import ansi_to_markup
+from notebook_accel.notebook.ansi_colours import ansi_to_markup
 from tests.notebook.test_markup import HOSTILE, Tags
 
 
