@@ -7,10 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from IPython.core.getipython import get_ipython
-
 from notebook_accel.launch import run_list
-from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.launch.view.summary import hang_line
@@ -50,8 +47,7 @@ class Dashboard(View):
     """The live panel of one run: in the cell that launched it, and where ``run.show()`` ran.
 
     A run begins as one line, and gets the panel once it lasts. That is drawn by a thread of its
-    own, and by a cell's thread while that waits for the run, one at a time (under a lock). Where
-    pages draw nothing between cells (Colab), only a cell's thread draws, in its own cell. Clicks
+    own, and by a cell's thread while that waits for the run, one at a time (under a lock). Clicks
     change nothing on the page by themselves.
 
     Args:
@@ -93,8 +89,6 @@ class Dashboard(View):
         self._last_hang = ""
         self._opened_at = 0.0
         self._drawn_at = 0.0
-        # The number of the newest cell that shows it, where pages draw nothing between cells.
-        self._placed_in: int | None = None
 
     # ---- what the run calls ----------------------------------------------------------------
 
@@ -112,16 +106,12 @@ class Dashboard(View):
         self._state = run.state
         self._opened_at = time.monotonic()
         self._lost_text = LostPanelText(run)
-        if not self._clicks.draws_between_cells:
-            self._open_in_cells(run)
-        elif not (self._is_cell and self._waits):
-            self._begin_drawing(self._lost_text)
+        # A cell is drawn once it is waited for: most end before, and cost a single message.
+        if not (self._is_cell and self._waits):
+            self._begin_drawing(run, self._lost_text)
 
-    def _begin_drawing(self, lost_text: LostPanelText) -> None:
-        """Show a line, and have a thread draw what becomes of it.
-
-        Of a cell only once it is waited for: most end before, and cost a single message.
-        """
+    def _begin_drawing(self, run: Run, lost_text: LostPanelText) -> None:
+        """Show a line, and have a thread draw what becomes of it."""
         assert self._state is not None, "a view that draws is open"
         self._is_drawing = True
         line = render_slim(self._state, now=self._state.now()).bundle
@@ -134,27 +124,6 @@ class Dashboard(View):
         threading.Thread(
             target=context.run, args=(self._keep_drawing,), name="notebook-accel-panel", daemon=True
         ).start()
-
-    def _open_in_cells(self, run: Run) -> None:
-        """Open the view where only a cell that waits for the run can draw it."""
-        self._is_drawing = True
-        # A click has no cell.
-        self._placed_in = _number_of_cell() if self._has_own_slot else None
-        name = one_line(run.state.name, 60)
-        typed = run_list.expression(run.id)
-        text = (
-            f"{name}: running"
-            if self._waits
-            else f"{name}: runs in the background. {typed}.wait() in a cell shows it live, "
-            ".show() how it stands then"
-        )
-        self._slot.show(render_line(text).bundle)
-
-    def _place_in_cell(self) -> None:
-        """Show the run in the cell that waits for it, once, where only that cell can draw it."""
-        if not self._clicks.draws_between_cells and self._placed_in != _number_of_cell():
-            self._placed_in = _number_of_cell()
-            self._slot.place()
 
     def update(self, state: RunState) -> None:
         with self._lock:
@@ -169,9 +138,9 @@ class Dashboard(View):
     def poll(self) -> None:
         self._clicks.pump()
         with self._lock:
-            if not self._is_drawing and not self._has_ended and self._lost_text is not None:
-                self._begin_drawing(self._lost_text)
-        self._place_in_cell()
+            if not self._is_drawing and not self._has_ended and self._run is not None:
+                assert self._lost_text is not None, "a run is opened before it is waited for"
+                self._begin_drawing(self._run, self._lost_text)
         self._draw()
         self._show_new_displays()
         if self._waits and time.monotonic() >= self._opened_at + _LASTING_SECONDS:
@@ -183,10 +152,6 @@ class Dashboard(View):
     def print_end(self) -> None:
         if not self._slot.is_placed:
             self._slot.place()
-        self._place_in_cell()
-        if not self._clicks.draws_between_cells:
-            # What another thread has sent may come after the end of this cell.
-            self._slot.send_again()
         self._show_new_displays()
 
     def close(self, state: RunState) -> None:
@@ -323,9 +288,3 @@ class Dashboard(View):
             self._has_asked_stop = True
             self._run.stop()
             self._has_changed = True
-
-
-def _number_of_cell() -> int | None:
-    """The number of the cell that runs now; None outside of IPython."""
-    number: int | None = getattr(get_ipython(), "execution_count", None)
-    return number

@@ -13,14 +13,13 @@ from notebook_accel.config import LaunchConfig, given_settings, resolve
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.engines import ENGINES, engine_named
 from notebook_accel.launch.launcher import launch
-from notebook_accel.notebook.clicks import clicks_for, find_kernel
-from notebook_accel.notebook.dashboard import Dashboard
+from notebook_accel.notebook.clicks import find_kernel
 from notebook_accel.notebook.held_launch import end_held_launch, launch_for_debugger
 from notebook_accel.notebook.kernel_session import session_for
 from notebook_accel.notebook.origins import origins_of_click, origins_of_launch
 from notebook_accel.notebook.sources import cell_sources
 from notebook_accel.notebook.tracebacks import show_in_short
-from notebook_accel.notebook.views import choose_view
+from notebook_accel.notebook.views import choose_view, dashboard_in
 from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:
@@ -260,7 +259,7 @@ def launch_below(
         arguments.kwargs,
         config=chosen,
         asks_debugger=config.debug,
-        view=Dashboard(clicks_for(find_kernel()), waits=False, slot=slot),
+        view=dashboard_in(find_kernel(), waits=False, slot=slot),
         block=False,
         notices=[*notices, *_unused({}, chosen)],
         origins=origins_of_click(shell, arguments.text),

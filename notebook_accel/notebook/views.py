@@ -11,6 +11,7 @@ from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.launch.view.terminal import TerminalView
 from notebook_accel.notebook import clicks
+from notebook_accel.notebook.cell_dashboard import CellDashboard
 from notebook_accel.notebook.dashboard import Dashboard
 from notebook_accel.notebook.transcript import Transcript
 from notebook_accel.text_values import shown
@@ -18,7 +19,9 @@ from notebook_accel.text_values import shown
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["VIEWS", "choose_view"]
+    from notebook_accel.notebook.display_slot import DisplaySlot
+
+__all__ = ["VIEWS", "choose_view", "dashboard_in"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +45,7 @@ def _widgets(caller: _Caller) -> View:
             "view='widgets': this code does not run in a notebook's kernel, which widgets need; "
             "take view='text'"
         )
-    way = clicks.clicks_for(caller.kernel)
-    return Dashboard(way, waits=caller.waits, is_cell=caller.is_cell)
+    return dashboard_in(caller.kernel, waits=caller.waits, is_cell=caller.is_cell)
 
 
 def _text(caller: _Caller) -> View:
@@ -69,6 +71,15 @@ VIEWS: Mapping[str, Callable[[_Caller], View]] = {
     "text": _text,
     "none": _nothing,
 }
+
+
+def dashboard_in(
+    kernel: Any, *, waits: bool = True, is_cell: bool = False, slot: DisplaySlot | None = None
+) -> Dashboard:
+    """The live panel for the pages of ``kernel``; the arguments are those of :class:`Dashboard`."""
+    way = clicks.clicks_for(kernel)
+    kind = Dashboard if way.draws_between_cells else CellDashboard
+    return kind(way, waits=waits, is_cell=is_cell, slot=slot)
 
 
 def choose_view(name: str, *, waits: bool = True, is_cell: bool = False) -> View:

@@ -964,7 +964,14 @@ class EngineContract:
         assert session.call(meet, (False,), view=View()).results == [2.0, 2.0]
 
     @pytest.mark.parametrize(
-        "where", ["in Python", "in a collective", "in collectives, for ever", "in another thread"]
+        "where",
+        [
+            "in Python",
+            "in a finalizer",
+            "in a collective",
+            "in collectives, for ever",
+            "in another thread",
+        ],
     )
     def test_a_call_that_is_interrupted_is_followed_by_a_good_one(
         self, session: Session, where: str, tmp_path: Path
@@ -981,8 +988,16 @@ class EngineContract:
                 # As of a main thread that is just about to sleep: it has the signal, and sleeps on.
                 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
                 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            if where == "in a finalizer":  # in which Python ignores whatever is raised
+
+                class Slow:
+                    def __del__(self) -> None:
+                        Path(folder, os.environ["RANK"]).touch()
+                        time.sleep(600)
+
+                Slow()
             Path(folder, os.environ["RANK"]).touch()
-            if where in ("in Python", "in another thread") or (
+            if where in ("in Python", "in a finalizer", "in another thread") or (
                 where == "in a collective" and accelerator.process_index == 1
             ):
                 time.sleep(600)
