@@ -125,19 +125,48 @@ def _sockets() -> dict[str, int]:
     return found
 
 
-def _disconnect_groups(store_ports: set[int]) -> None:
-    """Shut the connections down that groups of this process have made."""
+def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
+    """Duplicates of the TCP sockets of this process: each descriptor stays its owner's to close.
+
+    By the descriptors, and not by the system's list of connections (``/proc/net/tcp``), which
+    leaves some out while others come and go: a rank that kept its connection to the store waited
+    there for ever.
+    """
     for name, fd in _sockets().items():
-        if not any(
-            name in (opened or ()) or (opened is None and name not in before)
-            for before, opened in _made
-        ):
-            continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as end:
             is_inet = end.family in (socket.AF_INET, socket.AF_INET6)
-            # One that listens has no peer, and stays.
-            if is_inet and end.getpeername() and end.getsockname()[1] not in store_ports:
-                end.shutdown(socket.SHUT_RDWR)
+            if is_inet and end.type == socket.SOCK_STREAM:
+                yield name, end
+
+
+def _disconnect_groups(store_ports: set[int]) -> None:
+    """Shut the connections down that groups of this process have made, or accepted since."""
+    # A group that connects its ranks at their first collective has only listened until then. Of
+    # each connection one end has been accepted.
+    listening = {
+        end.getsockname()[1]
+        for name, end in _tcp_sockets()
+        if _is_of_group(name) and end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
+    for name, end in _tcp_sockets():
+        own_port = end.getsockname()[1]
+        if own_port not in store_ports and (_is_of_group(name) or own_port in listening):
+            _shut_down(end)
+
+
+def _is_of_group(name: str) -> bool:
+    """Whether a socket was opened while a process group was made, or is being made now."""
+    return any(
+        name in (opened or ()) or (opened is None and name not in before)
+        for before, opened in _made
+    )
+
+
+def _shut_down(end: socket.socket) -> None:
+    # One that listens has no peer, and stays.
+    with contextlib.suppress(OSError):
+        if end.getpeername():
+            end.shutdown(socket.SHUT_RDWR)
 
 
 def disconnect() -> None:
@@ -162,16 +191,15 @@ def disconnect() -> None:
 
 
 def _disconnect_others(store_ports: set[int]) -> None:
-    """Shut down what a group opened later, or code of the user's between ranks of this agent."""
+    """Shut down what leads to a store, or to other ranks of this agent by code of the user's."""
     peers = {address for pid in _other_ranks() for address in _local_addresses(pid)}
-    for connection in _tcp_connections(psutil.Process()):
-        if not connection.raddr or connection.laddr.port in store_ports:
+    for _, end in _tcp_sockets():
+        with contextlib.suppress(OSError):
+            peer = end.getpeername()[:2]
             # Where this rank serves the store, others may have come for the next group already.
-            continue
-        if connection.raddr in peers or connection.raddr.port in store_ports:
-            # Of a duplicate: the descriptor itself stays its owner's to close.
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as end:
-                end.shutdown(socket.SHUT_RDWR)
+            is_served = end.getsockname()[1] in store_ports
+            if not is_served and (peer in peers or peer[1] in store_ports):
+                _shut_down(end)
 
 
 def _other_ranks() -> list[int]:
@@ -184,15 +212,11 @@ def _other_ranks() -> list[int]:
 def _local_addresses(pid: int) -> list[Any]:
     # A process that has just ended, or changed its user, shows none.
     with contextlib.suppress(psutil.Error):
-        return [each.laddr for each in _tcp_connections(psutil.Process(pid)) if each.laddr]
+        process = psutil.Process(pid)
+        # Before psutil 6.0 (Colab has 5.9) the method has the second name.
+        name = "net_connections" if hasattr(process, "net_connections") else "connections"
+        return [each.laddr for each in getattr(process, name)("tcp") if each.laddr]
     return []
-
-
-def _tcp_connections(process: psutil.Process) -> list[Any]:
-    # Before psutil 6.0 (Colab has 5.9) the method has the second name.
-    name = "net_connections" if hasattr(process, "net_connections") else "connections"
-    found: list[Any] = getattr(process, name)("tcp")
-    return found
 
 
 def act_when_readable(fd: int, act: Callable[[], None]) -> None:
