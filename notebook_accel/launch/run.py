@@ -39,9 +39,9 @@ __all__ = ["Run", "RunView"]
 _SLICE_SECONDS = 0.05
 # How results are kept: the end of two errors.
 _KEPT = (
-    "Results and rescued models are kept while you hold the handle that notebook_launcher gave; of "
-    "runs that raised, the newest few are kept. Keep the handle: run = notebook_launcher(...), or "
-    "run = find_run(id) by the id in its error"
+    "The kernel that launched a run has its results and rescued models while you hold the handle "
+    "that notebook_launcher gave; of runs that raised, it has those of the newest few. Keep the "
+    "handle: run = notebook_launcher(...), or run = find_run(id) by the id in its error"
 )
 
 E = TypeVar("E", bound=BaseException)
@@ -136,7 +136,10 @@ class Run:
 
     @property
     def progress(self) -> list[Progress]:
-        """Every progress bar of every rank, closed ones included."""
+        """Every progress bar of every rank, closed ones included.
+
+        Batches of prepared loaders and steps are no bars: ``run.state.ranks[0]`` has their numbers.
+        """
         return [
             Progress(
                 rank=bar.rank,
@@ -225,7 +228,7 @@ class Run:
     @property
     def _has_rescued(self) -> bool:
         """Whether what was being trained was kept when the run ended."""
-        return bool(self._conductor.rescued_as)
+        return self.state.has_rescued
 
     def _result_or_none(self, rank: int) -> Any:
         try:
@@ -317,7 +320,8 @@ class Run:
             )
             return self._about_this(TimeoutError(text))
         if not any(rank.returned for rank in self.state.ranks):
-            return self._about_this(RunStopped(f"the run was stopped before it had a result{kept}"))
+            text = f"the run was stopped before it had a result{kept or f' (run {self.id})'}"
+            return self._about_this(RunStopped(text))
         return None
 
     def _worker_error(self, failure: Failure) -> WorkerError:

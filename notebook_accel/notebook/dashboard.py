@@ -40,7 +40,7 @@ _PANEL_SECONDS = 0.5
 # A cell that ends before looks like any other cell.
 _SLIM_SECONDS = 1.0
 # A run that lasts so long may outlive its page, and the page the kernel.
-_LASTING_SECONDS = 30.0
+_LASTING_SECONDS = 5.0
 
 
 class Dashboard(View):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
+from difflib import get_close_matches
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
@@ -56,7 +57,14 @@ def _with_given_arguments(
 
     @wraps(launcher)
     def call(*args: P.args, **kwargs: P.kwargs) -> Run:
-        return launcher(signature.bind(*args, **kwargs).arguments, *args, **kwargs)
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            unknown = [name for name in kwargs if name not in signature.parameters]
+            close = get_close_matches("".join(unknown[:1]), signature.parameters, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"{launcher.__name__}(): {error}{meant}") from None
+        return launcher(given, *args, **kwargs)
 
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call

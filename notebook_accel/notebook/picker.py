@@ -352,6 +352,8 @@ class ConfigPicker:
             slot=self._slot,
             below=self._below,
         )
+        typed = f"import notebook_accel; run = notebook_accel.find_run({self.run.id!r})"
+        self._say(f"Launched. To have the run in a cell: {typed}", "na-fine")
         self._show_whether_launched()
         # Another launch would take the place of this one's panel.
         threading.Thread(

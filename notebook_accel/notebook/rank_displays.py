@@ -127,7 +127,7 @@ def other_displays(state: RunState) -> str:
     if not others:
         return ""
     show = f"{run_list.expression(state.run)}.show({others[0]})"
-    return f"{wording.rank_list(others)} displayed something else: {show}"
+    return f"what {wording.rank_list(others)} displayed: {show}"
 
 
 def first_asked(state: RunState) -> RankState:

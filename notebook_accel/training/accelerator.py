@@ -21,6 +21,7 @@ from notebook_accel.training.checkpoint import Checkpoints
 from notebook_accel.training.checkpoint.view import CheckpointView
 from notebook_accel.training.data import skip_first_batches
 from notebook_accel.training.data.gathering import gather_for_metrics
+from notebook_accel.training.notices import notice_once
 from notebook_accel.training.optimizer import inner_optimizer
 from notebook_accel.training.pickled import Pickled
 from notebook_accel.training.plan import make_plan, refuse_unbuilt, resolve_loaders, resolve_project
@@ -237,6 +238,13 @@ class Accelerator(WindowView, CheckpointView, TrackerView, PreparingView):
             learning_rate: for optimizers that step as they go back (see ``lomo_backward``).
             **kwargs: for ``loss.backward``.
         """
+        if not self._prepared.models and self.num_processes > 1:
+            notice_once(
+                "backward without a prepared model",
+                "backward() was called and no model was prepared: unless something else exchanges "
+                f"the gradients, each of the {self.num_processes} ranks trains a model of its own. "
+                "Write model = accelerator.prepare(model)",
+            )
         num_steps = self._accumulation.num_steps
         if learning_rate is None:
             self._strategy.backward(loss, num_steps, **kwargs)

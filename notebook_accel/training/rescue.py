@@ -57,6 +57,18 @@ class Rescued:
     missing: list[str] = field(default_factory=list)
     """A line for each thing that could not be rescued, or not as it should be."""
 
+    def __repr__(self) -> str:
+        # The state dicts of a small model alone are hundreds of lines.
+        models = ", ".join(type(model).__name__ for model in self.models)
+        parts = [
+            f"step {self.step}",
+            f"models=[{models}] with their weights",
+            f"optimizers: {len(self.optimizers)}",
+            f"schedulers: {len(self.schedulers)}",
+            *(f"missing: {line}" for line in self.missing),
+        ]
+        return f"<Rescued: {', '.join(parts)}>"
+
 
 @dataclass(frozen=True)
 class TensorPiece:

@@ -605,7 +605,9 @@ def test_of_launches_that_raised_the_newest_few_keep_what_they_hold(
     assert find_run(rescued).rescued == "trained", "failures do not push it out"
     launched(leaves=True)
     gc.collect()
-    with pytest.raises(NotebookAccelError, match=r"is gone.* of runs that raised, the newest few"):
+    with pytest.raises(
+        NotebookAccelError, match=r"is gone.* of runs that raised, it has those of the newest few"
+    ):
         _ = find_run(rescued).rescued
 
 

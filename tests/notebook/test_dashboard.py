@@ -418,7 +418,7 @@ def test_where_no_cell_waits_the_panel_has_what_a_rank_displays(page: Page) -> N
     shown.end()
     shown.view.print_end()
     html = next(iter(page.shown.values()))["text/html"]
-    for words in ("succeeded", "<i>of 0</i>", "rank 1 displayed something else"):
+    for words in ("succeeded", "<i>of 0</i>", "what rank 1 displayed"):
         assert words in html
     shown.await_last_message()
 

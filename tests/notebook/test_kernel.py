@@ -363,7 +363,7 @@ def test_what_a_run_in_the_background_displays_stands_in_its_own_cell(kernel: Ke
         assert words in html
     for words in ("<i>from 1</i>", "<u>old</u>"):
         assert words not in html
-    (found,) = re.findall(r"rank 1 displayed something else: (.*show\(1\))", unescape(html))
+    (found,) = re.findall(r"what rank 1 displayed: (.*show\(1\))", unescape(html))
     shown = [output["data"] for output in run(kernel, found).outputs]
     assert "<i>from 1</i>" in [data.get("text/html") for data in shown]
     # The text for those who lose the panel is gone with it.

@@ -56,6 +56,14 @@ def test_the_first_arguments_are_accelerates_and_the_rest_are_keywords() -> None
     assert parameters["view"].default == "auto"
 
 
+def test_an_argument_that_nobody_knows_is_refused_in_a_line() -> None:
+    launch: Any = notebook_launcher
+    with pytest.raises(ConfigError, match=r"'num_proceses'; did you mean num_processes\?"):
+        launch(train, num_proceses=2)
+    with pytest.raises(ConfigError, match=r"notebook_launcher\(\): missing a required argument"):
+        launch()
+
+
 def test_every_argument_is_documented() -> None:
     documentation = inspect.getdoc(notebook_launcher) or ""
     missing = [

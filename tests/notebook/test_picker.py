@@ -321,7 +321,7 @@ class Notebook:
     def launch(self, function: Any, arguments: Arguments, **given: Any) -> Any:
         self.launched.append((function, arguments.args, arguments.kwargs))
         self.given = given
-        return SimpleNamespace(_conductor=SimpleNamespace(ended=Latch()))
+        return SimpleNamespace(id="calm-otter", _conductor=SimpleNamespace(ended=Latch()))
 
 
 def test_a_form_knows_functions_that_later_cells_define(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +417,7 @@ class Launcher:
 
     def _launch(self, is_held: bool, *_: Any, **given: Any) -> Any:
         self.is_held, self.given = is_held, given
-        return SimpleNamespace(_conductor=SimpleNamespace(ended=Latch()))
+        return SimpleNamespace(id="calm-otter", _conductor=SimpleNamespace(ended=Latch()))
 
     def run(self, *cells: str) -> None:
         for cell in cells:
@@ -502,6 +502,7 @@ def test_one_run_at_a_time_is_launched_and_bad_arguments_have_no_code(
     button.click()
     button.click()
     assert notebook.launched == [(train, (0.5,), {"epochs": 3})]
+    assert "run = notebook_accel.find_run(&#39;calm-otter&#39;)" in picker._message.value
     assert (button.disabled, button.description) == (True, "Running")
     told = threading.Event()
     button.observe(lambda _: told.set(), names="disabled")

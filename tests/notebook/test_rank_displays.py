@@ -75,10 +75,7 @@ def test_ranks_that_displayed_something_else_are_named_in_the_summary() -> None:
     assert other_displays(state) == ""
     others = [wire.Displayed(rank=rank, data={"text/html": f"of {rank}"}) for rank in (2, 3)]
     state = after(state, *others)
-    line = (
-        "ranks 2-3 displayed something else: "
-        "import notebook_accel; notebook_accel.find_run('id').show(2)"
-    )
+    line = "what ranks 2-3 displayed: import notebook_accel; notebook_accel.find_run('id').show(2)"
     assert other_displays(state) == line
     for snapshot in (render_snapshot(state), render_slim(state)):
         assert Tags(snapshot.html).text.endswith(line)

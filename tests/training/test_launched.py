@@ -72,6 +72,23 @@ def test_a_launched_training_reports_and_comes_back_plain() -> None:
     assert len(told) == 1
 
 
+def forget_to_prepare() -> torch.Tensor:
+    accelerator = Accelerator()
+    model = nn.Linear(3, 1)
+    for _ in range(2):
+        accelerator.backward(model(torch.randn(2, 3)).square().mean())
+    return model.weight
+
+
+def test_a_model_that_nobody_prepared_is_told_of_once() -> None:
+    run = notebook_launcher(forget_to_prepare, num_processes=2, view="none")
+    told = [text for text in run.state.notices if "no model was prepared" in text]
+    assert len(told) == 1
+    assert "each of the 2 ranks trains a model of its own" in told[0]
+    alone = notebook_launcher(forget_to_prepare, num_processes=1, view="none")
+    assert not [text for text in alone.state.notices if "prepared" in text]
+
+
 def count_in_a_child() -> list[int]:
     """What the rank and a child that it forks count, in the loop of the rank."""
     accelerator = Accelerator(cpu=True)

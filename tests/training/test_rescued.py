@@ -17,6 +17,8 @@ from torch.distributed.fsdp import fully_shard
 import notebook_accel
 from notebook_accel import Accelerator, NotebookAccelError, RunStopped
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launch import run_list
+from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.launcher import Session, launch
 from notebook_accel.launch.run_list import runs
 from notebook_accel.launch.view import View
@@ -136,6 +138,13 @@ def test_a_stop_keeps_it(way: str, tmp_path: Path) -> None:
     assert runs()[-1] is run
     assert any(f"notebook_accel.find_run({run.id!r}).rescued" in line for line in run.state.notices)
     check_rescued(run, tmp_path, has_model=mesh != GIVEN)
+    assert repr(run.rescued).startswith(f"<Rescued: step {run.rescued.step}, models=[")
+    assert len(repr(run.rescued)) < 200, "and no list of weights"
+    # As another kernel finds it, which does not have what was kept.
+    elsewhere: Any = run_list._read_run(RunFolder(run.log_dir), View)
+    assert not [line for line in elsewhere.state.notices if ".rescued" in line]
+    with pytest.raises(NotebookAccelError, match=r"is gone\. The kernel that launched a run has"):
+        _ = elsewhere.rescued
 
 
 @pytest.mark.parametrize("way", ["one", "tensor", "given"])

@@ -218,6 +218,7 @@ class RunState:
             this call alone. The files of output are the session's.
         failure: what the run's error says, once it has failed (verdict.py).
         hang: who waits for whom, while ranks seem to wait in vain.
+        has_rescued: whether what was being trained was kept, in the kernel that launched the run.
     """
 
     run: str
@@ -231,6 +232,7 @@ class RunState:
     began: float | None = field(default=None, compare=False)
     session: str = ""
     hang: Hang | None = None
+    has_rescued: bool = False
 
     @property
     def world_size(self) -> int:

@@ -278,14 +278,17 @@ class Supervisor(Conductor, RunningCall):
         lines = [self._metrics.lost_notice] if self._metrics.lost_notice else []
         for line in (*lines, *self._closing_notices(self.state)):
             state = apply(wire.Notice(text=line), state)
-        if self.results is not None and self.results.has_rescued:
-            self.rescued_as = self._handle + ".rescued"
-            kept = f"what was being trained is kept: {self.rescued_as}"
-            state = apply(wire.Notice(text=kept), state)
+        has_rescued = self.results is not None and self.results.has_rescued
+        state = replace(state, has_rescued=has_rescued)
         # What is large, and what holds the notebook's function: the handle has it, nobody else.
         self.results = None
         self._closing_notices = lambda _: ()
         lost_notice = self._folder.save(state)
+        if has_rescued:
+            # Not on disk: other kernels read that, and what is kept is in this one.
+            self.rescued_as = self._handle + ".rescued"
+            kept = f"what was being trained is kept: {self.rescued_as}"
+            state = apply(wire.Notice(text=kept), state)
         if lost_notice:
             state = apply(wire.Notice(text=lost_notice), state)
         self.state = state
