@@ -172,10 +172,12 @@ def notebook_launcher(
         # Accelerate's launcher takes "FP16", too.
         settings["mixed_precision"] = mixed_precision.lower()
     if name is not None and (session or not isinstance(name, str) or not name.strip()):
-        expected = "nothing with session=True, whose calls go by their functions' names"
-        raise ConfigError(
-            f"name={shown(name)}: expected {expected if session else 'a text, as lr=0.1'}"
+        expected = (
+            "no name with session=True, since the calls of a session are named by their functions"
+            if session
+            else "a text, as lr=0.1"
         )
+        raise ConfigError(f"name={shown(name)}: expected {expected}")
     end_held_launch()
     if session:
         with show_in_short():

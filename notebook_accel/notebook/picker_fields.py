@@ -43,7 +43,7 @@ _LABELS = {
     "mixed_precision": ("Mixed precision", "as the function says"),
     "engine": ("Engine", "auto"),
     "gradient_accumulation_steps": ("Accumulation", "as the function says"),
-    "seed": ("Seed", "from where the notebook's stand"),
+    "seed": ("Seed", "the notebook's generators as they are"),
     "backend": ("Backend", "the devices' own"),
     "use_port": ("Port", "a free one"),
     "grace": ("Grace, in seconds", "10"),

@@ -73,7 +73,8 @@ def renew_group() -> list[str]:
     if not everywhere:
         return []
     line = (
-        "the process group was made anew after a cell that did not end well, and prepared models "
-        "took the weights of rank 0; make their optimizers anew if ranks have stepped apart"
+        "the process group was made anew, since a cell before did not end well on every rank; "
+        "prepared models have rank 0's weights now. If that cell had made steps on some ranks "
+        "only, make the optimizers anew, too"
     )
     return [line]
