@@ -410,8 +410,8 @@ class Run:
         first = part.log_start or 0
         start = max(first, part.log_end - max_bytes)
         text = self._folder.read_log(rank, start, part.log_end)
-        # It most likely begins within a line.
-        return text if start == first else text.partition("\n")[2]
+        # It most likely begins within a line; one long line has no other to begin with.
+        return text if start == first else text.partition("\n")[2] or text
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -66,8 +66,10 @@ def add(run: Run) -> None:
 
 
 def _newest() -> list[_ListedRun]:
-    """The newest runs, and older ones that go on: they can be stopped from the list."""
-    old = [known for known in _known[:-_MAX_RUNS] if not known.run.state.has_ended]
+    """The newest runs, and older ones that go on (they can be stopped from the list), or that the
+    list keeps."""
+    old = _known[:-_MAX_RUNS]
+    old = [known for known in old if known.is_kept or not known.run.state.has_ended]
     return [*old, *_known[-_MAX_RUNS:]]
 
 

@@ -473,6 +473,12 @@ def test_passes_are_marked_and_samplers_set_by_hand() -> None:
     whole: Any = accelerator.prepare(DataLoader(range(2), batch_size=None))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"set_sampler\(\) needs .* has NoneType"):
         whole.set_sampler([1, 0])
+    own: Any = DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]])  # type: ignore[arg-type]
+    shared = prepare_data_loader(
+        notebook_accel.skip_first_batches(own, 1), num_processes=2, process_index=0
+    )
+    with pytest.raises(ConfigError, match=r"set_sampler\(\) needs .* has list"):
+        shared.set_sampler([1, 0])
 
 
 class ByHand(DataLoaderShard):

@@ -201,10 +201,9 @@ class _Script:
         """An expression for a value, which an error calls by the label."""
         if _is_plain(value):
             return repr(value)
-        name = getattr(value, "__name__", "")
-        if name.isidentifier() and _is_definition(value):
-            self.define(name, value)
-            return str(name)
+        if _is_definition(value) and value.__name__.isidentifier():
+            self.define(value.__name__, value)
+            return str(value.__name__)
         if origin is None:
             return self._pickled(label, value)
         self.makes_values = True
@@ -318,9 +317,22 @@ def is_public_name(value: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     try:
-        return bool(ast.literal_eval(repr(value)) == value)
+        made = ast.literal_eval(repr(value))
+        return bool(made == value) and _has_types_of(made, value)
     except Exception:  # whatever a user's class does
         return False
+
+
+def _has_types_of(made: Any, value: Any) -> bool:
+    """Whether plain data has the very types of the equal ``value``: a class derived from dict may
+    have dict's own text."""
+    if type(made) is not type(value):
+        return False
+    if isinstance(made, dict):
+        return _has_types_of([*made, *made.values()], [*value, *value.values()])
+    if isinstance(made, (list, tuple)):
+        return all(map(_has_types_of, made, value))
+    return not isinstance(made, set) or set(map(type, made)) == set(map(type, value))
 
 
 def _public_module(value: Any) -> str:

@@ -43,8 +43,8 @@ _LIBRARY = re.compile(
 _BACKWARD = "_engine_run_backward"
 # Percent of a core, below which a rank does nothing. One that waits in gloo uses next to none.
 _IDLE_CPU = 10
-# A slow network may take this long for one operation: only ranks that all wait in the same one for
-# longer are taken to hang.
+# A slow network may take this long for one operation: ranks that all wait in the same one are taken
+# to hang only after that.
 _SLOW_SECONDS = 30.0
 # The most characters of a stack, and the most places in the sentence: one message to the panel has
 # 20 KB for all of it.

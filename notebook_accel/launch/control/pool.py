@@ -447,7 +447,10 @@ class RankPool:
         with self._channel_lock:
             link.channel.close()
         if ended.issuperset(link.rank_numbers):
-            # Its ranks had ended before, and so it ended in order: no call loses anything.
+            # Its ranks had ended before, and so it ended in order: no call loses anything. A stop
+            # may have waited for its answer alone.
+            if self._call is not None and self._links:
+                self._decide_stop(self._call.number)
             return
         self._lost.append(LostAgent(link.rank_numbers, end))
         self.processes = tuple(

@@ -387,7 +387,7 @@ def _is_held(folder: Path) -> bool:
         name = read_regular(folder / _LIVE).decode(errors="replace")
     except FileNotFoundError:
         return False
-    except OSError:  # of another user, or no file at all: not ours to judge
+    except OSError:  # of another user, or no regular file: not ours to judge
         return True
     return bool(_KERNEL.fullmatch(name)) and _is_locked(folder.parent / name)
 

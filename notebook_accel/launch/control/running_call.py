@@ -17,8 +17,8 @@ __all__ = ["RunningCall"]
 class RunningCall(Protocol):
     """A call on the ranks of a pool.
 
-    The pool calls ``begin``, then ``take``, ``lose`` and ``tick`` from its thread until the
-    call is over, and ``finish`` once. ``note_stop`` may come from any thread.
+    The pool calls ``begin``, then ``take``, ``lose`` and ``tick`` from its thread, and ``finish``
+    once, at the end. ``note_stop`` may come from any thread.
 
     Attributes:
         number: of the call, once it was sent; 0 before.

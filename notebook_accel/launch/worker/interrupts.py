@@ -40,7 +40,8 @@ class Interrupts:
         """Take SIGINT over.
 
         Args:
-            row: where the agent notes which call it interrupts, and reads which it still has to.
+            row: where the agent notes which call it interrupts, and reads whether the rank has
+                seen that, or has to be woken.
         """
         self._row = row
         self._call = 0

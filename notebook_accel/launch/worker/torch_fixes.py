@@ -163,7 +163,7 @@ def meet_at_one_store(port: int) -> None:
     Torch makes a server for each group. A function that destroys its group and makes the next would
     have a rank connect to the first one's server, which is about to close: one launch of three
     failed so, with ten groups in a row on a busy machine. A store that the function opens itself at
-    this port is its own.
+    this port is its own, unless our groups meet at that very port: then it shares their server.
 
     Args:
         port: MASTER_PORT of the call that begins.

@@ -4,7 +4,7 @@ A script may save on all ranks, or on the main process alone (``if accelerator.i
 Rank 0 cannot know which before the others come, and a collective that they never join would wait
 for ever. So the ranks leave notes in the store of the process group::
 
-    rank r:  here/r ----------------> waits for a plan ---> writes, wrote/r ---> waits for done/n
+    rank r:  here/r ----------------> waits for a plan ---> writes, wrote/n/r -> waits for done/n
     rank 0:  waits a little for here/* ---> plan ---> writes, waits for wrote/n/* ---> done/n
 
 Where the plan does not name a rank, because it came later than rank 0 had patience for, that rank

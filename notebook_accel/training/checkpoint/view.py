@@ -45,7 +45,8 @@ class CheckpointView(ConfiguredView):
 
         Returns:
             tensors by name; nothing on the other ranks where a plugin asks for rank 0 alone
-            (``FullStateDictConfig(rank0_only=True)``).
+            (``FullStateDictConfig(rank0_only=True)``), nor, under DeepSpeed's stage 3, on all but
+            the first rank of each machine.
         """
         if not unwrap and not self._strategy.saves_together:
             return model.state_dict()

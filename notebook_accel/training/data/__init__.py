@@ -224,7 +224,9 @@ def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.
         # samplers stay the user's own, who may change them between epochs (weights, say).
         _replace_sampler(draft, own, copy.copy(own))
     for sampler in samplers_of(draft):
-        if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
+        # One that skips has the attributes of the sampler inside, which comes after it.
+        is_ours = isinstance(sampler, (SeedableRandomSampler, SkipBatchSampler))
+        if is_ours or not hasattr(sampler, "generator"):
             continue
         if sampler.generator is None:
             sampler.generator = private
@@ -324,14 +326,16 @@ def _divides_itself(dataset: Any, num_processes: int, *, evenly: bool) -> bool:
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """A loader that begins each epoch at batch ``num_batches``, without loading those before.
+    """A loader that begins each epoch at batch ``num_batches``, without loading those before (of a
+    stream they are read, and dropped).
 
     Use it for the epoch that is resumed, and the loader itself for those after it. The number
     counts from the start of the epoch, also where the loader was restored in the middle.
 
     Args:
         dataloader: prepared or not.
-        num_batches: batches of this rank to leave out, 0 or more.
+        num_batches: batches to leave out, 0 or more: of this rank where the loader is prepared,
+            else of the loader as it is, for all ranks together.
 
     Raises:
         ConfigError: ``num_batches`` is no such number.

@@ -36,9 +36,9 @@ class Position:
             worker process that reads a part of the stream ends it with a short round.
         end_of_dataloader: whether the batch that the loop has now is the last.
         remainder: if the last round is not full, how many samples all ranks have in it, repeated
-            ones not counted; 0 if it is full, -1 if that is not known. Before the loop reaches that
-            round, it is what the sampler expects.
-        short_round: what the round that the loop has now lacks; None where it lacks nothing.
+            ones not counted; 0 if it is known to be full, -1 if nothing is known. Before the loop
+            reaches that round, it is what the sampler expects.
+        short_round: what the round that the loop has now has; None where it is known to be full.
         is_uneven: whether ranks may have batches of different sizes at the same step.
         is_over: whether the pass has ended, or was left.
         is_stopped: whether a stop of the run (``RunStopped``) ended the pass, and the pass was over

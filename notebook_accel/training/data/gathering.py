@@ -58,7 +58,9 @@ def gather_for_metrics(
     if compares(group):
         found = [*leaves(input_data)]
         are_tensors = found and all(isinstance(leaf, torch.Tensor) for leaf in found)
-        what = input_data if are_tensors and not use_gather_object else "objects"
+        # As below: a list that is empty here may hold objects on another rank.
+        is_alike = are_tensors and not (use_gather_object or _holds_empty(input_data))
+        what = input_data if is_alike else "objects"
         require_agreement("gather_for_metrics", what, group, free_dimension=0)
     if use_gather_object:
         return gather_object(_cut_objects(input_data, position, group), group=group)

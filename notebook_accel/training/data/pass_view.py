@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.active import LoaderProgress, Position, active_loaders
-from notebook_accel.training.data.samplers import batch_sampler_of, get_sampler
+from notebook_accel.training.data.samplers import (
+    BatchSamplerShard,
+    SkipBatchSampler,
+    batch_sampler_of,
+    get_sampler,
+)
 
 if TYPE_CHECKING:
     from notebook_accel.training.data.options import LoaderOptions
@@ -128,11 +133,13 @@ class PassView:
         Raises:
             ConfigError: nothing in the loader groups the indices of a sampler into batches.
         """
-        batches = batch_sampler_of(self)
-        if not hasattr(batches, "sampler"):
+        batches = given = batch_sampler_of(self)
+        while isinstance(given, (BatchSamplerShard, SkipBatchSampler)):
+            given = given.batch_sampler
+        if not hasattr(given, "sampler"):
             raise ConfigError(
                 "set_sampler() needs a loader whose batches are made of a sampler's indices, and "
-                f"this one has {type(batches).__name__}: make a DataLoader with "
+                f"this one has {type(given).__name__}: make a DataLoader with "
                 "sampler=... and batch_size=..., and prepare it"
             )
         while hasattr(batches, "sampler"):

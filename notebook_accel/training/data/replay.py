@@ -78,7 +78,7 @@ class IndexSource:
         self.seed: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        # Torch may call this twice for a pass and use one: nothing is drawn before a first next().
+        # Torch may call this twice for a pass and use one: nothing is read before a first next().
         if not self.start and self.seed is None:
             return iter(self.sampler)
         # Kept in locals: another pass may change both before this one takes its first index.

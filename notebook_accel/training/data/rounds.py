@@ -9,6 +9,7 @@ one batch for all of them. With 2 ranks, 10 samples and batches of 3::
 What an even division lacks is taken from the first batch of the pass. Batches that cannot be
 joined (padded to different lengths, say), and those of a user's own batch sampler, whose samples
 belong together, stay whole: a rank for which none is left gets the first batch of the pass again.
+With ``split_batches`` each of the latter is divided, and filled up with samples of its own.
 
 With ``is_uneven`` nothing is repeated, and a last round with too few samples has nothing for the
 last ranks. Only the last one: where some ranks made fewer steps in the middle of a pass, they and
@@ -37,7 +38,7 @@ class RankShare(NamedTuple):
 
     batch: Any
     short_round: ShortRound | None
-    """What the round lacks; None where it lacks nothing."""
+    """What the round has; None where all ranks' batches of it are of one size."""
 
 
 class Round(NamedTuple):
@@ -184,10 +185,15 @@ class RoundDivider:
                 f"dimension for those of a sample, or leave {setting} out"
             )
         if self.slice_fn is not None:
+            reason = (
+                "those of a batch sampler of your own are not joined: pass split_batches=True"
+                if self.keeps_batches
+                else f"those ({type(batches[0]).__name__}) could not be joined: expected tensors "
+                "of the same shapes beyond the first dimension; pad them"
+            )
             raise ConfigError(
-                "slice_fn_for_dispatch takes a rank's part out of joined batches, and those "
-                f"({type(batches[0]).__name__}) could not be joined: expected tensors of the same "
-                "shapes beyond the first dimension; pad them, or leave slice_fn_for_dispatch out"
+                f"slice_fn_for_dispatch takes a rank's part out of joined batches, and {reason}, "
+                "or leave slice_fn_for_dispatch out"
             )
         if self.batches_a_round == 1:
             raise ConfigError(

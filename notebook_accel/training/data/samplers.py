@@ -55,8 +55,8 @@ __all__ = [
 
 
 class ShortRound(NamedTuple):
-    """How many samples a round had that lacked some: the last one, or one before it in which a part
-    of the samples ended."""
+    """How many samples a round had that lacked some, or may have: the last one, or a short one
+    before it."""
 
     num_samples: int
     """Samples of all ranks in it, without those repeated to fill it up; -1 where that is not
@@ -90,7 +90,7 @@ class ShardPass:
     ``next(iter(loader))`` does within a loop over the loader.
 
     Attributes:
-        last_round: the last round; None until it is reached, and if it lacks no samples.
+        last_round: what the last round has, once it is reached; None where it is known to be full.
         repeats: rounds before the last one that have no sample for this rank, which repeats one
             instead; by the numbers of their batches.
     """

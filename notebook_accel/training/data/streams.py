@@ -116,7 +116,9 @@ class IterableDatasetShard(IterableDataset[Any]):
     @property
     def remainder(self) -> int:
         """Samples that the last round will have; 0 for a whole one, -1 where it is not known."""
-        length = None if self.drop_last else length_or_none(self.dataset)
+        # A stream that makes its batches itself counts batches, of whatever size.
+        is_unknown = self.drop_last or self.batch_size is None
+        length = None if is_unknown else length_or_none(self.dataset)
         return -1 if length is None else length % self._samples_a_round
 
     def set_epoch(self, epoch: int) -> None:
@@ -150,7 +152,8 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield from batch
             return
         batch_size = None if self.batch_size is None else len(batch)
-        short_round = ShortRound(len(round_), batch_size, len(round_[own]))
+        num_samples = -1 if self.batch_size is None else len(round_)
+        short_round = ShortRound(num_samples, batch_size, len(round_[own]))
         for sample in batch:
             yield _ShortRoundSample(sample, short_round)
 

@@ -261,9 +261,15 @@ class HalfMade:
         return str(self.size)  # type: ignore[attr-defined]
 
 
-def test_what_has_no_text_is_no_plain_value() -> None:
+class Settings(dict[str, float]):
+    __getattr__ = dict.__getitem__  # and dict's own text
+
+
+def test_what_has_no_text_of_its_own_is_no_plain_value() -> None:
     train = _function("def train(a): pass")
-    assert "_unpickled" in script_of(train, (HalfMade(),), {}, world_size=2, file="it.py")
+    for value in (HalfMade(), Settings(lr=0.1), [{"a": Settings(lr=0.1)}]):
+        assert "_unpickled" in script_of(train, (value,), {}, world_size=2, file="it.py")
+    assert "_unpickled" not in script_of(train, ([{"a": (1, {2.0})}],), {}, world_size=2, file="it")
 
 
 def test_keyword_arguments_of_any_name() -> None:
