@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import base64
 import math
-import re
 from dataclasses import dataclass
+from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,11 @@ from notebook_accel.launch.text import wording
 from notebook_accel.notebook.markup import Markup, element
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from notebook_accel.launch.control.plotting import Point
 
-__all__ = ["chart", "colour_of", "share_of", "thin_out", "tick"]
+__all__ = ["chart", "colour_of", "line_path", "share_of", "thin_out", "tick", "ticks"]
 
 # Mid tones: at least 3:1 against white and against #1e1e1e alike.
 _COLOURS = (
@@ -35,7 +35,12 @@ _COLOURS = (
     "#808080",
 )
 _GREY = "#808080"
+_STEP = itemgetter(0)
 _VALUE = itemgetter(1)
+# Pixels without a line on each side of a value that is not finite.
+_GAP = 2.0
+# Characters of a label beside an axis.
+_MAX_LABEL = 7
 # Of a curve, whose chart is 240 pixels wide; more make the saved notebook larger, not the picture.
 _MAX_POINTS = 160
 
@@ -43,17 +48,57 @@ _MAX_POINTS = 160
 def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
     """Reduce a curve to at most ``limit`` points, so that no peak is lost.
 
-    The curve is cut into stretches, and the lowest and the highest point of each are kept.
+    The curve is cut into stretches of equally many steps. The lowest and the highest point of each
+    are kept, the first that is not finite, and the first and the last point of all.
     """
     if len(points) <= limit:
         return list(points)
-    size = math.ceil(len(points) / (limit // 2))
-    kept: list[Point] = []
-    for start in range(0, len(points), size):
-        stretch = points[start : start + size]
-        low, high = min(stretch, key=_VALUE), max(stretch, key=_VALUE)
-        kept.extend(sorted({low, high}))
-    return kept
+    points = sorted(points, key=_STEP)
+    first, last = points[0], points[-1]
+    num = (limit - 2) // (2 if all(math.isfinite(y) for _, y in points) else 3)
+
+    def number(point: Point) -> int:
+        return int(share_of(point[0], first[0], last[0]) * num * (1 - 1e-9))
+
+    kept = [first]
+    for _, stretch in groupby(points, key=number):
+        found = list(stretch)
+        finite = [point for point in found if math.isfinite(point[1])]
+        picked = {min(finite, key=_VALUE), max(finite, key=_VALUE)} if finite else set()
+        picked.update([point for point in found if not math.isfinite(point[1])][:1])
+        kept.extend(sorted(picked - {first, last}))
+    return [*kept, last]
+
+
+def line_path(
+    points: Iterable[Point], place: Callable[[Point], Point], *, decimals: int = 0
+) -> str:
+    """The ``d`` of a line through points, with a gap where a value is not finite.
+
+    Args:
+        points: in the order of their steps.
+        place: the pixel of a point.
+        decimals: of the pixels.
+    """
+    pieces: list[list[Point]] = []
+    gap = -math.inf
+    for is_finite, found in groupby(points, key=lambda point: math.isfinite(point[1])):
+        if is_finite:
+            piece = [place(point) for point in found]
+            # What is left out for the gap to be seen never is the whole piece.
+            first = next((i for i, (x, _) in enumerate(piece) if x - gap >= _GAP), len(piece) - 1)
+            pieces.append(piece[first:])
+            continue
+        steps = [x for x, _ in found]
+        # 1 stands for the value, of which nothing is drawn: any scale has a place for it.
+        if pieces:
+            start = place((steps[0], 1.0))[0]
+            while len(pieces[-1]) > 1 and start - pieces[-1][-1][0] < _GAP:
+                pieces[-1].pop()
+        gap = place((steps[-1], 1.0))[0]
+    texts = [" ".join(f"{x:.{decimals}f},{y:.{decimals}f}" for x, y in piece) for piece in pieces]
+    # Of a point between two gaps the round ends of a line of no length are drawn.
+    return "".join(f"M{text}" if " " in text else f"M{text}h0" for text in texts)
 
 
 def colour_of(rank: int) -> str:
@@ -65,12 +110,13 @@ def chart(curves: Mapping[int, Sequence[Point]], *, alt: str, width: int = 250) 
     """Draw curves over their steps as an ``<img>``, with labelled axes.
 
     Args:
-        curves: points (x, y) of each rank, in the order of x.
+        curves: points (x, y) of each rank, in the order of x; a line has a gap where y is not
+            finite.
         alt: what the image shows, for those who cannot see it.
         width: in pixels; the height follows.
     """
     height = width * 9 // 20
-    image = _svg({rank: _finite(points) for rank, points in curves.items()}, width, height)
+    image = _svg(curves, width, height)
     data = base64.b64encode(image.encode()).decode()
     return element(
         "img", alt=alt, width=width, height=height, src=f"data:image/svg+xml;base64,{data}"
@@ -92,11 +138,16 @@ def _svg(curves: Mapping[int, Sequence[Point]], width: int, height: int) -> Mark
     limit = max(40, min(_MAX_POINTS, 2 * _MAX_POINTS // max(1, len(curves))))
     filled = {rank: thin_out(points, limit) for rank, points in curves.items() if points}
     box = _Box(54, 8, width - 66, height - 28)
-    bounds = _bounds(list(filled.values()) or [[(0.0, 0.0)]])
-    lines = [_line(points, box, bounds, colour_of(rank)) for rank, points in filled.items()]
+    points = [point for found in filled.values() for point in found]
+    xs = [x for x, _ in points] or [0.0]
+    ys = [y for _, y in points if math.isfinite(y)]
+    (x_low, x_high), (y_low, y_high) = _range(xs), _range(ys or [0.0])
+    bounds = (x_low, y_low), (x_high, y_high)
+    lines = [_line(found, box, bounds, colour_of(rank)) for rank, found in filled.items()]
     return element(
         "svg",
-        *_axes(box, bounds),
+        *_grid(box, bounds, ys),
+        *_steps(box, min(xs), max(xs)),
         *lines,
         xmlns="http://www.w3.org/2000/svg",
         width=width,
@@ -109,65 +160,106 @@ def _svg(curves: Mapping[int, Sequence[Point]], width: int, height: int) -> Mark
 
 
 def _line(points: Sequence[Point], box: _Box, bounds: tuple[Point, Point], colour: str) -> Markup:
-    if len(points) == 1:
-        x, y = _pixel(points[0], box, bounds)
+    finite = [point for point in points if math.isfinite(point[1])]
+    if not finite:
+        return Markup("")
+    if len(finite) == 1:
+        x, y = _pixel(finite[0], box, bounds)
         return element("circle", cx=round(x, 1), cy=round(y, 1), r=3, fill=colour)
     return element(
-        "polyline",
-        points=_scaled(points, box, bounds),
+        "path",
+        d=line_path(points, lambda point: _pixel(point, box, bounds), decimals=1),
         fill="none",
         stroke=colour,
         stroke_width="1.8",
         stroke_linejoin="round",
+        stroke_linecap="round",
     )
 
 
-def _axes(box: _Box, bounds: tuple[Point, Point]) -> list[Markup]:
-    (x_low, y_low), (x_high, y_high) = bounds
-    bottom, right = box.top + box.height, box.left + box.width
-    middle = box.top + box.height / 2
-    grid = [
-        element(
-            "path",
-            d=f"M{box.left} {y}H{right}",
-            stroke=_GREY,
-            stroke_opacity="0.35",
-            stroke_width="1",
+def _grid(box: _Box, bounds: tuple[Point, Point], values: Sequence[float]) -> list[Markup]:
+    """Horizontal lines with their labels, from the top; without labels where there are no values.
+
+    Args:
+        box: where they are drawn.
+        bounds: of the curves.
+        values: all that are drawn.
+    """
+    (_, y_low), (_, y_high) = bounds
+    middle = y_low / 2 + y_high / 2
+    if not values:
+        heights, texts = [y_low, middle, y_high], ["", "", ""]
+    elif min(values) == max(values):
+        heights, texts = [y_low, middle, y_high], ["", tick(values[0]), ""]
+    else:
+        # Between whole numbers, such as epochs, half of one means nothing.
+        if all(value.is_integer() for value in values):
+            middle = math.ceil(middle)
+        heights = sorted({y_low, middle, y_high})
+        texts = ticks(heights)
+    parts = []
+    for value, text in zip(reversed(heights), reversed(texts), strict=True):
+        y = round(box.top + (1 - share_of(value, y_low, y_high)) * box.height, 1)
+        parts.append(
+            element(
+                "line",
+                x1=box.left,
+                x2=box.left + box.width,
+                y1=y,
+                y2=y,
+                stroke=_GREY,
+                stroke_opacity="0.35",
+            )
         )
-        for y in (box.top, middle, bottom)
-    ]
-    left = box.left - 6
-    return [
-        *grid,
-        _text(tick(y_high), left, box.top + 4, "end"),
-        _text(tick(y_low / 2 + y_high / 2), left, middle + 4, "end"),
-        _text(tick(y_low), left, bottom + 4, "end"),
-        _text(wording.number(x_low), box.left, bottom + 16, "start"),
-        _text(f"step {wording.number(x_high)}", right, bottom + 16, "end"),
-    ]
+        if text:
+            parts.append(_text(text, box.left - 6, y + 4, "end"))
+    return parts
 
 
-def tick(value: float) -> str:
+def _steps(box: _Box, first: float, last: float) -> list[Markup]:
+    y, right = box.top + box.height + 16, box.left + box.width
+    end = f"step {wording.count(last)}"
+    if first == last:
+        return [_text(end, box.left + box.width / 2, y, "middle")]
+    return [_text(wording.count(first), box.left, y, "start"), _text(end, right, y, "end")]
+
+
+def tick(value: float, limit: int = _MAX_LABEL) -> str:
     """A label that fits beside an axis: ``1,240``, ``-1.2e6``."""
     text = wording.number(value)
-    if len(text) > 7 or "e" in text:
-        text = re.sub(r"(\.0)?e\+?(-?)0*", r"e\2", f"{value:.1e}")
+    return text if len(text) <= limit and "e" not in text else _with_digits(value, 2, limit)
+
+
+def _with_digits(value: float, digits: int, limit: int = _MAX_LABEL) -> str:
+    text = wording.number(value, digits)
+    if len(text) > limit and "e" not in text:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+        text = f"{mantissa}e{int(exponent)}"
     return text
+
+
+def ticks(values: Sequence[float]) -> list[str]:
+    """Labels of the values of an axis, from the lowest on: as short as tells them apart.
+
+    Where no short label does, those above the lowest say how much more they are: ``+2e4``.
+
+    Args:
+        values: different ones, in order.
+    """
+    texts = [tick(value) for value in values]
+    digits = 2
+    while len(set(texts)) < len(values):
+        digits += 1
+        texts = [_with_digits(value, digits) for value in values]
+        if max(map(len, texts)) > _MAX_LABEL:
+            low = values[0]
+            return [tick(low), *(f"+{tick(value - low, _MAX_LABEL - 1)}" for value in values[1:])]
+    return texts
 
 
 def _text(text: str, x: float, y: float, anchor: str) -> Markup:
     return element("text", text, x=x, y=y, text_anchor=anchor)
-
-
-def _finite(points: Iterable[Point]) -> list[Point]:
-    return [(float(x), float(y)) for x, y in points if math.isfinite(y)]
-
-
-def _bounds(curves: Sequence[Sequence[Point]]) -> tuple[Point, Point]:
-    """The corners (x, y), lowest and highest, between which all curves lie."""
-    x_low, x_high = _range([x for points in curves for x, _ in points])
-    y_low, y_high = _range([y for points in curves for _, y in points])
-    return (x_low, y_low), (x_high, y_high)
 
 
 def _range(values: Sequence[float]) -> Point:
@@ -190,8 +282,3 @@ def _pixel(point: Point, box: _Box, bounds: tuple[Point, Point]) -> Point:
     (x_low, y_low), (x_high, y_high) = bounds
     across, up = share_of(point[0], x_low, x_high), share_of(point[1], y_low, y_high)
     return box.left + across * box.width, box.top + (1 - up) * box.height
-
-
-def _scaled(points: Sequence[Point], box: _Box, bounds: tuple[Point, Point]) -> str:
-    pixels = (_pixel(point, box, bounds) for point in points)
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)

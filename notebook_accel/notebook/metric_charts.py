@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line
-from notebook_accel.launch.view.progress import name_of, spread
-from notebook_accel.notebook.charts import colour_of, share_of, thin_out, tick
+from notebook_accel.launch.view.progress import name_of, not_finite_note, spread
+from notebook_accel.notebook.charts import colour_of, line_path, share_of, thin_out, tick, ticks
 from notebook_accel.notebook.markup import Markup, element, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from notebook_accel.launch.control.curves import NotFinite
     from notebook_accel.launch.control.plotting import Point
 
 __all__ = ["MAX_LINES", "PAGE_SIZE", "Chart", "Look", "groups_of", "render_charts"]
@@ -65,15 +66,17 @@ class Chart:
 
     Attributes:
         name: of the metric.
-        points: (step, value), in order of the steps.
+        points: (step, value), in order of the steps; a line has a gap where a value is not finite.
         means: the same, evened out where the curve is long; needed where the mean is drawn.
         last: the last values.
+        not_finite: how many values are nan or infinite, and since when.
     """
 
     name: str
     points: Mapping[int, Sequence[Point]]
     means: Mapping[int, Sequence[Point]]
     last: Mapping[int, float]
+    not_finite: Mapping[int, NotFinite] = field(default_factory=dict)
 
 
 def groups_of(names: Sequence[str]) -> dict[str, list[str]]:
@@ -98,14 +101,20 @@ def render_charts(shown: Sequence[Chart], look: Look, *, num_places: int = 0) ->
 
 
 def _card(chart: Chart, look: Look, limit: int, num_stripes: int) -> Markup:
-    finite = {rank: points for rank, points in chart.points.items() if points}
-    is_mean = len(finite) > 1 and (look.is_mean or len(finite) > MAX_LINES)
-    lines = {_MEAN: _mean(list(chart.means.values()))} if is_mean else finite
-    values = [value for value in chart.last.values() if math.isfinite(value)]
-    mean = sum(value / len(values) for value in values) if values else math.nan
-    shown = mean if is_mean else next(iter(chart.last.values()), math.nan)
+    logged = {rank: points for rank, points in chart.points.items() if points}
+    is_mean = len(logged) > 1 and (look.is_mean or len(logged) > MAX_LINES)
+    lines = {_MEAN: _mean(list(chart.means.values()))} if is_mean else logged
+    last = list(chart.last.values())
+    shown = _mean_of_finite(last) if is_mean else next(iter(last), math.nan)
     smooth = {rank: _smoothed(points, look.smoothing) for rank, points in lines.items()}
-    can_be_log = all(y > 0 for points in smooth.values() for _, y in points)
+    can_be_log = all(y > 0 for points in smooth.values() for _, y in points if math.isfinite(y))
+    said = not_finite_note(chart.not_finite) if chart.not_finite else ""
+    # Beside the steps, where it moves nothing as it comes.
+    note = (
+        element("span", shorten(said, 120), class_="na-not-finite", title=shorten(said, 200))
+        if said
+        else Markup("")
+    )
     no_log = "a logarithmic scale needs values above zero"
     head = element(
         "div",
@@ -125,23 +134,32 @@ def _card(chart: Chart, look: Look, limit: int, num_stripes: int) -> Markup:
     )
     if not any(len(points) > 1 for points in smooth.values()):
         # One value is no curve, and its number says it all.
-        return element("div", head, class_="na-chart")
+        return element("div", head, note, class_="na-chart")
     is_log = look.is_log and can_be_log
-    return element(
-        "div", head, _plot(smooth, is_log=is_log, limit=limit, num=num_stripes), class_="na-chart"
-    )
+    plot = _plot(smooth, note, is_log=is_log, limit=limit, num=num_stripes)
+    return element("div", head, plot, class_="na-chart")
 
 
 def _mean(curves: Sequence[Sequence[Point]]) -> list[Point]:
-    """The mean of curves, each of which has points at steps of its own."""
+    """The mean of curves, each of which has points at steps of its own.
+
+    It is that of the curves that are finite there, and has a gap where none is.
+    """
     curves = [points for points in curves if points]
     low = min(points[0][0] for points in curves)
     high = max(points[-1][0] for points in curves)
     num = min(_MEAN_POINTS, max(len(points) for points in curves))
-    grid = [low + (high - low) * index / max(1, num - 1) for index in range(num)]
+    even = {low + (high - low) * index / max(1, num - 1) for index in range(num)}
+    gaps = {x for points in curves for x, y in points if not math.isfinite(y)}
+    grid = sorted(even | gaps)
     columns = [_at(points, grid) for points in curves]
+    return [(x, _mean_of_finite(ys)) for x, *ys in zip(grid, *columns, strict=True)]
+
+
+def _mean_of_finite(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
     # Each divided first: their sum may be more than a float holds.
-    return [(x, sum(y / len(ys) for y in ys)) for x, *ys in zip(grid, *columns, strict=True)]
+    return sum(value / len(finite) for value in finite) if finite else math.nan
 
 
 def _at(points: Sequence[Point], grid: Sequence[float]) -> list[float]:
@@ -152,7 +170,7 @@ def _at(points: Sequence[Point], grid: Sequence[float]) -> list[float]:
             index += 1
         (x0, y0), (x1, y1) = points[index], points[min(index + 1, len(points) - 1)]
         share = (x - x0) / (x1 - x0) if x1 > x0 and x > x0 else 0.0
-        values.append(y0 + share * (y1 - y0))
+        values.append(y0 + share * (y1 - y0) if share else y0)
     return values
 
 
@@ -160,45 +178,62 @@ def _smoothed(points: Sequence[Point], weight: float) -> Sequence[Point]:
     """An exponential mean, corrected for its begin, as TensorBoard's."""
     if not weight:
         return points
-    mean, result = 0.0, []
-    for index, (x, y) in enumerate(points, start=1):
-        mean = weight * mean + (1 - weight) * y
-        result.append((x, mean / (1 - weight**index)))
+    mean, rest, result = 0.0, 1.0, []
+    for x, y in points:
+        if not math.isfinite(y):
+            result.append((x, y))
+            continue
+        rest *= weight
+        share = (1 - weight) / (1 - rest)
+        mean += share * y - share * mean
+        result.append((x, mean))
     return result
 
 
-def _plot(lines: Mapping[int, Sequence[Point]], *, is_log: bool, limit: int, num: int) -> Markup:
+def _plot(
+    lines: Mapping[int, Sequence[Point]], note: Markup, *, is_log: bool, limit: int, num: int
+) -> Markup:
     scale = math.log10 if is_log else float
     xs = [x for points in lines.values() for x, _ in points]
-    ys = [y for points in lines.values() for _, y in points]
-    x_low, x_high, low, high = min(xs), max(xs), min(ys), max(ys)
-    bottom, top = scale(low), scale(high)
-    is_flat = low == high
-    curves = []
-    for rank, points in lines.items():
-        pixels = (
-            f"{share_of(x, x_low, x_high) * _WIDTH:.0f},"
-            f"{_HEIGHT - 4 - (0.5 if is_flat else share_of(scale(y), bottom, top)) * _ROOM:.0f}"
-            for x, y in thin_out(points, limit)
-        )
-        curves.append(element("polyline", points=" ".join(pixels), stroke=colour_of(rank)))
+    ys = [y for points in lines.values() for _, y in points if math.isfinite(y)]
+    x_low, x_high, low, high = min(xs), max(xs), min(ys, default=0.0), max(ys, default=0.0)
+    # The means of equal numbers differ in their last digits.
+    is_flat = math.isclose(low, high, rel_tol=1e-12)
+    bottom, top = (scale(low), scale(high)) if ys else (0.0, 0.0)
+
+    def place(point: Point) -> Point:
+        across = share_of(point[0], x_low, x_high) * _WIDTH
+        up = 0.5 if is_flat else share_of(scale(point[1]), bottom, top)
+        return across, _HEIGHT - 4 - up * _ROOM
+
+    paths = {rank: line_path(thin_out(points, limit), place) for rank, points in lines.items()}
     svg = element(
         "svg",
-        *curves,
+        *(element("path", d=path, stroke=colour_of(rank)) for rank, path in paths.items() if path),
         viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
         preserveAspectRatio="none",
         role="img",
-        aria_label=f"from {wording.number(low)} to {wording.number(high)}",
+        aria_label=f"from {wording.number(low)} to {wording.number(high)}"
+        if ys
+        else "no value is finite",
     )
     steps = element(
         "div",
-        element("span", wording.number(round(x_low))),
-        element("span", f"step {wording.number(round(x_high))}"),
+        element("span", wording.count(round(x_low))),
+        note,
+        element("span", f"step {wording.count(round(x_high))}"),
         class_="na-chart-steps",
     )
     # One value needs no two labels.
-    ticks = {"middle": low} if is_flat else {"top": high, "bottom": low}
-    labels = [element("span", tick(y), class_=f"na-tick-{side}") for side, y in ticks.items()]
+    if is_flat:
+        texts = {"middle": tick(low)} if ys else {}
+    else:
+        texts = dict(zip(("bottom", "top"), ticks([low, high]), strict=True))
+    labels = [
+        element("span", texts[side], class_=f"na-tick-{side}")
+        for side in ("top", "middle", "bottom")
+        if side in texts
+    ]
     stripes = element("div", *_stripes(lines, x_low, x_high, num), class_="na-stripes")
     return element("div", svg, *labels, steps, stripes, class_="na-plot")
 
@@ -216,7 +251,7 @@ def _stripes(
             for rank, (_, value) in nearest.items()
         )
         step = next(iter(nearest.values()))[0]
-        text = f"step {wording.number(round(step))}: {', '.join(values)}"
+        text = f"step {wording.count(round(step))}: {', '.join(values)}"
         stripes.append(element("i", element("span", shorten(text, 160))))
     return stripes
 

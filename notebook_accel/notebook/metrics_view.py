@@ -166,4 +166,5 @@ def _chart(curves: LiveCurves, name: str, look: Look) -> Chart:
         points={rank: curve.points() for rank, curve in by_rank.items()},
         means={rank: curve.means() for rank, curve in by_rank.items()} if is_mean else {},
         last={rank: curve.last for rank, curve in by_rank.items()},
+        not_finite={rank: curve.not_finite for rank, curve in by_rank.items()},
     )

@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.launch.control.curves import NotFinite
 from notebook_accel.launch.control.plotting import metric_curves
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import summary
-from notebook_accel.launch.view.progress import name_of, spread
+from notebook_accel.launch.view.progress import name_of, not_finite_note, spread
 from notebook_accel.notebook import charts
 from notebook_accel.notebook.ansi_colours import ansi_to_markup
 from notebook_accel.notebook.markup import Markup, element, join, message_bytes, shorten
@@ -376,8 +377,16 @@ def _plot(name: str, by_rank: Mapping[int, Sequence[Point]]) -> Markup:
     if any(len(points) > 1 for points in shown.values()):
         first_curve = next(iter(shown.values()))
         first, last = (wording.number(value) for _, value in (first_curve[0], first_curve[-1]))
-        alt = f"{name_of(name)}: {first} → {last} at step {wording.number(first_curve[-1][0])}"
+        alt = f"{name_of(name)}: {first} → {last} at step {wording.count(first_curve[-1][0])}"
         parts.append(charts.chart(shown, alt=alt))
+    not_finite = {rank: NotFinite() for rank in by_rank}
+    for rank, points in by_rank.items():
+        for step, value in points:
+            not_finite[rank] = not_finite[rank].and_then(step, value)
+    note = not_finite_note(not_finite)
+    if note:
+        style = f"font-size:11px;color:{_COLOURS['stopped']}"
+        parts.append(element("div", shorten(note, 120), style=style))
     return element("div", *parts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,6 +15,9 @@ from notebook_accel.notebook.metric_charts import Chart, Look, groups_of, render
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.panel_widgets import PanelWidgets
 from tests.notebook.test_markup import HOSTILE, Tags
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def chart(num_ranks: int = 2, *, name: str = "loss", steps: int = 300) -> Chart:
@@ -27,13 +31,15 @@ def chart(num_ranks: int = 2, *, name: str = "loss", steps: int = 300) -> Chart:
 
 def heights(markup: str) -> list[list[float]]:
     """The heights of the points of each line, from the top."""
-    lines = re.findall(r"points='([^']*)'", markup)
-    return [[float(pair.split(",")[1]) for pair in line.split()] for line in lines]
+    lines = re.findall(r" d='([^']*)'", markup)
+    return [
+        [float(pair.split(",")[1]) for pair in line.replace("M", " ").split()] for line in lines
+    ]
 
 
 def test_a_line_a_rank_with_values_to_hover_over() -> None:
     page = Tags(render_charts([chart()], Look()))
-    assert page.tags.count("polyline") == 2
+    assert page.tags.count("path") == 2
     assert "loss" in page.text
     assert "step 299" in page.text
     assert re.search(r"step \d+: rank 0 0\.\d+, rank 1 1\.\d+", page.text)
@@ -42,10 +48,10 @@ def test_a_line_a_rank_with_values_to_hover_over() -> None:
 
 def test_the_mean_is_one_line() -> None:
     page = Tags(render_charts([chart()], Look(is_mean=True)))
-    assert page.tags.count("polyline") == 1
+    assert page.tags.count("path") == 1
     assert "mean 1.36" in page.text
     # Of many ranks nobody could tell the lines apart.
-    assert Tags(render_charts([chart(64)], Look())).tags.count("polyline") == 1
+    assert Tags(render_charts([chart(64)], Look())).tags.count("path") == 1
 
 
 def test_a_logarithmic_scale_is_straight_for_an_exponential_and_left_out_at_zero() -> None:
@@ -97,7 +103,7 @@ def test_the_last_page_has_as_many_places_as_the_others() -> None:
 
 def test_a_single_value_and_one_that_is_no_number() -> None:
     one = Chart(name="best", points={0: [(3.0, 0.5)]}, means={}, last={0: 0.5})
-    none = Chart(name="bad", points={0: []}, means={}, last={0: math.nan})
+    none = Chart(name="bad", points={0: [(3.0, math.nan)]}, means={}, last={0: math.nan})
     page = Tags(render_charts([one, none], Look()))
     assert "best0.5" in page.text
     assert "badnan" in page.text
@@ -111,6 +117,79 @@ def test_a_page_is_small(num_charts: int, num_ranks: int) -> None:
         markup = render_charts(shown, look)
         assert message_bytes(markup) < 24_000
         assert "script" not in Tags(markup).tags
+
+
+def live(steps: int, **values: Callable[[int], float]) -> LiveCurves:
+    curves = LiveCurves(world_size=1)
+    for step in range(steps):
+        curves.add(0, step, {name: value(step) for name, value in values.items()})
+    return curves
+
+
+def drawn(curves: LiveCurves, *, is_log: bool = False) -> str:
+    view = MetricsView(ClicksAfterTheCell(None), PanelWidgets())
+    view._scale.value = is_log
+    view.draw(curves, now=0.0)
+    return str(view._charts.value)
+
+
+@pytest.mark.parametrize("steps", [221, 1_250, 20_000])
+def test_metrics_of_one_call_cover_one_range(steps: int) -> None:
+    markup = drawn(live(steps, loss=lambda s: 1 / (s + 1) + s % 7, epoch=lambda s: s * 4 // steps))
+    lines = re.findall(r" d='M([^']*)'", markup)
+    ends = [[pair.split(",")[0] for pair in (line.split()[0], line.split()[-1])] for line in lines]
+    assert ends == [["0", "240"]] * 2
+    assert (
+        re.findall(r"<div class='na-chart-steps'><span>0</span>.*?step ([\d,]*)<", markup)
+        == [f"{steps - 1:,}"] * 2
+    )
+
+
+@pytest.mark.parametrize("steps", [100, 5_000])
+def test_what_is_not_finite_is_said_and_leaves_a_gap(steps: int) -> None:
+    curves = live(
+        steps,
+        loss=lambda s: math.nan if s > 40 else 1 / (s + 1),
+        single=lambda s: math.inf if s == steps // 2 else 1.0 + s,
+        never=lambda s: math.nan,
+    )
+    markup, drawn_with_log = drawn(curves), drawn(curves, is_log=True)
+    page = Tags(markup)
+    assert page.tags.count("svg") == 3
+    assert page.text.count(f"step {steps - 1:,}") >= 3
+    assert "not finite since step 41" in page.text
+    assert "1 value is not finite" in page.text
+    assert "not finite since step 0" in page.text
+    assert markup.count("na-not-finite") == 3
+    for found in (markup, drawn_with_log):
+        falling, single = re.findall(r" d='([^']*)'", found)
+        assert falling.count("M") == 1
+        before, after = single.removeprefix("M").split("M")
+        # Wide enough to be seen, however many values there are.
+        assert int(after.split(",")[0]) - int(before.split()[-1].split(",")[0]) >= 4
+
+
+def test_the_note_names_the_ranks_that_differ() -> None:
+    curves = LiveCurves(world_size=2)
+    for step in range(10):
+        curves.add(0, step, {"loss": 1.0})
+        curves.add(1, step, {"loss": math.nan if step > 4 else 2.0})
+    assert "rank 1: not finite since step 5" in drawn(curves)
+
+
+def test_the_mean_has_a_gap_where_no_rank_is_finite() -> None:
+    points = {rank: [(float(s), math.nan if s == 41 else 1.0) for s in range(300)] for rank in "ab"}
+    by_rank = dict(enumerate(points.values()))
+    mean = Chart(name="x", points=by_rank, means=by_rank, last={0: 1.0, 1: 1.0})
+    (line,) = re.findall(r" d='([^']*)'", render_charts([mean], Look(is_mean=True)))
+    assert line.count("M") == 2
+    (smooth,) = heights(render_charts([mean], Look(is_mean=True, smoothing=0.9)))
+    assert set(smooth) == {32}
+
+
+def test_labels_of_large_numbers_are_distinct() -> None:
+    markup = drawn(live(10, loss=lambda s: 3e9 + 1e4 * s))
+    assert re.findall(r"na-tick-\w+'>([^<]*)<", markup) == ["+90,000", "3e9"]
 
 
 def test_groups_by_prefix() -> None:

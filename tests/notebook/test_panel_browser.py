@@ -74,8 +74,8 @@ def hang():
         time.sleep(0.1)
 """
 MIDDLE_IS_HIGH = """() => {
-    const line = document.querySelector(".na-chart polyline");
-    const points = line ? line.getAttribute("points").split(" ") : [];
+    const line = document.querySelector(".na-chart path");
+    const points = line ? line.getAttribute("d").slice(1).split(" ") : [];
     const middle = points[Math.floor(points.length / 2)] || "0,64";
     return Number(middle.split(",")[1]) < 57;
 }"""
@@ -159,7 +159,7 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     # The first launch of a kernel waits until ranks can be started.
     output.get_by_text("straw 49 of 1").first.wait_for(timeout=60_000)
     charts = output.locator(".na-charts")
-    charts.locator("polyline").first.wait_for(timeout=30_000)
+    charts.locator("path").first.wait_for(timeout=30_000)
     # What comes makes the panel higher, in a few steps, and nothing makes it lower.
     heights = page.evaluate("() => window.heights")
     assert heights == sorted(heights), heights
@@ -222,13 +222,13 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     page.wait_for_function("() => document.querySelectorAll('.na-chart').length === 1")
     choose(output, "Which metrics", "all (11)")
     page.wait_for_function("() => document.querySelectorAll('.na-chart').length === 6")
-    assert charts.locator(".na-chart").first.locator("polyline").count() == 2
+    assert charts.locator(".na-chart").first.locator("path").count() == 2
     charts.locator(".na-stripes i").nth(3).hover()
     charts.get_by_text(re.compile(r"step \d+: rank 0 .*, rank 1")).locator("visible=true").wait_for(
         timeout=30_000
     )
     choose(output, "Lines", "mean")
-    lines = "() => document.querySelectorAll('.na-chart')[0].querySelectorAll('polyline').length"
+    lines = "() => document.querySelectorAll('.na-chart')[0].querySelectorAll('path').length"
     page.wait_for_function(f"{lines} === 1", timeout=30_000)
     choose(output, "Scale", "log")
     # Halfway down the steps one over the step is nearly zero, but not its logarithm.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from html import unescape
@@ -328,3 +329,17 @@ def test_no_name_and_no_number_of_them_breaks_the_limits() -> None:
         for text in (snapshot.html, snapshot.text):
             assert not re.search("[\x00\x1b\x9b\u202e]", text)
         assert "\nFAKE" not in snapshot.text
+
+
+def test_metrics_that_are_not_finite_keep_their_chart_and_say_so() -> None:
+    rows = metrics(["loss", "bad", "some"], ranks=1, steps=100)
+    for row in rows:
+        if row["name"] == "bad" or (row["name"] == "loss" and row["step"] > 40):
+            row["value"] = math.nan
+        if row["name"] == "some" and row["step"] in (3, 50):
+            row["value"] = math.inf
+    page = Tags(render_snapshot(running(1), rows).html)
+    assert page.tags.count("img") == 3
+    assert "not finite since step 41" in page.text
+    assert "not finite since step 0" in page.text
+    assert "2 values are not finite" in page.text

@@ -1,32 +1,122 @@
 """The metrics of a run that goes on, as curves of bounded size: what a live chart draws.
 
-A curve keeps a few hundred stretches of equal length, of each the lowest and the highest value;
-when they are too many, every two become one. So no peak is lost, the whole run is there, and a
-million values take as much room as a thousand. The metrics themselves are on disk
-(``metrics_file.py``).
+A curve keeps a few hundred stretches, each of equally many steps, and of each the lowest and the
+highest value, and whether some value was not finite; when they are too many, every two become one.
+So no peak is lost, the whole run is there, and a million values take as much room as a thousand.
+The metrics themselves are on disk (``metrics_file.py``).
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from typing import TYPE_CHECKING
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from notebook_accel.launch.control.plotting import Point
 
-__all__ = ["Curve", "LiveCurves"]
+__all__ = ["Curve", "LiveCurves", "NotFinite"]
 
-# The most stretches of a curve, an even number; a chart is about as many pixels wide
-# (notebook/metric_charts.py).
+# The most stretches of a curve; a chart is about as many pixels wide (notebook/metric_charts.py).
 _MAX_STRETCHES = 256
 # With more ranks than this nobody looks at the line of each one: fewer stretches will do.
 _MANY_RANKS = 16
 _MAX_STRETCHES_OF_MANY = 64
-# The most curves of a run: 60 MB in all, at 3 KB each.
+# The most curves of a run: 90 MB in all, at 4.5 KB each.
 _MAX_CURVES = 20_000
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """How many values of a curve are nan or infinite.
+
+    Attributes:
+        count: of them all.
+        since: the step from which on none was finite; None where the newest value is.
+    """
+
+    count: int = 0
+    since: float | None = None
+
+    def and_then(self, step: float, value: float) -> NotFinite:
+        """What is so once another value has come."""
+        if math.isfinite(value):
+            return self if self.since is None else NotFinite(self.count)
+        return NotFinite(self.count + 1, step if self.since is None else self.since)
+
+
+class _Stretch(NamedTuple):
+    """What is kept of the values of some steps; nan stands for what is not there.
+
+    Attributes:
+        low_x, low_y: the lowest point.
+        high_x, high_y: the highest point.
+        mean_x, mean_y: the mean step and value.
+        num: how many values are finite.
+        gap_x: the first step with a value that is not finite.
+    """
+
+    low_x: float
+    low_y: float
+    high_x: float
+    high_y: float
+    mean_x: float
+    mean_y: float
+    num: float
+    gap_x: float
+
+    @classmethod
+    def of(cls, x: float, y: float) -> _Stretch:
+        """That of one value."""
+        if math.isfinite(y):
+            return cls(x, y, x, y, x, y, 1.0, math.nan)
+        return _NOTHING._replace(gap_x=x)
+
+    def joined(self, other: _Stretch) -> _Stretch:
+        """That of the values of both."""
+        gap_x = other.gap_x if math.isnan(self.gap_x) else self.gap_x
+        if not self.num or not other.num:
+            return (self if self.num else other)._replace(gap_x=gap_x)
+        low = self if self.low_y <= other.low_y else other
+        high = self if self.high_y >= other.high_y else other
+        num = self.num + other.num
+        share = other.num / num
+        return _Stretch(
+            low.low_x,
+            low.low_y,
+            high.high_x,
+            high.high_y,
+            self.mean_x * (1 - share) + other.mean_x * share,
+            self.mean_y * (1 - share) + other.mean_y * share,
+            num,
+            gap_x,
+        )
+
+    def any_step(self) -> float:
+        """One of its steps."""
+        return self.low_x if self.num else self.gap_x
+
+    def points(self) -> list[Point]:
+        """Its points, and (step, nan) where the line has a gap; in the order of their steps."""
+        found = {(self.low_x, self.low_y), (self.high_x, self.high_y)} if self.num else set()
+        return self._with_gap(found)
+
+    def means(self) -> list[Point]:
+        """The mean point, and (step, nan) where the line has a gap."""
+        return self._with_gap({(self.mean_x, self.mean_y)} if self.num else set())
+
+    def _with_gap(self, points: set[Point]) -> list[Point]:
+        if not math.isnan(self.gap_x):
+            points.add((self.gap_x, math.nan))
+        return sorted(points)
+
+
+_FIELDS = len(_Stretch._fields)
+_NOTHING = _Stretch._make([math.nan] * 6 + [0.0, math.nan])
 
 
 class Curve:
@@ -34,75 +124,104 @@ class Curve:
 
     Attributes:
         last: the newest value.
+        not_finite: how many values are nan or infinite, and since when.
     """
 
     def __init__(self, max_stretches: int = _MAX_STRETCHES) -> None:
         self.last = math.nan
+        self.not_finite = NotFinite()
         self._num = 0
         self._max = max_stretches
-        # Values in each stretch, and in the one that is not full yet.
-        self._size = 1
-        self._filled = 0
-        # Steps and values of the lowest and of the highest point of each stretch.
-        self._low_x, self._low_y = array("d"), array("d")
-        self._high_x, self._high_y = array("d"), array("d")
-        # The mean step and value of each stretch.
-        self._mean_x, self._mean_y = array("d"), array("d")
+        # Steps of each stretch; by steps and not by values, as a chart's width is.
+        self._width = 1
+        # The fields of all stretches one after the other, in the order of the steps.
+        self._cells = array("d")
+        # Those of the lowest and of the highest step, which stay whatever is left out.
+        self._ends: tuple[Point, Point] | None = None
 
     def add(self, step: float | None, value: float) -> None:
         """Add a value; without a step, it has its own count as one."""
         x = float(self._num if step is None else step)
         self._num += 1
         self.last = value
-        if not math.isfinite(value):
+        self.not_finite = self.not_finite.and_then(x, value)
+        first, last = self._ends or ((x, value), (x, value))
+        self._ends = (
+            (x, value) if x < first[0] else first,
+            (x, value) if x >= last[0] else last,
+        )
+        number, cells = x // self._width, self._cells
+        new = _Stretch.of(x, value)
+        end = index = len(cells) // _FIELDS
+        if end and number <= self._number(end - 1):
+            # Nearly always the last one; but steps may go back, in a second loop of a session.
+            index = end - 1
+            if number < self._number(index):
+                index = bisect_left(range(end), number, key=self._number)
+        place = index * _FIELDS
+        if index < end and self._number(index) == number:
+            cells[place : place + _FIELDS] = array("d", _stretch(cells, index).joined(new))
             return
-        if self._filled == 0:
-            if len(self._low_x) >= self._max:
-                self._halve()
-            self._low_x.append(x)
-            self._low_y.append(value)
-            self._high_x.append(x)
-            self._high_y.append(value)
-            self._mean_x.append(x)
-            self._mean_y.append(value)
-        elif value < self._low_y[-1]:
-            self._low_x[-1], self._low_y[-1] = x, value
-        elif value > self._high_y[-1]:
-            self._high_x[-1], self._high_y[-1] = x, value
-        weight = 1 / (self._filled + 1)
-        self._mean_x[-1] += weight * (x - self._mean_x[-1])
-        self._mean_y[-1] += weight * (value - self._mean_y[-1])
-        self._filled = (self._filled + 1) % self._size
+        cells[place:place] = array("d", new)
+        if len(cells) > self._max * _FIELDS:
+            self._make_fewer()
 
-    def _halve(self) -> None:
-        """Make one stretch of every two; there is an even number of them, and all are full."""
-        self._size *= 2
-        for xs, ys, pick in (
-            (self._low_x, self._low_y, min),
-            (self._high_x, self._high_y, max),
-        ):
-            points = list(zip(ys, xs, strict=True))
-            picked = [pick(pair) for pair in zip(points[::2], points[1::2], strict=True)]
-            xs[:] = array("d", (x for _, x in picked))
-            ys[:] = array("d", (y for y, _ in picked))
-        for means in (self._mean_x, self._mean_y):
-            pairs = zip(means[::2], means[1::2], strict=True)
-            means[:] = array("d", (sum(pair) / 2 for pair in pairs))
+    def _number(self, index: int) -> float:
+        """Where the stretch at ``index`` lies, counted in stretches from step 0 on."""
+        step = self._cells[index * _FIELDS]
+        if step != step:  # nan: no value of it is finite
+            step = self._cells[(index + 1) * _FIELDS - 1]
+        return step // self._width
+
+    def _make_fewer(self) -> None:
+        """Double the steps of each stretch until there is room for some more of them."""
+        stretches = list(_stretches(self._cells))
+        while len(stretches) > self._max * 7 // 8:
+            self._width *= 2
+            joined: dict[float, _Stretch] = {}
+            for stretch in stretches:
+                number = stretch.any_step() // self._width
+                before = joined.get(number)
+                joined[number] = before.joined(stretch) if before else stretch
+            stretches = list(joined.values())
+        # A new array at once: whoever draws in another thread goes through the old one.
+        self._cells = array("d", (field for stretch in stretches for field in stretch))
 
     def points(self) -> list[Point]:
-        """The points (step, value) in the order of their steps."""
-        # Another thread may be adding: a point that it has half done is left out, and one drawing
-        # may have wrong points while it halves. No lock: an interrupt could leave it locked.
-        low = zip(self._low_x, self._low_y, strict=False)
-        high = zip(self._high_x, self._high_y, strict=False)
-        pairs = zip(low, high, strict=False)
-        return sorted(
-            point for pair in pairs for point in (pair[:1] if pair[0] == pair[1] else pair)
+        """The points (step, value) in the order of their steps, the first and the last among them.
+
+        The value is nan where the line has a gap.
+        """
+        return self._between_ends(
+            [point for stretch in _stretches(self._cells) for point in stretch.points()]
         )
 
     def means(self) -> list[Point]:
-        """The mean step and value of each stretch, in order."""
-        return list(zip(self._mean_x, self._mean_y, strict=False))
+        """The mean step and value of each stretch between the first and the last point, in order.
+
+        The value is nan where the line has a gap.
+        """
+        return self._between_ends(
+            [point for stretch in _stretches(self._cells) for point in stretch.means()]
+        )
+
+    def _between_ends(self, points: list[Point]) -> list[Point]:
+        if self._ends is None or not points:
+            return []
+        first, last = self._ends
+        before = [first] if first[0] < points[0][0] else []
+        after = [last] if last[0] > points[-1][0] else []
+        return before + points + after
+
+
+def _stretch(cells: array[float], index: int) -> _Stretch:
+    return _Stretch(*cells[index * _FIELDS : (index + 1) * _FIELDS])
+
+
+def _stretches(cells: array[float]) -> Iterator[_Stretch]:
+    # A copy, since another thread may be adding. No lock: an interrupt could leave it locked.
+    cells = cells[:]
+    return (_stretch(cells, index) for index in range(len(cells) // _FIELDS))
 
 
 class LiveCurves:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -34,13 +35,14 @@ def count(value: float) -> str:
     return f"{int(value):,}" if value == int(value) else f"{value:,.2f}"
 
 
-def number(value: float) -> str:
-    """A measured value with four digits; whole numbers below a million are written out."""
+def number(value: float, digits: int = 4) -> str:
+    """A measured value with some digits; whole numbers below a million are written out."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e6:
         return f"{int(value):,}"
-    return f"{value:.4g}"
+    # "3e9", not "3e+09".
+    return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.{digits}g}")
 
 
 def memory(num_bytes: int) -> str:

@@ -17,6 +17,7 @@ from notebook_accel.launch.text.terminal_text import one_line
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from notebook_accel.launch.control.curves import NotFinite
     from notebook_accel.launch.control.state import BarState, RankState, RunState
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "most_lines",
     "name_of",
     "named_lines",
+    "not_finite_note",
     "progress_lines",
     "progress_text",
     "spread",
@@ -295,3 +297,23 @@ def spread(by_rank: Mapping[int, float]) -> str:
     if len(numbers) < len(by_rank):
         return f"{text} and nan"
     return "" if low == high else text
+
+
+def not_finite_note(by_rank: Mapping[int, NotFinite]) -> str:
+    """What a chart says of values that it cannot draw: "not finite since step 41"; "" for none.
+
+    Ranks are named where they differ.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, found in by_rank.items():
+        text = ""
+        if found.since is not None:
+            text = f"not finite since step {wording.count(found.since)}"
+        elif found.count:
+            verb = "value is" if found.count == 1 else "values are"
+            text = f"{found.count:,} {verb} not finite"
+        ranks_of.setdefault(text, []).append(rank)
+    if len(ranks_of) == 1:
+        return next(iter(ranks_of))
+    notes = (f"{wording.rank_list(ranks)}: {text}" for text, ranks in ranks_of.items() if text)
+    return "; ".join(notes)
