@@ -254,7 +254,11 @@ def ticks(values: Sequence[float]) -> list[str]:
         texts = [_with_digits(value, digits) for value in values]
         if max(map(len, texts)) > _MAX_LABEL:
             low = values[0]
-            return [tick(low), *(f"+{tick(value - low, _MAX_LABEL - 1)}" for value in values[1:])]
+            more = [value - low for value in values[1:]]
+            texts = [tick(value, _MAX_LABEL - 1) for value in more]
+            if any("e" in text for text in texts):  # then all, so that they compare
+                texts = [tick(value, 0) for value in more]
+            return [tick(low), *(f"+{text}" for text in texts)]
     return texts
 
 
