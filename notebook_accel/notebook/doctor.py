@@ -14,7 +14,7 @@ import psutil
 
 from notebook_accel.launch.doctor import FINE, HURTS, STOPS, Finding, examine
 from notebook_accel.notebook.clicks import find_kernel
-from notebook_accel.notebook.markup import element, join
+from notebook_accel.notebook.markup import element
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,13 @@ _SIGNS = {FINE: "✓", HURTS: "!", STOPS: "✗"}
 _COLOURS = {FINE: "#388e3c", HURTS: "#b7791f", STOPS: "#d32f2f"}
 # ``python .../jupyter-lab``, ``python -m jupyterlab``, ``python .../jupyterhub-singleuser``.
 _SERVER = re.compile(r"^(?:.*/)?(?:jupyter(?:[-_]?\w+|hub-singleuser)?|notebook)$")
-_CELL = "text-align:left;vertical-align:top;padding:2px 14px 2px 0"
+# As in the summary of a run: flexible boxes, so that the answer has a line of its own below what it
+# is about where a page is narrow.
+_ROW = "display:flex;flex-wrap:wrap;padding:2px 0;background:none"
+_CELL = (
+    "box-sizing:border-box;text-align:left;padding:2px 14px 2px 0;font-size:13px;"
+    "white-space:normal;overflow-wrap:anywhere"
+)
 
 
 class Diagnosis:
@@ -51,21 +57,24 @@ class Diagnosis:
         )
 
     def _repr_html_(self) -> str:
+        width = 14 + 8 * max((len(each.subject) for each in self.findings), default=0)
         rows = [
             element(
                 "tr",
                 element(
                     "td",
                     _SIGNS[each.level],
-                    style=f"{_CELL};color:{_COLOURS[each.level]}",
+                    style=f"{_CELL};flex:0 0 24px;color:{_COLOURS[each.level]}",
                     aria_label=each.level,
                 ),
-                element("td", each.subject, style=f"{_CELL};white-space:nowrap"),
-                element("td", *_answer(each), style=_CELL),
+                element("td", each.subject, style=f"{_CELL};flex:0 0 {width}px"),
+                element("td", *_answer(each), style=f"{_CELL};flex:1 1 300px"),
+                style=_ROW,
             )
             for each in self.findings
         ]
-        return str(element("table", join(rows), style="font-size:13px"))
+        body = element("tbody", *rows, style="display:block")
+        return str(element("table", body, style="display:block;font-size:13px"))
 
 
 def _answer(finding: Finding) -> list[str]:

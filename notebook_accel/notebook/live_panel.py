@@ -126,6 +126,7 @@ class LivePanel:
         self._kill = self._small_button(
             "Kill", "End all ranks at once, with the processes that they started. Results are lost."
         )
+        self._kill.add_class("na-kill")
         self._kill.on_click(self._on_kill)
         self._ask_stacks = self._small_button("Stacks", "Show which line each rank executes now")
         self._ask_stacks.on_click(self._on_stacks)
@@ -146,12 +147,16 @@ class LivePanel:
             clicks.let_through(widget)
         self._metrics = MetricsView(clicks, widgets)
         self._log = LogView(run.state, clicks, widgets, saved=self._saved_log)
-        self._style = widgets.make(
-            ipywidgets.HTML,
-            f"{style_element()}{self._hiding_style}",
-            layout=ipywidgets.Layout(display="none"),
+        # Text that the style sheet shows once the kernel is gone, which can send none then.
+        gone = element(
+            "div",
+            "The kernel of this run is gone. This shows what was kept: ",
+            element("code", f"{run_list.expression(run.id)}.show()"),
+            class_="na",
         )
+        self._style = widgets.make(ipywidgets.HTML, f"{style_element()}{self._hiding_style}{gone}")
         for widget, name in (
+            (self._style, "na-gone"),
             (self._title, "na-head"),
             (self._buttons, "na-buttons"),
             (self._note, "na-note"),

@@ -117,6 +117,7 @@ class ConfigPicker:
                 ("Launch", "Call the function with these settings, in the background"),
             )
         }
+        self._buttons["Launch"].button_style = "primary"
         self._box = self._lay_out()
         self._listen()
         self.fill(config)

@@ -75,16 +75,19 @@ _TABLE = (
     "display:block;table-layout:auto;border:none;border-collapse:collapse;margin:6px 0 4px;"
     "font-size:13px"
 )
-_ROW = "display:flex;flex-wrap:wrap;padding:0;background:none"
+_ROW = "display:flex;flex-wrap:wrap;padding:2px 0;background:none"
 # Pixels between two columns.
 _GAP = 12
 _CELL = (
-    f"box-sizing:border-box;text-align:left;padding:2px {_GAP}px 2px 0;border:none;font-size:13px;"
+    f"box-sizing:border-box;text-align:left;padding:0 {_GAP}px 0 0;border:none;font-size:13px;"
     "overflow-wrap:anywhere"
 )
-_HEAD = f"{_CELL};font-weight:normal;opacity:.65"
+# The widest last: a narrow page has a second line for it, and for what else has no room above.
+_COLUMNS = ("rank", "state", "rate", "memory", "progress")
+_HEAD = f"{_CELL};font-weight:normal;font-size:11px;opacity:.65"
 # Pixels of each column, the gap included; the progress takes what is left, up to so many a letter.
-_WIDTHS = {"rank": 42, "state": 102, "progress": 76, "rate": 96, "memory": 68}
+# In JupyterLab's notebook of 400 px a table has 234: for the first three, then for the two others.
+_WIDTHS = {"rank": 38, "state": 98, "rate": 96, "memory": 66, "progress": 150}
 _OF_CHARACTER = 8
 _MONO = "font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
 _TEXT = (
@@ -229,32 +232,31 @@ def _title_parts(state: RunState, seconds: float) -> list[Markup | str]:
         " ",
         element("b", f"{summary.SIGNS.get(state.status, '●')} {state.status}", style=colour),
         " ",
-        element("span", f"{summary.num_ranks(state)}, {wording.span(seconds)}", style=_MUTED),
+        # In one piece, wherever a narrow page breaks the line.
+        element(
+            "span",
+            f"{summary.num_ranks(state)}, {wording.span(seconds)}",
+            style=f"{_MUTED};display:inline-block",
+        ),
     ]
 
 
 def _table(state: RunState, seconds: float) -> Markup:
     shown = summary.ranks_with_row(state.ranks)
-    facts = [summary.rank_facts(rank, seconds) for rank in shown]
-    # A column that says nothing of any rank is left out.
-    longest = [max(len(row[index]) for row in facts) for index in range(len(summary.COLUMNS))]
-    styles = {
-        index: _style_of_column(name, longest[index])
-        for index, name in enumerate(summary.COLUMNS)
-        if longest[index]
-    }
-    head = [
-        element("th", summary.COLUMNS[index], style=f"{_HEAD};{style}")
-        for index, style in styles.items()
+    facts = [
+        dict(zip(summary.COLUMNS, summary.rank_facts(rank, seconds), strict=True)) for rank in shown
     ]
+    # A column that says nothing of any rank is left out.
+    longest = {name: max(len(row[name]) for row in facts) for name in _COLUMNS}
+    styles = {name: _style_of_column(name, longest[name]) for name in _COLUMNS if longest[name]}
+    head = [element("th", name, style=f"{_HEAD};{style}") for name, style in styles.items()]
     rows: list[Markup] = []
     for rank, row in zip(shown, facts, strict=True):
         cells: list[Markup] = []
-        for index, style in styles.items():
-            is_state = summary.COLUMNS[index] == "state"
-            colour = _COLOURS.get(summary.condition(rank)) if is_state else None
+        for name, style in styles.items():
+            colour = _COLOURS.get(summary.condition(rank)) if name == "state" else None
             colour = f";color:{colour}" if colour else ""
-            cells.append(element("td", row[index], style=f"{_CELL};{style}{colour}"))
+            cells.append(element("td", row[name], style=f"{_CELL};{style}{colour}"))
         rows.append(element("tr", *cells, style=_ROW))
     table = element(
         "table",
@@ -271,7 +273,8 @@ def _style_of_column(name: str, longest: int) -> str:
     width = _WIDTHS[name]
     if name != "progress":
         return f"flex:0 0 {width}px"
-    return f"flex:1 1 {width}px;max-width:{max(width, _GAP + _OF_CHARACTER * longest)}px"
+    wanted = max(width, _OF_CHARACTER * longest)
+    return f"flex:1 1 {width}px;max-width:{wanted}px;padding-right:0"
 
 
 def _notices(state: RunState) -> Markup:
@@ -489,17 +492,23 @@ def _printed(rank: RankState, max_lines: int) -> _Printed:
 
 def _block(printed: _Printed, label: str, style: str, *, is_open: bool) -> Markup:
     """The output of some ranks: open, folded, or its last lines below a fold with the others."""
+    lines = printed.lines
+    who = f"{label}: " if label else ""
     total = f"{printed.total:,} line{'' if printed.total == 1 else 's'} of output"
-    if printed.total > len(printed.lines):
-        total += f", the last {len(printed.lines)} of them here"
-    title = element("summary", f"{label}: {total}" if label else total, style=_FONT)
     if not is_open:
-        return element("details", title, _pre(printed.lines, style))
+        part = f", the last {len(lines)} of them here" if printed.total > len(lines) else ""
+        title = element("summary", f"{who}{total}{part}", style=_FONT)
+        return element("details", title, _pre(lines, style))
     if not printed.is_long:
         name = element("div", label, style=f"{_FONT};{_MUTED}") if label else ""
-        return join([name, _pre(printed.lines, style)])
-    fold = element("details", title, _pre(printed.lines[:-_LAST_LINES], style))
-    return join([fold, _pre(printed.lines[-_LAST_LINES:], style)])
+        return join([name, _pre(lines, style)])
+    earlier, last = lines[:-_LAST_LINES], lines[-_LAST_LINES:]
+    part = f"{who}last {len(last)} of {total}"
+    if not earlier:
+        return join([element("div", part, style=f"{_FONT};{_MUTED}"), _pre(last, style)])
+    # True of the fold while it is closed, and of the open one.
+    title = element("summary", f"{part}, {len(earlier)} earlier ones in this fold", style=_FONT)
+    return join([element("details", title, _pre(earlier, style)), _pre(last, style)])
 
 
 def _pre(lines: Sequence[str], style: str) -> Markup:

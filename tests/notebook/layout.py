@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.notebook.lab import Notebook
 
-__all__ = ["check_layout", "check_summary_layout"]
+__all__ = ["check_layout", "check_summary_layout", "check_table_layout", "check_tags"]
 
 # What is cut, out of the panel or over something else, in a window of that width. Names may be cut.
 _FAULTS = """(width) => {
@@ -70,19 +70,55 @@ def check_layout(notebook: Notebook) -> None:
     notebook.page.set_viewport_size(before)
 
 
-# Whether a summary's table is legible in a narrow window: all of it is in sight, nothing is cut.
-_SUMMARY_FITS = """() => {
-  const table = [...document.querySelectorAll('.jp-OutputArea-output table')].at(-1);
-  const frame = table.parentElement.getBoundingClientRect();
-  return frame.width < 360 && [...table.querySelectorAll('th, td')].every((cell) =>
-    cell.scrollWidth <= cell.clientWidth && cell.getBoundingClientRect().right <= frame.right + 1);
+# Wherever the log is scrolled to, one of its first lines says whose it is.
+_TAGS_STAY = """() => {
+  const log = document.querySelector(".na-scroll"), top = log.getBoundingClientRect().top;
+  const isHigh = ({y}) => top - 1 <= y && y < top + 56;
+  const tags = [...log.querySelectorAll(".na-tag")];
+  const found = [100, 250, 400, 550].map((distance) => {
+    log.scrollTop = -distance;
+    return tags.some((tag) => isHigh(tag.getBoundingClientRect()));
+  });
+  log.scrollTop = 0;
+  return found;
 }"""
 
 
+def check_tags(notebook: Notebook) -> None:
+    """Of the first lines of the log that are in sight one says which rank has printed them."""
+    assert all(notebook.page.evaluate(_TAGS_STAY))
+
+
+# Whether a table is legible in a narrow window: all of it is in sight, nothing is cut.
+_FITS = """() => {
+  const table = [...document.querySelectorAll('.jp-OutputArea-output table')].at(-1);
+  const frame = table.parentElement.getBoundingClientRect();
+  return frame.width < 400 && [...table.querySelectorAll('th, td')].every((cell) =>
+    cell.scrollWidth <= cell.clientWidth && cell.getBoundingClientRect().right <= frame.right + 1);
+}"""
+# Whether each row of it has two lines at most.
+_HAS_TWO_LINES = """() => {
+  const table = [...document.querySelectorAll('.jp-OutputArea-output table')].at(-1);
+  const tops = (row) => new Set([...row.cells].map((cell) => cell.offsetTop));
+  return [...table.rows].every((row) => row.offsetHeight < 46 && tops(row).size < 3);
+}"""
+
+
+def check_table_layout(notebook: Notebook) -> None:
+    """The newest table is legible in a narrow window."""
+    _check_when_narrow(notebook, _FITS)
+
+
 def check_summary_layout(notebook: Notebook) -> None:
-    """The newest summary is legible in a narrow window."""
+    """The table of the newest summary is legible in a narrow window, in two lines a rank."""
+    _check_when_narrow(notebook, _FITS, _HAS_TWO_LINES)
+
+
+def _check_when_narrow(notebook: Notebook, *conditions: str) -> None:
     before = notebook.page.viewport_size
+    notebook.hide_sidebar()
     notebook.page.set_viewport_size({"width": 400, "height": 1000})
-    notebook.page.wait_for_function(_SUMMARY_FITS, timeout=10_000)
+    for condition in conditions:
+        notebook.page.wait_for_function(condition, timeout=10_000)
     assert before is not None
     notebook.page.set_viewport_size(before)

@@ -385,11 +385,18 @@ def test_after_a_restart_in_mid_run_the_panel_looks_dead_and_says_what_to_type(
     shown_again.get_by_text("rank 0 speaks").wait_for(timeout=30_000)
     notebook.restart()
     notebook.page.wait_for_function(
-        "() => getComputedStyle(document.querySelector('.na-panel'), '::after').content"
-        ".includes('runs(everywhere=True)')",
-        timeout=30_000,
+        "() => document.querySelector('.na-panel .na-gone').checkVisibility()", timeout=30_000
     )
-    for what in ("button", "select", ".na-status", "td.na-c-state"):
+    gone = output.locator(".na-gone")
+    said = r"is gone\. .* import notebook_accel; notebook_accel\.find_run\('\S+'\)\.show\(\)"
+    assert re.search(said, gone.inner_text())
+    # Which run that was stands above it, in a line of its own.
+    name, text = output.locator(".na-title b").bounding_box(), gone.bounding_box()
+    assert name is not None
+    assert text is not None
+    assert name["width"] >= 30
+    assert name["y"] + name["height"] <= text["y"]
+    for what in ("button", "select", ".na-dot", ".na-status", "td.na-c-state"):
         assert not output.locator(what).first.is_visible()
     # The summaries of runs that ended are as they were.
     assert notebook.count_broken_links() == 0

@@ -10,7 +10,7 @@ import pytest
 
 from tests.notebook.kernels import INSTALLED
 from tests.notebook.lab import open_browser, open_lab
-from tests.notebook.layout import check_layout, check_summary_layout
+from tests.notebook.layout import check_layout, check_summary_layout, check_table_layout, check_tags
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,6 +167,7 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     assert len({height for height in page.evaluate("() => window.logs") if height}) == 1
     page.evaluate("() => clearInterval(window.noting)")
     check_layout(notebook)
+    check_tags(notebook)
 
     # What ranks print does no harm and is right.
     choose(output, "Output of", "rank 0")
@@ -250,8 +251,13 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
 
     # One click on Kill is not enough.
     assert "[*]" in notebook.prompt(number)
+    stop = output.get_by_role("button", name="Stop")
+    place = stop.bounding_box()
     output.get_by_role("button", name="Kill").click()
-    output.get_by_role("button", name="Sure?").click()
+    sure = output.get_by_role("button", name="Sure?")
+    sure.wait_for(timeout=30_000)
+    assert stop.bounding_box() == place
+    sure.click()
     wait_for(output, "■ stopped")
     assert output.locator("button").count() == 0
     check_summary_layout(notebook)
@@ -475,6 +481,7 @@ def type_command(output: Locator, command: str) -> None:
 def test_the_doctor_sees_the_widgets_of_this_server(notebook: Notebook) -> None:
     output = notebook.add("%accelerate doctor")
     wait_for(output, re.compile(r"jupyterlab-manager 5\.\S+ in the Jupyter server"))
+    check_table_layout(notebook)
 
 
 FORM = """
@@ -504,6 +511,11 @@ def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
     form.get_by_text("No accelerator").or_(form.get_by_label("Devices")).first.wait_for(
         timeout=60_000
     )
+    # What one comes for stands out, and an arrow has the colour of its text, in a dark theme too.
+    launch = form.get_by_role("button", name="Launch")
+    assert "mod-primary" in (launch.get_attribute("class") or "")
+    looks = "lists => lists.map(each => getComputedStyle(each).backgroundImage)"
+    assert set(form.locator("select").evaluate_all(looks)) == {"none"}
     # The mouse alone is enough.
     form.get_by_label("Function", exact=True).select_option(label="quick")
     form.get_by_label("Mixed precision", exact=True).select_option(label="bf16")

@@ -186,8 +186,16 @@ def test_short_output_stays_open_and_of_a_long_one_its_end_does() -> None:
     state = after(running(1), wire.Output(rank=0, text="x\n" * 149 + "end\n", skipped=1000))
     page = Tags(render_snapshot(state).html)
     assert page.tags.count("details") == 1
-    assert "1,150 lines of output, the last 150 of them here" in page.text
+    # It must be true of the fold while it is closed, and of the open one.
+    assert "last 10 of 1,150 lines of output, 140 earlier ones in this fold" in page.text
     assert page.text.endswith("end")
+
+
+def test_where_the_earlier_lines_have_no_room_there_is_no_fold_for_them() -> None:
+    printed = [wire.Output(rank=rank, text=f"{rank}{'x' * 400}\n" * 30) for rank in range(20)]
+    page = Tags(render_snapshot(after(running(20), *printed)).html)
+    assert "rank 0: last 8 of 30 lines of output" in page.text
+    assert "earlier" not in page.text
 
 
 def test_ranks_that_printed_the_same_share_a_block() -> None:
@@ -208,7 +216,7 @@ def test_the_output_of_a_rank_that_failed_comes_first_and_is_open() -> None:
     assert unfolded.count("of 5") == 10
     assert "of 0" not in unfolded
     text = Tags(page).text
-    assert text.index("rank 5: 30 lines") < text.index("rank 0: 30 lines")
+    assert text.index("rank 5: last 10 of 30 lines") < text.index("rank 0: 30 lines")
 
 
 def test_a_traceback_stands_with_the_error_and_not_in_the_output_too() -> None:
