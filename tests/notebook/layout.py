@@ -92,9 +92,10 @@ def check_tags(notebook: Notebook) -> None:
 # Whether a table is legible in a narrow window: all of it is in sight, nothing is cut.
 _FITS = """() => {
   const table = [...document.querySelectorAll('.jp-OutputArea-output table')].at(-1);
-  const frame = table.parentElement.getBoundingClientRect();
-  return frame.width < 400 && [...table.querySelectorAll('th, td')].every((cell) =>
-    cell.scrollWidth <= cell.clientWidth && cell.getBoundingClientRect().right <= frame.right + 1);
+  const area = table.closest('.jp-Cell-outputArea').getBoundingClientRect();
+  const right = Math.min(area.right, table.parentElement.getBoundingClientRect().right);
+  return area.width < 400 && [...table.querySelectorAll('th, td')].every((cell) =>
+    cell.scrollWidth <= cell.clientWidth && cell.getBoundingClientRect().right <= right + 1);
 }"""
 # Whether each row of it has two lines at most.
 _HAS_TWO_LINES = """() => {
