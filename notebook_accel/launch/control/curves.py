@@ -26,7 +26,8 @@ _MAX_STRETCHES = 256
 # With more ranks than this nobody looks at the line of each one: fewer stretches will do.
 _MANY_RANKS = 16
 _MAX_STRETCHES_OF_MANY = 64
-# The most curves of a run: 90 MB in all, at 4.5 KB each.
+# The most curves of a run. Where ranks are many a curve takes 4.5 KB, and all of them 90 MB; where
+# a few ranks log more than a thousand metrics each, it is 17 KB a curve.
 _MAX_CURVES = 20_000
 
 
