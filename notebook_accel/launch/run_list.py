@@ -66,10 +66,13 @@ def add(run: Run) -> None:
 
 
 def _newest() -> list[_ListedRun]:
-    """The newest runs, and older ones that go on (they can be stopped from the list), or that the
-    list keeps."""
-    old = _known[:-_MAX_RUNS]
-    old = [known for known in old if known.is_kept or not known.run.state.has_ended]
+    """The newest runs, and older ones that go on (they can be stopped from the list), or whose
+    training the list keeps."""
+    old = [
+        known
+        for known in _known[:-_MAX_RUNS]
+        if not known.run.state.has_ended or (known.is_kept and known.run._has_rescued)
+    ]
     return [*old, *_known[-_MAX_RUNS:]]
 
 
