@@ -341,9 +341,10 @@ def _wait_for(url: str, server: subprocess.Popen[Any], seconds: float = 120) -> 
 
 @contextmanager
 def open_browser(executable: str) -> Iterator[Browser]:
-    """A browser without a window."""
-    from playwright.sync_api import sync_playwright
+    """A browser without a window; what a test expects of its pages may take half a minute."""
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=30_000)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=_BROWSER_ARGUMENTS)
         try:

@@ -86,7 +86,7 @@ _TAGS_STAY = """() => {
 
 def check_tags(notebook: Notebook) -> None:
     """Of the first lines of the log that are in sight one says which rank has printed them."""
-    assert all(notebook.page.evaluate(_TAGS_STAY))
+    notebook.page.wait_for_function(f"() => ({_TAGS_STAY})().every(Boolean)", timeout=10_000)
 
 
 # Whether a table is legible in a narrow window: all of it is in sight, nothing is cut.

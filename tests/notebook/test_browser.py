@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import nbformat
 import pytest
+from playwright.sync_api import expect
 
 from notebook_accel import runs
 from tests.engines.processes import eventually
@@ -150,7 +151,7 @@ def wait_for_summary(output: Locator) -> None:
     """Wait until the summary of a run that was stopped stands in place of its panel."""
     output.get_by_text("■ stopped").first.wait_for(timeout=60_000)
     output.locator("img[alt^='loss']").wait_for(timeout=30_000)
-    assert output.locator("button").count() == 0
+    expect(output.locator("button")).to_have_count(0)
 
 
 def reload(notebook: Notebook, cell: int) -> None:
@@ -190,7 +191,7 @@ def test_a_blocked_cell_shows_its_ranks_live_and_stops_by_mouse_also_in_a_page_t
     for rank in (0, 1):
         output.get_by_text(f"rank {rank} speaks <b>loudly</b>").wait_for(timeout=30_000)
     if version != INSTALLED:
-        assert f"ipykernel {version}" in notebook.output(0).inner_text()
+        expect(notebook.output(0)).to_contain_text(f"ipykernel {version}")
 
     # The filter works meanwhile.
     output.get_by_label("Output of").select_option(label="rank 1")
@@ -262,8 +263,9 @@ def test_the_log_follows_until_somebody_scrolls_up_and_again_by_a_button(
     text = page.evaluate("() => document.querySelector('.na-blocks').innerText")
     assert list(map(int, re.findall(r"line (\d+)", text))) == list(range(1900))
     add(1)
-    assert page.evaluate(IN_SIGHT, "part 1")
-    assert page.evaluate(CUT_OFF) in (0, None), "the line at the top is whole"
+    page.wait_for_function(IN_SIGHT, arg="part 1", timeout=30_000)
+    # The line at the top is whole.
+    page.wait_for_function(f"() => !({CUT_OFF})()", timeout=30_000)
     before = page.evaluate(FONT_OF_LINES)
     for theme in ("dark", "light"):
         notebook.set_theme(theme)
@@ -289,7 +291,7 @@ def test_the_log_follows_until_somebody_scrolls_up_and_again_by_a_button(
     (tmp_path / "end").touch()
     add(5)
     output.get_by_text("succeeded").first.wait_for(timeout=30_000)
-    assert output.get_by_text("part 5").first.is_visible()
+    expect(output.get_by_text("part 5").first).to_be_visible()
 
 
 def test_a_run_in_the_background_stops_by_mouse_also_while_another_cell_computes(
@@ -367,8 +369,8 @@ def test_a_run_that_ends_while_its_page_is_closed_and_what_is_seen_without_its_k
 def check_summary(output: Locator, name: str) -> None:
     """Check what a page shows of a run of ``log`` that has ended."""
     output.get_by_text("✓ succeeded").first.wait_for(timeout=30_000)
-    assert output.get_by_text(name, exact=True).count() == 1
-    assert output.locator("td").filter(has_text="succeeded").count() == 2
+    expect(output.get_by_text(name, exact=True)).to_have_count(1)
+    expect(output.locator("td").filter(has_text="succeeded")).to_have_count(2)
     image = output.locator("img[alt^='loss']")
     is_drawn = "image => image.complete && image.naturalWidth === 250"
     output.page.wait_for_function(is_drawn, arg=image.element_handle(), timeout=30_000)
@@ -389,7 +391,7 @@ def test_after_a_restart_in_mid_run_the_panel_looks_dead_and_says_what_to_type(
     )
     gone = output.locator(".na-gone")
     said = r"is gone\. .* import notebook_accel; notebook_accel\.find_run\('\S+'\)\.show\(\)"
-    assert re.search(said, gone.inner_text())
+    expect(gone).to_have_text(re.compile(said))
     # Which run that was stands above it, in a line of its own.
     name, text = output.locator(".na-title b").bounding_box(), gone.bounding_box()
     assert name is not None
@@ -397,7 +399,7 @@ def test_after_a_restart_in_mid_run_the_panel_looks_dead_and_says_what_to_type(
     assert name["width"] >= 30
     assert name["y"] + name["height"] <= text["y"]
     for what in ("button", "select", ".na-dot", ".na-status", "td.na-c-state"):
-        assert not output.locator(what).first.is_visible()
+        expect(output.locator(what).first).to_be_hidden()
     # The summaries of runs that ended are as they were.
     assert notebook.count_broken_links() == 0
     notebook.wait_until_idle()

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from playwright.sync_api import expect
 
+from tests.engines.processes import eventually
 from tests.notebook.kernels import INSTALLED
 from tests.notebook.lab import open_browser, open_lab
 from tests.notebook.layout import check_layout, check_summary_layout, check_table_layout, check_tags
@@ -200,7 +202,7 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     # The lines that are searched for may come after the others are gone.
     output.get_by_text("straw 49 of 0").wait_for(state="detached", timeout=30_000)
     output.get_by_text("needle 20 of 0").wait_for(timeout=30_000)
-    assert output.locator(".na-blocks").inner_text().strip() == "needle 20 of 0"
+    expect(output.locator(".na-blocks")).to_have_text(re.compile(r"^\s*needle 20 of 0\s*$"))
     output.get_by_label("Search the output").fill("")
     wait_for(output, "straw 49 of 0")
     output.get_by_role("button", name="Save").click()
@@ -213,8 +215,8 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     assert len(saved) > 1_000_000
 
     # Metrics: all can be reached, by group or by page.
-    assert charts.locator(".na-chart").count() == 6
-    assert "metrics 1-6 of 11" in output.locator(".na-metrics").inner_text()
+    expect(charts.locator(".na-chart")).to_have_count(6)
+    expect(output.locator(".na-metrics")).to_contain_text("metrics 1-6 of 11")
     height = page.evaluate(HEIGHT)
     output.get_by_role("button", name="→").click()
     charts.get_by_text("eval/best").wait_for(timeout=30_000)
@@ -223,7 +225,7 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     page.wait_for_function("() => document.querySelectorAll('.na-chart').length === 1")
     choose(output, "Which metrics", "all (11)")
     page.wait_for_function("() => document.querySelectorAll('.na-chart').length === 6")
-    assert charts.locator(".na-chart").first.locator("path").count() == 2
+    expect(charts.locator(".na-chart").first.locator("path")).to_have_count(2)
     charts.locator(".na-stripes i").nth(3).hover()
     charts.get_by_text(re.compile(r"step \d+: rank 0 .*, rank 1")).locator("visible=true").wait_for(
         timeout=30_000
@@ -259,7 +261,7 @@ def test_all_that_can_be_clicked(notebook: Notebook, tmp_path: Path) -> None:
     assert stop.bounding_box() == place
     sure.click()
     wait_for(output, "■ stopped")
-    assert output.locator("button").count() == 0
+    expect(output.locator("button")).to_have_count(0)
     check_summary_layout(notebook)
     # What was asked for is worth keeping.
     fold = output.locator("details", has_text="stacks after").text_content() or ""
@@ -274,7 +276,7 @@ def test_a_hang_is_shown_within_fifteen_seconds(notebooks: dict[str, Notebook]) 
         notebook.page.evaluate(NOTE_TIMES)
         notebook.add(HANG)
         outputs.append(notebook.add("run = notebook_launcher(hang, num_processes=2, grace=1)"))
-    for output in outputs:
+    for notebook, output in zip(notebooks.values(), outputs, strict=True):
         output.get_by_text("the run hangs").first.wait_for(timeout=60_000)
         where = r"the run hangs: rank 0 waits in all_reduce at Cell In\[\d+\], line 6"
         wait_for(output, re.compile(where))
@@ -284,14 +286,12 @@ def test_a_hang_is_shown_within_fifteen_seconds(notebooks: dict[str, Notebook]) 
         since = re.search(r"Nothing has moved for 0:(\d\d):", times["said"])
         assert since
         assert int(since[1]) < 15, times
-        assert output.locator("tbody tr").nth(0).inner_text().split()[1:4] == [
-            "waits",
-            "in",
-            "all_reduce",
-        ]
-        assert output.locator("tbody tr").nth(1).inner_text().split()[1] == "missing"
+        rows = output.locator("tbody tr")
+        expect(rows.nth(0)).to_contain_text(re.compile(r"waits\s*in all_reduce"))
+        expect(rows.nth(1)).to_contain_text("missing")
         # On a narrow page the collective can be read, too.
         viewport = output.page.viewport_size
+        notebook.hide_sidebar()
         output.page.set_viewport_size({"width": 400, "height": 1000})
         output.page.wait_for_function(LABELS_FIT, timeout=10_000)
         assert viewport is not None
@@ -320,14 +320,12 @@ def test_of_many_ranks_one_is_picked_by_a_click(notebook: Notebook) -> None:
     check_layout(notebook)
     output.locator(".na-heat i", has_text=re.compile("^16$")).click()
     output.get_by_text("I am 3", exact=True).wait_for(state="detached", timeout=30_000)
-    assert output.get_by_label("Output of").evaluate("list => list.selectedIndex") == 17
+    expect(output.get_by_label("Output of")).to_have_js_property("selectedIndex", 17)
     wait_for(output, "I am 16")
     # It has a row then, above the slowest.
     rows = output.locator("tbody tr td.na-c-rank")
-    output.page.wait_for_function(
-        "() => document.querySelector('tbody td.na-c-rank').innerText === '16'", timeout=30_000
-    )
-    assert rows.all_inner_texts()[1] == "0"
+    expect(rows.nth(0)).to_have_text("16")
+    expect(rows.nth(1)).to_have_text("0")
     # The keyboard does as well as the mouse: it comes to all of it, in the order of the page.
     output.get_by_role("button", name="Stop").focus()
     names = []
@@ -377,7 +375,8 @@ def test_a_failed_run_has_its_traceback_in_a_fold_that_shows_the_last_line(
     wait_for(output, "✗ failed")
     wait_for(notebook.add(AWAIT_END), "all was sent")
     # In the summary, and below the traceback in the cell's own error.
-    assert output.inner_text().count("ValueError: bad batch") == 2
+    in_sight = lambda: output.inner_text().count("ValueError: bad batch")  # noqa: E731
+    eventually(lambda: in_sight() == 2, within=30, what="the error was shown twice")
     output.locator("summary", has_text="traceback").click()
     traceback = output.locator("details[open] pre")
     traceback.wait_for(timeout=30_000)
@@ -400,7 +399,7 @@ def test_a_session_by_mouse_and_keyboard(notebook: Notebook) -> None:
         "%%accelerate -n 2\nimport os, time\npid, far_away_name = os.getpid(), rank\nrank * 10"
     )
     output.get_by_text("rank 0: 0 rank 1: 10").wait_for(timeout=60_000)
-    assert output.locator("button").count() == 0
+    expect(output.locator("button")).to_have_count(0)
 
     # A cell that lasts gets its panel, whose Stop ends it; the page's own Interrupt ends another.
     output = notebook.add(f"%%accelerate{ENDLESS}")
@@ -434,8 +433,9 @@ def test_a_session_by_mouse_and_keyboard(notebook: Notebook) -> None:
     stop.click()
     wait_for(output, "■ stopped")
     blank = output.locator(".jp-OutputArea-child").filter(has_not_text=re.compile(r"\S"))
-    heights = blank.evaluate_all("all => all.map(each => each.getBoundingClientRect().height)")
-    assert not any(heights), heights
+    heights = "all => all.map(each => each.getBoundingClientRect().height)"
+    is_flat = lambda: not any(blank.evaluate_all(heights))  # noqa: E731
+    eventually(is_flat, within=30, what="blank outputs took no room")
     wait_for(notebook.add("%%accelerate\n'once ' + 'more'"), "ranks 0-1: 'once more'")
 
 
@@ -507,6 +507,9 @@ picker = config_picker({{"num_processes": 1}})
 picker
 """
 
+HAS_PLAIN_LISTS = """() => [...document.querySelectorAll('.na-picker select')].every(
+  (list) => getComputedStyle(list).backgroundImage === 'none')"""
+
 
 def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
     notebook: Notebook, tmp_path: Path
@@ -517,23 +520,22 @@ def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
     )
     # What one comes for stands out, and an arrow has the colour of its text, in a dark theme too.
     launch = form.get_by_role("button", name="Launch")
-    assert "mod-primary" in (launch.get_attribute("class") or "")
-    looks = "lists => lists.map(each => getComputedStyle(each).backgroundImage)"
-    assert set(form.locator("select").evaluate_all(looks)) == {"none"}
+    expect(launch).to_have_class(re.compile("mod-primary"))
+    notebook.page.wait_for_function(HAS_PLAIN_LISTS, timeout=30_000)
     # The mouse alone is enough.
     form.get_by_label("Function", exact=True).select_option(label="quick")
     form.get_by_label("Mixed precision", exact=True).select_option(label="bf16")
-    form.get_by_role("button", name="Launch").click()
+    launch.click()
     form.get_by_text("✓ succeeded").first.wait_for(timeout=60_000)
     said = notebook.add("print(picker.run[0], picker.run.config.mixed_precision)")
     wait_for(said, "(1, 'quick') bf16")
-    form.get_by_role("button", name="Launch", disabled=False).wait_for(timeout=30_000)
+    expect(launch).to_be_enabled()
     form.get_by_label("Mixed precision", exact=True).select_option(index=0)
 
     # A bad value is told while it is typed, and there is nothing to launch then.
     form.get_by_label("Processes", exact=True).fill("zero")
     wait_for(form, "expected a whole number")
-    assert form.get_by_role("button", name="Launch").is_disabled()
+    expect(launch).to_be_disabled()
     form.get_by_label("Processes", exact=True).fill("2")
     form.get_by_label("Accumulation", exact=True).fill("4")
     wait_for(form, "gradient_accumulation_steps=4")
@@ -541,7 +543,7 @@ def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
     # A strategy unfolds its options; what was saved comes back.
     strategy = form.get_by_label("Strategy", exact=True)
     option = form.get_by_label("min_num_params", exact=True)
-    assert not option.is_visible()
+    expect(option).to_be_hidden()
     strategy.select_option(label="FSDP")
     option.fill("1000")
     wait_for(form, "fsdp={'min_num_params': 1000}")
@@ -552,13 +554,13 @@ def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
     option.wait_for(state="hidden", timeout=30_000)
     form.get_by_role("button", name="Load").click()
     wait_for(form, "Loaded from")
-    option.wait_for(timeout=30_000)
-    assert option.input_value() == "1000"
+    expect(option).to_be_visible()
+    expect(option).to_have_value("1000")
 
     form.get_by_label("Function", exact=True).select_option(label="train")
     form.get_by_label("Arguments", exact=True).fill("0.5, epochs=3")
     wait_for(form, "notebook_launcher(train, args=(0.5,), kwargs={'epochs': 3}")
-    form.get_by_role("button", name="Launch").click()
+    launch.click()
     # What rank 0 displays is there while it trains, and in the end.
     drawn = form.get_by_text("drawn by rank 0")
     drawn.wait_for(timeout=60_000)
@@ -576,6 +578,6 @@ def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
         ".includes('Run its cell again')",
         timeout=30_000,
     )
-    assert not form.get_by_role("button", name="Launch").is_visible()
+    expect(launch).to_be_hidden()
     assert notebook.count_broken_links() == 0
     notebook.wait_until_idle()
