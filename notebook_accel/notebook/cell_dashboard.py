@@ -13,7 +13,7 @@ from notebook_accel.notebook.snapshot import render_line
 
 if TYPE_CHECKING:
     from notebook_accel.launch.run import Run
-    from notebook_accel.notebook.lost_panel import LostPanelText
+    from notebook_accel.notebook.lost_widget import LostWidgetText
 
 __all__ = ["CellDashboard"]
 
@@ -27,7 +27,7 @@ class CellDashboard(Dashboard):
     # The number of the newest cell that shows the run.
     _placed_in: int | None = None
 
-    def _begin_drawing(self, run: Run, lost_text: LostPanelText) -> None:
+    def _begin_drawing(self, run: Run, lost_text: LostWidgetText) -> None:
         """Show a line. No thread draws what becomes of it, and so no page loses it."""
         self._is_drawing = True
         # A click has no cell.

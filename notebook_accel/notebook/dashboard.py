@@ -8,12 +8,13 @@ import time
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import run_list
+from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import GuardedView, View
 from notebook_accel.launch.view.progress import Throughput
 from notebook_accel.launch.view.summary import hang_line
 from notebook_accel.notebook.display_slot import DisplaySlot
 from notebook_accel.notebook.live_panel import LivePanel
-from notebook_accel.notebook.lost_panel import LostPanelText
+from notebook_accel.notebook.lost_widget import LostWidgetText
 from notebook_accel.notebook.panel import Details
 from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
 from notebook_accel.notebook.snapshot import render_line, render_slim, render_snapshot
@@ -73,7 +74,7 @@ class Dashboard(View):
         self._panel_seconds = _SLIM_SECONDS if is_cell else _PANEL_SECONDS
         self._slot = DisplaySlot() if slot is None else slot
         self._has_own_slot = slot is None
-        self._lost_text: LostPanelText | None = None
+        self._lost_text: LostWidgetText | None = None
         self._panel: LivePanel | None = None
         self._lock = threading.RLock()
         self._is_drawing = False
@@ -105,12 +106,15 @@ class Dashboard(View):
         self._run = run
         self._state = run.state
         self._opened_at = time.monotonic()
-        self._lost_text = LostPanelText(run)
+        self._lost_text = LostWidgetText(
+            f"{one_line(run.state.name, 60)} (run {run.id}): where no live panel is above, its "
+            f"kernel is gone. {run_list.expression(run.id)}.show() draws what was kept."
+        )
         # A cell is drawn once it is waited for: most end before, and cost a single message.
         if not (self._is_cell and self._waits):
             self._begin_drawing(run, self._lost_text)
 
-    def _begin_drawing(self, run: Run, lost_text: LostPanelText) -> None:
+    def _begin_drawing(self, run: Run, lost_text: LostWidgetText) -> None:
         """Show a line, and have a thread draw what becomes of it."""
         assert self._state is not None, "a view that draws is open"
         self._is_drawing = True

@@ -27,6 +27,7 @@ from notebook_accel.launch.preflight import check_fits, crowding
 from notebook_accel.notebook.clicks import clicks_for
 from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
 from notebook_accel.notebook.launcher import check_leaves_notebook_free, launch_below
+from notebook_accel.notebook.lost_widget import LostWidgetText
 from notebook_accel.notebook.markup import element
 from notebook_accel.notebook.picker_fields import StrategyRow, plugin_rows, setting_rows
 from notebook_accel.notebook.picker_texts import (
@@ -64,7 +65,8 @@ _NO_CALL = "Arguments that make no sense have no code: change them."
 _USE_OF_DEFAULT_FILE = "from which each launch takes the settings that its call leaves open"
 _SAVE_TOOLTIP = f"Write these settings to the file; the default is the one {_USE_OF_DEFAULT_FILE}"
 # What a saved notebook has of the form.
-_SAVED = "config_picker: a form, which only its kernel draws. Run the cell again to see it."
+_SAVED = "config_picker: a form, which only its kernel draws."
+_LOST = "Where no form is above, its kernel is gone. Run the cell again to see it."
 _IN_A_TERMINAL = (
     "config_picker: only a notebook draws the form. Elsewhere its settings are LaunchConfig(...), "
     "whose save(path) and load(path) keep them as YAML"
@@ -94,6 +96,7 @@ class ConfigPicker:
         self._lock = threading.RLock()
         # Of the run's panel, and of what is said below it: only a cell can make them.
         self._slot, self._below = DisplaySlot(), DisplaySlot()
+        self._lost_text = LostWidgetText(_LOST)
         self._is_filling = False
         self._draws_between_cells = True
         self._has_call = False
@@ -157,6 +160,7 @@ class ConfigPicker:
         clicks = clicks_for(shell.kernel)
         clicks.keep_order(_all_in(self._box))
         DisplaySlot().show(widget_view(self._box, _SAVED))
+        self._lost_text.place()
         # Shown once more, the form has the run below it there too.
         for slot in (self._slot, self._below):
             slot.place()
@@ -204,7 +208,8 @@ class ConfigPicker:
         for widget in (self._path, self._function, self._arguments):
             widget.style.description_width = "75px"
         style = ipywidgets.HTML(
-            str(style_element("picker")), layout=ipywidgets.Layout(display="none")
+            f"{style_element('picker')}{self._lost_text.hiding_style}",
+            layout=ipywidgets.Layout(display="none"),
         )
         box = ipywidgets.VBox(
             [

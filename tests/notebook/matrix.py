@@ -246,7 +246,7 @@ def test_the_form_is_drawn_and_launches_a_training(kernel: Kernel, tmp_path: Pat
     kernel.click("Launch")
     ended = lambda: "succeeded" in shown_last(kernel)  # noqa: E731
     assert kernel.listen_until(ended, seconds=60)
-    assert "succeeded" in cell.outputs[1]["data"]["text/html"], "it stands below the form"
+    assert "succeeded" in cell.outputs[2]["data"]["text/html"], "it stands below the form"
     assert run(kernel, "print(picker.config.seed, picker.run.results)").text == "7 [0, 1]\n"
     run(kernel, f"picker.run.export({str(tmp_path / 'train.py')!r})")
     assert "train(steps=5)" in (tmp_path / "train.py").read_text()
@@ -258,7 +258,7 @@ def test_the_form_is_drawn_and_launches_a_training(kernel: Kernel, tmp_path: Pat
     kernel.fill("Debug", True)
     kernel.click("Launch")
     said = "`%accelerate debug` looks into its frames"
-    held = lambda: said in cell.outputs[2]["data"].get("text/plain", "")  # noqa: E731
+    held = lambda: said in cell.outputs[3]["data"].get("text/plain", "")  # noqa: E731
     assert kernel.listen_until(held, seconds=60)
     assert "of fails, which failed, wait" in run(kernel, "%accelerate status").text
     assert "have ended" in run(kernel, "%accelerate stop").text

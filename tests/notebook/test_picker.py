@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 import sys
@@ -391,13 +392,16 @@ def test_a_form_that_is_shown_again_shows_its_run_there_too(
     panel, line = {"text/plain": "the panel"}, {"text/plain": "a line below it"}
     notebook.given["slot"].show(panel)
     notebook.given["below"].show(line)
-    form, *places = notebook.displayed
+    form, lost, *places = notebook.displayed
     # A file has no widgets: what it keeps of the form says how to have it.
     assert form == widget_view(picker._box, form["text/plain"])
-    assert form["text/plain"].endswith("Run the cell again to see it.")
+    assert lost["text/plain"].endswith("Run the cell again to see it.")
+    # In a page that draws the form, the form hides that.
+    (its_class,) = re.findall("class='(na-lost-.*?)'", lost["text/html"])
+    assert f".{its_class} {{ display: none; }}" in picker._box.children[0].value
     assert places == [{"text/plain": "", "text/html": ""}] * 2
     picker._ipython_display_()
-    assert notebook.displayed[3:] == [form, panel, line]
+    assert notebook.displayed[4:] == [form, lost, panel, line]
 
 
 class Launcher:
