@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import time
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -151,9 +150,10 @@ def test_the_view_draws_five_times_a_second_at_most(run: PlayedRun) -> None:
         time.sleep(0.002)
     agent.return_all()
     assert call.ended.wait(SECONDS)
-    times = [when for when, _ in run.view.drawn]
-    assert all(later - earlier >= 0.19 for earlier, later in pairwise(times))
-    assert step > len(times)
+    # Not from one drawing to the next: the thread that draws may be held up between its look at the
+    # clock and the drawing, and then two come close together.
+    assert len(run.view.drawn) <= (time.monotonic() - began) / 0.2 + 2
+    assert step > len(run.view.drawn)
 
 
 def test_nothing_new_draws_nothing(run: PlayedRun) -> None:

@@ -164,7 +164,7 @@ def test_a_peer_that_trickles_is_given_up_after_the_time_out(side: Any) -> None:
 
     _, seconds = meet(trickle, patient)
     # Every byte came within the time-out, all of them together would take 6 s.
-    assert seconds < 2.0
+    assert seconds < 5.0
 
 
 def test_what_the_socket_is_decides_how_values_travel() -> None:

@@ -86,7 +86,8 @@ def test_a_long_text_takes_no_long_time(word: str) -> None:
     text = word * 200_000
     begin = time.perf_counter()
     assert not _says_lost_peer(text)
-    assert time.perf_counter() - begin < 2.0
+    # A search that begins anew at each word would take minutes.
+    assert time.perf_counter() - begin < 20
 
 
 def test_a_long_text_keeps_its_begin_and_its_end() -> None:
