@@ -1247,7 +1247,7 @@ class EngineContract:
         os.kill(kernel.pid, signal.SIGKILL)
         kernel.wait()
         try:
-            eventually(lambda: gone(ours), within=3, what="nothing of ours is left")
+            eventually(lambda: gone(ours), within=BUSY, what="nothing of ours is left")
         finally:
             if forked:
                 os.kill(child, signal.SIGKILL)

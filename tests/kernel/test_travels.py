@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.engines.processes import eventually
-from tests.kernel.notebooks import open_notebook
+from tests.kernel.notebooks import SLOW, open_notebook
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -246,5 +246,5 @@ def test_two_notebooks_at_once(book: Notebook) -> None:
             reply = notebook.finish(cell)
             assert reply.status == "ok", "\n".join(reply.traceback)
         other.manager.shutdown_kernel(now=True)
-        eventually(lambda: not other.others(), within=3, what="its template ended with it")
+        eventually(lambda: not other.others(), within=SLOW, what="its template ended with it")
     assert book.run("print(launch(lambda: 1).results)") == "[1, 1]\n"
