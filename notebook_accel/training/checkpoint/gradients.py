@@ -3,7 +3,8 @@
 Each rank has gradients of its own batches, in a file of its own, ``gradients_{rank}.bin``. If as
 many ranks load them, each takes its own. A rank that has no file, or all ranks if their number
 differs, take the mean of all that were saved, which is what the exchange at the end of the window
-would have given. Gradients in parts have no such mean: a line says so, and the window is a smaller
+would have given. Gradients in parts, or of layers that several ranks compute together, have no such
+mean, and mean nothing to ranks that stand otherwise: a line says so, and the window is a smaller
 one.
 """
 
@@ -28,6 +29,9 @@ __all__ = ["collect_gradients", "gradients_file", "restore_gradients"]
 
 _Gradients = dict[str, Any]
 
+# The dimensions of a mesh along which ranks have other layers, or other parts of them.
+_DIVIDES = {"pp", "tp"}
+
 
 def gradients_file(rank: int) -> str:
     """The name of a rank's file."""
@@ -51,7 +55,12 @@ def collect_gradients(
     whole, parts = [one for one, _ in found], [one for _, one in found]
     if not any((*whole, *parts)):
         return None
-    return {"whole": whole, "parts": parts, "num_ranks": strategy.topology.num_processes}
+    return {
+        "whole": whole,
+        "parts": parts,
+        "num_ranks": strategy.topology.num_processes,
+        "layout": strategy.layout,
+    }
 
 
 def restore_gradients(
@@ -64,15 +73,20 @@ def restore_gradients(
         return False
     own = folder / gradients_file(here.process_index)
     state = read_state(own if own in files else files[0], options)
-    num_ranks = state["num_ranks"]
-    if own not in files or num_ranks != here.num_processes:
-        if any(state["parts"]) or not any(state["whole"]):
+    num_ranks, layout = state["num_ranks"], state.get("layout", [])
+    has_own = own in files and num_ranks == here.num_processes
+    if not (has_own and layout == strategy.layout):
+        is_divided = any(name in _DIVIDES for name, _ in (*layout, *strategy.layout))
+        if is_divided or any(state["parts"]) or not any(state["whole"]):
             notice(
                 f"{folder} was saved by {num_ranks} ranks in the middle of an accumulation "
-                "window, with gradients in parts: the rest of this window is a smaller one"
+                "window, with gradients that were spread over them in another way than over the "
+                f"{here.num_processes} here: the rest of this window is a smaller one. Save after "
+                "a step to go on exactly"
             )
             return False
-        state["whole"] = _mean(files, options)
+        if not has_own:
+            state["whole"] = _mean(files, options)
     missing = [
         rank for rank in _ranks_seen(here, num_ranks) if folder / gradients_file(rank) not in files
     ]

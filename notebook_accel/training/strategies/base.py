@@ -110,6 +110,12 @@ class Strategy:
         """Whether all ranks have to take part in saving a model, because it is spread over them."""
         return self.saves_shards or self.spreads_weights
 
+    @property
+    def layout(self) -> list[list[Any]]:
+        """How weights are spread, as pairs of a name and a size: a rank's part of something is of
+        use to ranks of another layout only where it is whole. Empty where nothing is spread."""
+        return []
+
     def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
         """The models and optimizers of one call as they are to be used, in the same order."""
         for each in call.models:

@@ -79,6 +79,10 @@ class TakesSpreadModels(Strategy):
     def saves_together(self) -> bool:
         return super().saves_together or self._was_given_parts
 
+    @property
+    def layout(self) -> list[list[Any]]:
+        return [["given", self.topology.num_processes]] if self._was_given_parts else []
+
     def prepare_model(self, given: ModelToPrepare) -> Module:
         if has_parts(given.model.parameters()):
             from notebook_accel.training.strategies import dtensors

@@ -29,7 +29,11 @@ from notebook_accel.training import collectives
 from notebook_accel.training.nested import recursively_apply
 from notebook_accel.training.strategies import dtensors, stages
 from notebook_accel.training.strategies.mesh import MeshParallel
-from notebook_accel.training.strategies.micro_batches import Pipeline, add_up_gradients
+from notebook_accel.training.strategies.micro_batches import (
+    SCHEDULES,
+    Pipeline,
+    add_up_gradients,
+)
 from notebook_accel.training.strategies.pending import local_part
 
 if TYPE_CHECKING:
@@ -66,6 +70,12 @@ class PipelineParallel(MeshParallel):
     def saves_shards(self) -> bool:
         # Whole files, unless the user's plugin wants every rank's parts.
         return self._has_users_plugin and super().saves_shards
+
+    @property
+    def layout(self) -> list[list[Any]]:
+        # The schedule says how many stages a rank has, and so which blocks.
+        schedule = self.parallelism.pp_schedule
+        return [*super().layout, [schedule, SCHEDULES[schedule][1]]]
 
     def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
         given = [_weights_of(optimizer) for optimizer in call.optimizers]
