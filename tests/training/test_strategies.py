@@ -76,3 +76,34 @@ def test_a_model_given_twice_is_prepared_once() -> None:
     model = nn.Linear(2, 1)
     one, other = accelerator.prepare(model, model)
     assert one is other
+
+
+def thaw_and_freeze() -> tuple[list[list[float]], int]:
+    """The first layer is frozen, trains from the middle of an epoch to that of the next one."""
+    torch.manual_seed(1)
+    accelerator = Accelerator(cpu=True, split_batches=True, gradient_accumulation_steps=2)
+    first, calls = nn.Linear(2, 3).requires_grad_(False), []
+    model: Any = nn.Sequential(first, nn.Tanh(), nn.Linear(3, 1))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [(row, row.sum(0, keepdim=True)) for row in torch.randn(16, 2)]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
+    model.register_forward_hook(lambda *_: calls.append(1))
+    for epoch in range(3):
+        for number, (inputs, targets) in enumerate(loader):
+            if number == 2:
+                first.requires_grad_(epoch == 1)
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    return [weight.flatten().tolist() for weight in model.parameters()], len(calls)
+
+
+def test_weights_may_be_thawed_and_frozen_after_prepare() -> None:
+    """As in gradual unfreezing; DDP itself exchanges what trained as it was made, for ever."""
+    alone, num_calls = thaw_and_freeze()
+    for weights, calls in run_ranks(thaw_and_freeze, 2):
+        assert calls == num_calls, "the user's hooks stay"
+        for ours, expected in zip(weights, alone, strict=True):
+            assert ours == pytest.approx(expected, abs=1e-6)

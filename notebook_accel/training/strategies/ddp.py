@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel.training import devices
@@ -12,7 +14,9 @@ from notebook_accel.training.settings import DistributedDataParallelKwargs, pick
 from notebook_accel.training.strategies.given import TakesSpreadModels, has_parts
 
 if TYPE_CHECKING:
-    from torch.nn import Module
+    from collections.abc import Callable
+
+    from torch.nn import Module, Parameter
 
     from notebook_accel.training.strategies.request import ModelToPrepare, Request
 
@@ -46,6 +50,47 @@ class DataParallel(TakesSpreadModels):
             wrapped.__init__(inner, device_ids=device_ids, **options.to_kwargs())
             wrapped.training = training
             options.register_comm_hook(wrapped)
+            _note_what_trains(wrapped, wrap_again)
 
         note_wrapped(wrapped, wrap_again)
+        _note_what_trains(wrapped, wrap_again)
         return wrapped
+
+
+class _Wrapped(NamedTuple):
+    """What a wrapper was made for."""
+
+    weights: list[Parameter]
+    trains: list[bool]
+    wrap_again: Callable[[Any], None]
+
+
+_WRAPPED: WeakKeyDictionary[Module, _Wrapped] = WeakKeyDictionary()
+
+
+def _note_what_trains(wrapped: Module, wrap_again: Callable[[Any], None]) -> None:
+    """Let a wrapper follow ``requires_grad`` of its weights from now on.
+
+    DDP exchanges what trained as it was made. A weight that is thawed later would be stepped by
+    each rank on its own samples, so that ranks part without a word; after one that is frozen later
+    the next forward raises.
+    """
+    weights = list(wrapped.parameters())
+    _WRAPPED[wrapped] = _Wrapped(weights, [one.requires_grad for one in weights], wrap_again)
+    wrapped.register_forward_pre_hook(_follow_what_trains)
+
+
+def _follow_what_trains(wrapped: Any, _: Any) -> None:
+    known = _WRAPPED.get(wrapped)  # a copy is on its own
+    if known is None or not torch.is_grad_enabled():
+        return
+    trains = [weight.requires_grad for weight in known.weights]
+    # Where nothing trains there is nothing to exchange, and torch would not wrap it.
+    if trains == known.trains or not any(trains):
+        return
+    hooks = {name: vars(wrapped)[name] for name in vars(torch.nn.Module()) if "_hooks" in name}
+    syncs = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
+    known.wrap_again(wrapped)
+    # Those of the user, and ours: it was made anew with none. It may be within no_sync().
+    vars(wrapped).update(hooks)
+    wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync = syncs
