@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from notebook_accel import Accelerator
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 
@@ -78,10 +78,14 @@ def test_a_model_given_twice_is_prepared_once() -> None:
     assert one is other
 
 
-def thaw_and_freeze() -> tuple[list[list[float]], int]:
+def thaw_and_freeze(sharded: bool = False) -> tuple[list[list[float]], int]:
     """The first layer is frozen, trains from the middle of an epoch to that of the next one."""
     torch.manual_seed(1)
-    accelerator = Accelerator(cpu=True, split_batches=True, gradient_accumulation_steps=2)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, ignored_modules="0")
+    settings: dict[str, Any] = {"fsdp_plugin": plugin} if sharded else {}
+    accelerator = Accelerator(
+        cpu=True, split_batches=True, gradient_accumulation_steps=2, **settings
+    )
     first, calls = nn.Linear(2, 3).requires_grad_(False), []
     model: Any = nn.Sequential(first, nn.Tanh(), nn.Linear(3, 1))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -97,13 +101,16 @@ def thaw_and_freeze() -> tuple[list[list[float]], int]:
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-    return [weight.flatten().tolist() for weight in model.parameters()], len(calls)
+    whole = accelerator.get_state_dict(model)
+    return [weight.flatten().tolist() for weight in whole.values()], len(calls)
 
 
-def test_weights_may_be_thawed_and_frozen_after_prepare() -> None:
-    """As in gradual unfreezing; DDP itself exchanges what trained as it was made, for ever."""
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_may_be_thawed_and_frozen_after_prepare(sharded: bool) -> None:
+    """As in gradual unfreezing; DDP itself exchanges what trained as it was made, for ever, and
+    what FSDP ignores is averaged by us."""
     alone, num_calls = thaw_and_freeze()
-    for weights, calls in run_ranks(thaw_and_freeze, 2):
+    for weights, calls in run_ranks(thaw_and_freeze, 2, sharded):
         assert calls == num_calls, "the user's hooks stay"
         for ours, expected in zip(weights, alone, strict=True):
             assert ours == pytest.approx(expected, abs=1e-6)

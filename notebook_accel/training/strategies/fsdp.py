@@ -200,8 +200,12 @@ def average_gradients(weights: Iterable[Parameter], group: dist.ProcessGroup) ->
         own.copy_(total / size)
 
     for weight in weights:
-        if weight.requires_grad:
+        # One that is frozen now may be thawed later, and torch takes no hook for it as it is.
+        trains = weight.requires_grad
+        if weight.is_floating_point() or weight.is_complex():
+            weight.requires_grad_(True)
             weight.register_post_accumulate_grad_hook(average)  # type: ignore[no-untyped-call]
+            weight.requires_grad_(trains)
 
 
 def keep_root_for_backward(model: Module) -> None:
