@@ -37,6 +37,7 @@ from tests.training.meshes import (
     FLOAT_ERROR,
     LAYOUTS,
     MESHES,
+    Block,
     Tiny,
     accelerator_for,
     blocks,
@@ -422,6 +423,68 @@ def test_sizes_are_checked_before_ranks_wait_for_each_other(
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ConfigError, match=r"takes 2 ranks .* and there are 1"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+
+
+def two_of_common_weights(layout: str) -> tuple[str, bool]:
+    """What is said of two models with one embedding, and whether they train where it is frozen."""
+    said = "accepted"
+    for is_frozen in (False, True):
+        accelerator = accelerator_for(layout)
+        one, other = Tiny(), Tiny()
+        one.embed.weight.requires_grad_(not is_frozen)
+        other.embed.weight = other.head.weight = one.embed.weight
+        weights = dict.fromkeys([*one.parameters(), *other.parameters()])
+        optimizer: Any = torch.optim.SGD(list(weights), lr=0.1)
+        try:
+            first, second, optimizer = accelerator.prepare(one, other, optimizer)
+        except ConfigError as error:
+            said = str(error)
+            continue
+        for model in (first, second):
+            accelerator.forward_backward(model, *data(4).tensors, loss_of)
+        optimizer.step()
+    return said, is_frozen
+
+
+def a_part_alone_and_within(frozen: bool) -> str:
+    accelerator = accelerator_for("fsdp")
+    block = Block().requires_grad_(not frozen)
+    try:
+        accelerator.prepare(block, torch.nn.Sequential(block, torch.nn.Linear(8, 2)))
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def lbfgs(layout: str) -> str:
+    accelerator = accelerator_for(layout)
+    model = Tiny()
+    try:
+        accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def what_would_part() -> dict[str, Any]:
+    return {
+        "common": {name: two_of_common_weights(name) for name in ("fsdp", "tensor", "1F1B")},
+        "within": [a_part_alone_and_within(frozen) for frozen in (False, True)],
+        "lbfgs": {name: lbfgs(name) for name in ("fsdp", "tensor", "1F1B")},
+    }
+
+
+def test_what_would_part_without_a_word_is_refused() -> None:
+    """Weights that two models have, and a step that needs all weights of the model at once."""
+    common = r"the weight 'embed\.weight' in common with a model that was prepared before"
+    for found in run_ranks(what_would_part, 2):
+        assert re.search(common, found["common"]["fsdp"][0])
+        assert re.search(common, found["common"]["1F1B"][0])
+        assert found["common"]["tensor"] == ("accepted", True), "kept whole, and so one weight"
+        assert all("Prepare one module that has both" in said for said in found["within"])
+        assert "steps all weights as one vector, and with tp_size=2" in found["lbfgs"]["tensor"]
+        assert "steps all weights as one vector, and with pp_size=2" in found["lbfgs"]["1F1B"]
+        assert found["lbfgs"]["fsdp"] == "accepted"
 
 
 def overflow(mesh: str) -> tuple[bool, float]:

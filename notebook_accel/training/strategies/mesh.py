@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from notebook_accel.errors import ConfigError
 from notebook_accel.training.data_group import DataGroup
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.parallelism import fit_sizes
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
     from notebook_accel.training.topology import Topology
 
-__all__ = ["MeshParallel"]
+__all__ = ["MeshParallel", "shared_weight"]
 
 
 class MeshParallel(TakesSpreadModels):
@@ -92,13 +93,34 @@ class MeshParallel(TakesSpreadModels):
         models, optimizers = super().prepare(call)
         for optimizer in optimizers:
             dtensors.remap(optimizer, self._replaced)
+            self._refuse_one_vector(optimizer)
         return models, optimizers
 
+    def _refuse_one_vector(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer whose step depends on all weights together, where a rank has only
+        those of its stages, or has them on several meshes."""
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            return
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if self.parallelism.pp_enabled or len(dtensors.by_mesh(weights)) > 1:
+            sizes = {name: size for name, size in self.parallelism.sizes.items() if size > 1}
+            raise ConfigError(
+                f"{type(optimizer).__name__} steps all weights as one vector, and with "
+                f"{', '.join(f'{name}_size={size}' for name, size in sizes.items())} no rank has "
+                "one: expected an optimizer that steps each weight by itself, such as AdamW, or "
+                "replicas, or shards alone (dp_shard_size)"
+            )
+
     def prepare_model(self, given: ModelToPrepare) -> Module:
-        if not given.training or self._is_spread(given.model):
+        if not given.training:
             return super().prepare_model(given)
         assert self.mesh is not None
         model = given.model
+        known = [other for other in self._in_parts if other is not model]
+        others = {id(weight) for other in known for weight in other.parameters()}
+        self._refuse_shared_weights(model, others)
+        if self._is_spread(model):
+            return super().prepare_model(given)
         self._in_parts.add(model)
         # By module, not by name: wrappers of modules inside change the names.
         before = [
@@ -119,8 +141,28 @@ class MeshParallel(TakesSpreadModels):
         for part, name, weight in before:
             new = part._parameters[name]
             if new is not weight:
+                if weight.requires_grad and id(weight) in others:
+                    raise shared_weight(model, name)
                 self._replaced[weight] = new
         return model
+
+    def _refuse_shared_weights(self, model: Module, others: set[int]) -> None:
+        """Refuse a model that would train apart from one that has some of its weights.
+
+        Args:
+            model: not spread by this strategy so far.
+            others: the ids of the weights of those that were, as they are now.
+        """
+        weights = dict(model.named_parameters())
+        for name, weight in weights.items():
+            if weight.requires_grad and weight in self._replaced:
+                raise shared_weight(model, name)
+        # The other model's parts stay as they are, and nobody would average the rest of this one.
+        shared = next((name for name, weight in weights.items() if id(weight) in others), None)
+        trains = (weight for weight in weights.values() if weight.requires_grad)
+        is_partly_whole = not all(isinstance(weight, DTensor) for weight in trains)
+        if shared and is_partly_whole and self.data_group.size > 1 and has_parts(weights.values()):
+            raise shared_weight(model, shared)
 
     def _is_spread(self, model: Module) -> bool:
         """Whether a model was spread before ``prepare``, and is taken as it is.
@@ -188,6 +230,16 @@ class MeshParallel(TakesSpreadModels):
             keeps=keeps and not is_for_others,
             to_cpu=not is_about_whole or config.offload_to_cpu,
         )
+
+
+def shared_weight(model: Module, name: str) -> ConfigError:
+    """The error for a weight that a model has in common with one that was prepared before."""
+    return ConfigError(
+        f"{type(model).__name__} has the weight {name!r} in common with a model that was prepared "
+        "before, and where weights are spread over the ranks the two would part: expected models "
+        "without common weights. Prepare one module that has both as parts, and calls them in its "
+        "forward"
+    )
 
 
 def _make_mesh(parallelism: ParallelismConfig, here: Topology) -> DeviceMesh:

@@ -28,7 +28,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
 from notebook_accel.training.nested import recursively_apply
 from notebook_accel.training.strategies import dtensors, stages
-from notebook_accel.training.strategies.mesh import MeshParallel
+from notebook_accel.training.strategies.mesh import MeshParallel, shared_weight
 from notebook_accel.training.strategies.micro_batches import (
     SCHEDULES,
     Pipeline,
@@ -90,6 +90,10 @@ class PipelineParallel(MeshParallel):
             return super().prepare_model(given)
         model = given.model
         weights = dict(model.named_parameters())
+        for name, weight in weights.items():
+            # Each backward would add up what stages share once more, that of the other model too.
+            if weight.requires_grad and weight in self._names:
+                raise shared_weight(model, name)
         number = len(self._state_names)
         self._state_names[model] = list(model.state_dict())
         note = _name_all(self._state_names[model])
