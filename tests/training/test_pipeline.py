@@ -440,14 +440,34 @@ def test_an_overflow_in_one_stage_skips_the_step_of_all() -> None:
     assert loss == pytest.approx(whole, rel=2**-8)  # a few roundings to 11 bits
 
 
-def averages() -> int:
-    """How many batches a running average saw of one batch of three micro-batches."""
-    accelerator = accelerator_for("1F1B")
-    norm = nn.BatchNorm1d(2)
-    model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), norm, nn.Linear(2, 2)))
-    mse = nn.functional.mse_loss
-    accelerator.forward_backward(model, torch.randn(12, 2), torch.randn(12, 2), mse)
-    return int(accelerator.get_state_dict(model)["1.num_batches_tracked"])
+class NormBehind(nn.Module):
+    """A running average that only the last stage gets to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.norm(hidden)
+
+
+def averages() -> list[int]:
+    """How many batches a running average saw of one batch of three micro-batches, by where it is:
+    in the first stage, in the last, behind the blocks."""
+    first = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    last = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    found = []
+    for given in (first, last, NormBehind()):
+        accelerator = accelerator_for("1F1B")
+        model: Any = accelerator.prepare(given)
+        mse = nn.functional.mse_loss
+        accelerator.forward_backward(model, torch.randn(12, 2), torch.randn(12, 2), mse)
+        state = accelerator.get_state_dict(model)
+        found += [int(value) for name, value in state.items() if "num_batches" in name]
+    return found
 
 
 class Masked(nn.Linear):
@@ -488,13 +508,13 @@ def draws() -> bool:
     return bool(ends[0] == ends[1])
 
 
-def micro_batches() -> tuple[int, tuple[bool, bool], bool]:
+def micro_batches() -> tuple[list[int], tuple[bool, bool], bool]:
     return averages(), masked(), draws()
 
 
 def test_each_micro_batch_counts_once_and_an_empty_one_not_at_all() -> None:
     # Running averages and random numbers know nothing of the run that tells torch the shapes.
-    assert run_ranks(micro_batches, 2) == [(3, (True, True), True)] * 2
+    assert run_ranks(micro_batches, 2) == [([3, 3, 3], (True, True), True)] * 2
 
 
 def train_transformers(kind: str, pipeline: str | None) -> dict[str, Any]:

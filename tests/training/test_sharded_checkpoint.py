@@ -21,7 +21,12 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from torch.utils.data import DataLoader
 
-from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, NotebookAccelError
+from notebook_accel import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    NotebookAccelError,
+    ParallelismConfig,
+)
 from notebook_accel.training.checkpoint import sharded
 from notebook_accel.training.checkpoint.start import find_damage
 from tests.training.harness import run_ranks
@@ -201,6 +206,48 @@ def test_an_open_window_goes_on_as_it_was_or_is_told_to_be_smaller(tmp_path: Pat
         assert all(losses == pytest.approx(of_rest[0], abs=1e-5) for losses in of_rest)
 
 
+class Averaging(Tiny):
+    """BatchNorm in a block and behind the blocks, with averages of each rank's own samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = nn.Sequential(self.blocks[0], nn.BatchNorm1d(4))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(tokens))
+
+
+def averages(asked: dict[str, int], folder: str) -> list[dict[str, list[float]]]:
+    """What running averages are after a step, and after they were saved and loaded."""
+    mesh = ParallelismConfig(**asked) if asked else None  # type: ignore[arg-type]
+    found = []
+    for saves in (True, False):
+        accelerator = Accelerator(cpu=True, fsdp_plugin=blocks(), parallelism_config=mesh)
+        model: Any = accelerator.prepare(Averaging())
+        inputs, targets = data(8).tensors
+        if saves:
+            share = slice(0, 4) if accelerator.is_main_process else slice(4, 8)
+            share = slice(8) if asked else share
+            accelerator.forward_backward(model, inputs[share], targets[share], loss_of)
+            accelerator.save_state(folder)
+        else:
+            accelerator.load_state(folder)
+        state = accelerator.get_state_dict(model)
+        found.append({name: state[name].tolist() for name in state if "running" in name})
+    return found
+
+
+def test_averages_of_batches_are_those_of_the_rank_that_counts(tmp_path: Path) -> None:
+    """The first rank's, as in whole weights; of a pipeline those of the stage that runs them."""
+    (first, loaded), (other, also) = run_ranks(averages, 2, {}, str(tmp_path / "shards"))
+    assert first != other
+    assert loaded == also == first
+    for trained, read in run_ranks(averages, 2, {"pp_size": 2}, str(tmp_path / "stages")):
+        assert trained == read
+        assert all(any(values) for name, values in read.items() if "mean" in name)
+
+
 def test_full_state_dicts_are_the_plain_files(saved: Any) -> None:
     folder = saved["full"][0]
     assert {"model.safetensors", "optimizer.bin"} <= {entry.name for entry in folder.iterdir()}
@@ -219,6 +266,16 @@ def test_another_model_is_no_damage(saved: Any) -> None:
     accelerator.prepare(model)
     with pytest.raises(ValueError, match=r"pytorch_model_fsdp_0: .*[Ss]ize mismatch"):
         accelerator.resume_or_start(saved["fsdp, blocks"][0])
+
+
+def test_an_optimizer_with_other_groups_is_told(saved: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    model: Any = Tiny()
+    first, *others = model.parameters()
+    optimizer = torch.optim.AdamW([{"params": [first]}, {"params": others}])
+    accelerator.prepare(model, optimizer)
+    with pytest.raises(ValueError, match=r"optimizer_0 holds .* of 1 groups .* AdamW here has 2"):
+        accelerator.load_state(saved["fsdp, blocks"][0])
 
 
 def test_parts_are_merged_into_one_file(saved: Any, tmp_path: Path) -> None:

@@ -220,6 +220,12 @@ def read_optimizer(
     """Read an optimizer's state into the parts, or the whole, that this rank has."""
     path = folder / f"optimizer_{index}"
     beside = read_state(path / "groups.bin", options)
+    stored, own_groups = len(beside["groups"]), len(optimizer.param_groups)
+    if stored != own_groups:
+        raise ValueError(
+            f"{path} holds an optimizer of {stored} groups of weights, and the "
+            f"{type(optimizer).__name__} here has {own_groups}: load it into one made alike"
+        )
     known = _tensors_in(path)
     entries: dict[str, list[str]] = {}
     for key in (*known, *beside["plain"]):

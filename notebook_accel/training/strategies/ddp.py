@@ -65,6 +65,14 @@ class _Wrapped(NamedTuple):
     wrap_again: Callable[[Any], None]
 
 
+# What torch notes in a wrapper for the time of a block.
+_OF_BLOCKS = (
+    "require_backward_grad_sync",
+    "require_forward_param_sync",
+    "_join_config",
+    "_divide_by_initial_world_size",
+)
+
 _WRAPPED: WeakKeyDictionary[Module, _Wrapped] = WeakKeyDictionary()
 
 
@@ -88,9 +96,9 @@ def _follow_what_trains(wrapped: Any, _: Any) -> None:
     # Where nothing trains there is nothing to exchange, and torch would not wrap it.
     if trains == known.trains or not any(trains):
         return
-    hooks = {name: vars(wrapped)[name] for name in vars(torch.nn.Module()) if "_hooks" in name}
-    syncs = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
+    # It is made anew: without the hooks of the user and ours, and as if it were called outside of
+    # no_sync() and of join().
+    hooks = [name for name in vars(torch.nn.Module()) if "_hooks" in name]
+    kept = {name: vars(wrapped)[name] for name in (*hooks, *_OF_BLOCKS) if name in vars(wrapped)}
     known.wrap_again(wrapped)
-    # Those of the user, and ours: it was made anew with none. It may be within no_sync().
-    vars(wrapped).update(hooks)
-    wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync = syncs
+    vars(wrapped).update(kept)

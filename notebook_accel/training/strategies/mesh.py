@@ -219,9 +219,24 @@ class MeshParallel(TakesSpreadModels):
     ) -> torch.Tensor:
         return dtensors.clip_grad_norm(parameters, max_norm, norm_type, self.topology.device)
 
+    def buffers_elsewhere(self, model: Module) -> set[str]:
+        """The buffers of a model of which another rank has the values that count.
+
+        They may differ from rank to rank (averages of BatchNorm, each of its rank's samples), and
+        a checkpoint must not have whichever rank's: of ranks with the same layers it is the first
+        one's, as of whole weights.
+        """
+        assert self.mesh is not None
+        places = zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True)
+        is_first = not any(place for name, place in places if name != "pp")
+        return set() if is_first else {name for name, _ in model.named_buffers()}
+
     def state_dict(self, model: Module, *, full: bool, keeps: bool = True) -> dict[str, Any]:
         if not full:
-            return model.state_dict()
+            elsewhere = self.buffers_elsewhere(model)
+            return {
+                name: value for name, value in model.state_dict().items() if name not in elsewhere
+            }
         config = self.plugin.state_dict_config
         is_about_whole = hasattr(config, "rank0_only")  # torch's FullStateDictConfig
         is_for_others = is_about_whole and config.rank0_only and self.topology.process_index != 0

@@ -17,6 +17,7 @@ What is outside of the blocks is on every rank, and has on each a share of its g
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from notebook_accel.training.strategies.pending import local_part
 from notebook_accel.training.strategies.request import call_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = [
     "SCHEDULES",
@@ -400,14 +401,30 @@ class _Stage(nn.Module):
         # must not see it, or a resumed training would part from one that was never stopped.
         self.is_trial = False
         states = get_random_states(self.pipeline.device)
-        before = [buffer.clone() for buffer in self.model.buffers()]
-        outputs = self.pipeline.run_micro_batch(self.model, self.index, int(number), received)
+        with _own_buffers(self.model):
+            outputs = self.pipeline.run_micro_batch(self.model, self.index, int(number), received)
         set_random_states(states, self.pipeline.device)
-        with torch.no_grad():
-            for buffer, was in zip(self.model.buffers(), before, strict=True):
-                if not torch.equal(buffer, was):
-                    buffer.copy_(was)
         return outputs
+
+
+@contextmanager
+def _own_buffers(model: nn.Module) -> Iterator[None]:
+    """A block in which the model has copies of its buffers.
+
+    They are not put back in place: what ran may be the graph of a backward, which refuses buffers
+    that were changed since (BatchNorm's).
+    """
+    before = [(part, dict(part._buffers)) for part in model.modules()]
+    copies: dict[int, torch.Tensor] = {}  # by identity: two names may be one buffer
+    for part, buffers in before:
+        for name, buffer in buffers.items():
+            if buffer is not None:
+                part._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+    try:
+        yield
+    finally:
+        for part, buffers in before:
+            part._buffers.update(buffers)
 
 
 def add_up_gradients(

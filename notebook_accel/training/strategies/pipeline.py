@@ -218,6 +218,19 @@ class PipelineParallel(MeshParallel):
         whole: dict[str, Any] = self.make_whole(model.state_dict())
         return whole if keeps else {}
 
+    def buffers_elsewhere(self, model: Module) -> set[str]:
+        pipeline, found = stages.pipeline_of(model), super().buffers_elsewhere(model)
+        if pipeline is None or pipeline.has_last_stage:
+            return found
+        # It alone runs the model's forward to its end (see _join).
+        prefix = pipeline.prefix
+        return found | {name for name, _ in model.named_buffers() if not name.startswith(prefix)}
+
+    def own_state_dict(self, model: Module) -> dict[str, Any] | None:
+        elsewhere = self.buffers_elsewhere(model)
+        own = super().own_state_dict(model) or {}
+        return {name: value for name, value in own.items() if name not in elsewhere}
+
     def make_whole(self, values: Any) -> Any:
         # What a user saves by hand: accelerator.save(model.state_dict(), file).
         names = getattr(values, _NAMES, None)
@@ -292,12 +305,12 @@ class PipelineParallel(MeshParallel):
         return self._names.get(weight, position)  # type: ignore[no-any-return, no-untyped-call]
 
     def _join(self, own: dict[str, Any]) -> dict[str, Any]:
-        """What all stages have, by name; of what several have, the first stage's."""
+        """What all stages have, by name; of what several have, the last stage's: it alone runs
+        the model's forward to its end, and with it buffers behind the blocks (BatchNorm's)."""
         of_stages: list[dict[str, Any]] = collectives.gather_object([own], group=self._group)
         joined: dict[str, Any] = {}
         for found in of_stages:
-            for name, value in found.items():
-                joined.setdefault(name, value)
+            joined.update(found)
         return joined
 
 
