@@ -237,12 +237,16 @@ def test_a_pipeline_equals_one_process(name: str, pipeline: str) -> None:
         assert sorted(ours["samples"]) == sorted(2 * samples)
 
 
-def resume(pipeline: str | None, folder: str, saves: bool, num_steps: int = 1) -> list[float]:
+def resume(
+    pipeline: str | None, folder: str, saves: bool, num_steps: int = 1, each: bool = False
+) -> list[float]:
     """Three epochs, a checkpoint, and three more; or the last three from the checkpoint.
 
     Where that is within a window, the one that loads it has used a window of its own before.
     """
-    window = GradientAccumulationPlugin(num_steps=num_steps, sync_with_dataloader=False)
+    window = GradientAccumulationPlugin(
+        num_steps=num_steps, sync_with_dataloader=False, sync_each_batch=each
+    )
     accelerator = accelerator_for(pipeline, split_batches=True, gradient_accumulation_plugin=window)
     model, optimizer = make(CASES["decoder"])
     if not saves:
@@ -321,11 +325,13 @@ def test_a_checkpoint_goes_on_anywhere(
         assert losses == pytest.approx(wrote[writer], abs=30 * FLOAT_ERROR)
 
 
-@pytest.mark.parametrize("pipeline", ["Interleaved1F1B", BY_RANK])
-def test_a_checkpoint_within_a_window_goes_on(pipeline: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pipeline", "each"), [("Interleaved1F1B", False), (BY_RANK, False), ("1F1B", True)]
+)
+def test_a_checkpoint_within_a_window_goes_on(pipeline: str, each: bool, tmp_path: Path) -> None:
     ranks, folder = PIPELINES[pipeline][0], str(tmp_path / "checkpoint")
-    expected = run_ranks(resume, ranks, pipeline, folder, True, 2)[0]
-    for losses in run_ranks(resume, ranks, pipeline, folder, False, 2):
+    expected = run_ranks(resume, ranks, pipeline, folder, True, 2, each)[0]
+    for losses in run_ranks(resume, ranks, pipeline, folder, False, 2, each):
         assert losses == pytest.approx(expected, abs=30 * FLOAT_ERROR)
 
 

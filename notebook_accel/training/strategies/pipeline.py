@@ -37,7 +37,7 @@ from notebook_accel.training.strategies.micro_batches import (
 from notebook_accel.training.strategies.pending import local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -180,6 +180,20 @@ class PipelineParallel(MeshParallel):
 
     def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
         raise ConfigError(f"backward() was called: {stages.PLAIN_LOOP}")
+
+    def pending_gradients(
+        self, model: Module, waiting: Container[int]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        whole, parts = super().pending_gradients(model, waiting)
+        pipeline = stages.pipeline_of(model)
+        if pipeline is not None and pipeline.has_added_up and self._stage_index:
+            # As in the next batch: those that were added up already count once.
+            shared = {id(weight) for weight in pipeline.shared_weights}
+            for name, weight in model.named_parameters():
+                if id(weight) in shared:
+                    whole.pop(name, None)
+                    parts.pop(name, None)
+        return whole, parts
 
     def restore_gradients(
         self, model: Module, whole: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]
