@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -142,3 +143,19 @@ def test_what_is_frozen_is_left_out_where_ranks_join_the_others() -> None:
     (many, one), (few, other) = run_ranks(join_after_freezing, 2)
     assert (many, few) == (3, 2)
     assert one == other
+
+
+def thaw_all() -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1).requires_grad_(False))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model(torch.ones(1, 2))
+        model.requires_grad_(True)
+        model(torch.ones(1, 2))
+    return [str(each.message) for each in told if "exchange its gradients" in str(each.message)]
+
+
+def test_a_model_of_which_nothing_trained_as_it_was_prepared_is_told() -> None:
+    first, *_ = run_ranks(thaw_all, 2)
+    assert len(first) == 1

@@ -9,6 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel.training import devices
+from notebook_accel.training.notices import notice_once
 from notebook_accel.training.renewal import note_wrapped
 from notebook_accel.training.settings import DistributedDataParallelKwargs, pick_handler
 from notebook_accel.training.strategies.given import TakesSpreadModels, has_parts
@@ -38,6 +39,8 @@ class DataParallel(TakesSpreadModels):
         # Torch refuses to wrap a model that has nothing to exchange.
         trains = given.training and any(weight.requires_grad for weight in model.parameters())
         if not trains or has_parts(model.parameters()):
+            if given.training and not trains:
+                model.register_forward_pre_hook(_tell_if_thawed)
             return model
         options = pick_handler(self.handlers, DistributedDataParallelKwargs)
         device_ids = None if given.device is None else devices.wrapper_device_ids(given.device)
@@ -57,7 +60,7 @@ class DataParallel(TakesSpreadModels):
         return wrapped
 
 
-class _Wrapped(NamedTuple):
+class _WrappedFor(NamedTuple):
     """What a wrapper was made for."""
 
     weights: list[Parameter]
@@ -73,7 +76,7 @@ _OF_BLOCKS = (
     "_divide_by_initial_world_size",
 )
 
-_WRAPPED: WeakKeyDictionary[Module, _Wrapped] = WeakKeyDictionary()
+_WRAPPED: WeakKeyDictionary[Module, _WrappedFor] = WeakKeyDictionary()
 
 
 def _note_what_trains(wrapped: Module, wrap_again: Callable[[Any], None]) -> None:
@@ -84,8 +87,18 @@ def _note_what_trains(wrapped: Module, wrap_again: Callable[[Any], None]) -> Non
     the next forward raises.
     """
     weights = list(wrapped.parameters())
-    _WRAPPED[wrapped] = _Wrapped(weights, [one.requires_grad for one in weights], wrap_again)
+    _WRAPPED[wrapped] = _WrappedFor(weights, [one.requires_grad for one in weights], wrap_again)
     wrapped.register_forward_pre_hook(_follow_what_trains)
+
+
+def _tell_if_thawed(model: Module, _: Any) -> None:
+    if torch.is_grad_enabled() and any(weight.requires_grad for weight in model.parameters()):
+        notice_once(
+            "thawed after prepare",
+            f"{type(model).__name__} had no weight that trains as it was prepared, so that ranks "
+            "do not exchange its gradients, and now it has some: thaw at least one before "
+            "prepare(), and the others may follow at any time",
+        )
 
 
 def _follow_what_trains(wrapped: Any, _: Any) -> None:
