@@ -106,6 +106,7 @@ class Preparation:
             )
         for item in objects:
             _refuse_foreign(item)
+            self._renew(item)
         ready = list(objects)
         if self.plan.strategy.prepares_together:
             self._prepare_together(ready, placement)
@@ -128,6 +129,7 @@ class Preparation:
         self, model: Module, placement: bool | None = None, *, evaluation: bool = False
     ) -> Module:
         """The model on its device, in its precision, spread over the ranks by the strategy."""
+        self._renew(model)
         ready: list[Any] = [model]
         self._prepare_together(ready, [placement], evaluation=evaluation)
         return ready[0]  # type: ignore[no-any-return]
@@ -205,6 +207,16 @@ class Preparation:
         objects[:] = [made.get(id(item), item) for item in objects]
         for index, optimizer in zip(optimizers, stepped, strict=True):
             objects[index] = self._as_accelerated(optimizer, placement[index])
+
+    def _renew(self, item: object) -> None:
+        """Let a model that is given once more be spread as it is now: code may have thawed some
+        of its weights, or added a layer."""
+        self.models[:] = [
+            known
+            for known in self.models
+            if not (known.training and any(item is each for each in (known.inner, known.wrapped)))
+            or self.plan.strategy.renew(known.wrapped)
+        ]
 
     def _known_model(self, model: Module, *, training: bool) -> Module | None:
         """What stands for a model that was prepared before, or that somebody has wrapped."""

@@ -159,3 +159,36 @@ def thaw_all() -> list[str]:
 def test_a_model_of_which_nothing_trained_as_it_was_prepared_is_told() -> None:
     first, *_ = run_ranks(thaw_all, 2)
     assert len(first) == 1
+
+
+def thaw_and_grow() -> dict[str, Any]:
+    """Each way to change which weights train, a second ``prepare``, and a step."""
+    accelerator = Accelerator(cpu=True)
+    made: dict[str, Any] = {}
+    for name in ("thawed", "by its wrapper", "frozen", "none before", "grown"):
+        torch.manual_seed(1)
+        inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        inner[0].requires_grad_(name == "frozen")
+        inner[1].requires_grad_(name != "none before")
+        optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+        before, optimizer = accelerator.prepare(inner, optimizer)
+        inner.requires_grad_(True)
+        if name == "frozen":
+            inner[0].requires_grad_(False)
+        elif name == "grown":
+            inner.append(nn.Linear(2, 1))
+            optimizer.add_param_group({"params": list(inner[2].parameters())})
+        model = accelerator.prepare(before if name == "by its wrapper" else inner)
+        for _ in range(2):
+            inputs = torch.full((1, 2), 1.0 + accelerator.process_index)
+            accelerator.backward(model(inputs).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        made[name] = [p.tolist() for p in inner.parameters()]
+    return made
+
+
+def test_weights_that_train_since_a_second_prepare_are_exchanged() -> None:
+    first, second = run_ranks(thaw_and_grow, 2)
+    for name, weights in first.items():
+        assert weights == second[name], name

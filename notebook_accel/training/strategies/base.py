@@ -126,6 +126,14 @@ class Strategy:
         """One model as it is to be called, its precision aside."""
         return compile_model(self.place(given), self.dynamo)
 
+    def renew(self, model: Module) -> bool:
+        """Spread a model that was prepared before anew, in place, where other weights train now.
+
+        Returns:
+            whether it can stay; False: it has to be prepared as one that is new.
+        """
+        return True
+
     def place(self, given: ModelToPrepare) -> Module:
         """One model on the device where it computes."""
         return given.model if given.device is None else given.model.to(given.device)

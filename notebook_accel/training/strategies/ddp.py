@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.nn import Module, Parameter
+    from torch.utils.hooks import RemovableHandle
 
     from notebook_accel.training.strategies.request import ModelToPrepare, Request
 
@@ -38,9 +39,11 @@ class DataParallel(TakesSpreadModels):
         model = super().prepare_model(given)
         # Torch refuses to wrap a model that has nothing to exchange.
         trains = given.training and any(weight.requires_grad for weight in model.parameters())
+        if given.model in _TELLS:
+            _TELLS.pop(given.model).remove()
         if not trains or has_parts(model.parameters()):
             if given.training and not trains:
-                model.register_forward_pre_hook(_tell_if_thawed)
+                _TELLS[given.model] = model.register_forward_pre_hook(_tell_if_thawed)
             return model
         options = pick_handler(self.handlers, DistributedDataParallelKwargs)
         device_ids = None if given.device is None else devices.wrapper_device_ids(given.device)
@@ -59,13 +62,39 @@ class DataParallel(TakesSpreadModels):
         _note_what_trains(wrapped, wrap_again)
         return wrapped
 
+    def renew(self, model: Module) -> bool:
+        if isinstance(model, DistributedDataParallel):
+            known = _WRAPPED.get(model)
+            if known is not None and not known.fits(model):
+                if not model.is_multi_device_module:  # a layer that is new may be elsewhere
+                    model.module.to(model.device)
+                # They keep where autograd adds up gradients, of the size that weights had.
+                del model.reducer, model.logger
+                _wrap_again(model, known)
+            return True
+        trains = any(weight.requires_grad for weight in model.parameters())
+        return not trains or has_parts(model.parameters())
+
 
 class _WrappedFor(NamedTuple):
     """What a wrapper was made for."""
 
     weights: list[Parameter]
     trains: list[bool]
+    sizes: list[torch.Size]
+    """Code may change them in place."""
     wrap_again: Callable[[Any], None]
+
+    def fits(self, wrapped: Module) -> bool:
+        """Whether its weights, and which of them train, are what they were; so is a wrapper of
+        which nothing trains any more, since torch makes none."""
+        weights = list(wrapped.parameters())
+        trains = [weight.requires_grad for weight in weights]
+        return not any(trains) or (
+            list(map(id, weights)) == list(map(id, self.weights))
+            and trains == self.trains
+            and [weight.shape for weight in weights] == self.sizes
+        )
 
 
 # What torch notes in a wrapper for the time of a block.
@@ -77,6 +106,8 @@ _OF_BLOCKS = (
 )
 
 _WRAPPED: WeakKeyDictionary[Module, _WrappedFor] = WeakKeyDictionary()
+# Of models of which nothing trains: what tells of one that is thawed.
+_TELLS: WeakKeyDictionary[Module, RemovableHandle] = WeakKeyDictionary()
 
 
 def _note_what_trains(wrapped: Module, wrap_again: Callable[[Any], None]) -> None:
@@ -87,7 +118,8 @@ def _note_what_trains(wrapped: Module, wrap_again: Callable[[Any], None]) -> Non
     the next forward raises.
     """
     weights = list(wrapped.parameters())
-    _WRAPPED[wrapped] = _WrappedFor(weights, [one.requires_grad for one in weights], wrap_again)
+    trains, sizes = [one.requires_grad for one in weights], [one.shape for one in weights]
+    _WRAPPED[wrapped] = _WrappedFor(weights, trains, sizes, wrap_again)
     wrapped.register_forward_pre_hook(_follow_what_trains)
 
 
@@ -96,8 +128,7 @@ def _tell_if_thawed(model: Module, _: Any) -> None:
         notice_once(
             "thawed after prepare",
             f"{type(model).__name__} had no weight that trains as it was prepared, so that ranks "
-            "do not exchange its gradients, and now it has some: thaw at least one before "
-            "prepare(), and the others may follow at any time",
+            "do not exchange its gradients, and now it has some: give it to prepare() once more",
         )
 
 
@@ -107,8 +138,11 @@ def _follow_what_trains(wrapped: Any, _: Any) -> None:
         return
     trains = [weight.requires_grad for weight in known.weights]
     # Where nothing trains there is nothing to exchange, and torch would not wrap it.
-    if trains == known.trains or not any(trains):
-        return
+    if trains != known.trains and any(trains):
+        _wrap_again(wrapped, known)
+
+
+def _wrap_again(wrapped: Any, known: _WrappedFor) -> None:
     # It is made anew: without the hooks of the user and ours, and as if it were called outside of
     # no_sync() and of join().
     hooks = [name for name in vars(torch.nn.Module()) if "_hooks" in name]
