@@ -191,6 +191,23 @@ def test_what_scripts_use_is_here(coverage: ModuleType) -> None:
     assert lost == []
 
 
+def test_what_a_module_has_imported_is_under_its_path_too(coverage: ModuleType) -> None:
+    """Transformers imports ``check_device_map`` from ``big_modeling``, which only uses it."""
+    # Kernels import the launchers, and what else is there would make them wait for torch.
+    paths = {*coverage.MODULES, *coverage._modules_of_utils()} - {"launchers"}
+    here = [importlib.import_module(f"notebook_accel.{name}") for name in ("utils", "state")]
+    lost = []
+    for path in sorted(paths):
+        theirs = importlib.import_module(f"accelerate.{path}".rstrip("."))
+        for name, value in vars(theirs).items():
+            is_theirs = str(getattr(value, "__module__", "")).startswith("accelerate.")
+            if name.startswith("_") or inspect.ismodule(value) or not is_theirs:
+                continue
+            if any(hasattr(door, name) for door in here) and find(f"{path}.{name}") is None:
+                lost.append(f"{path}.{name}")
+    assert lost == []
+
+
 def test_the_page_is_fresh(coverage: ModuleType) -> None:
     written = coverage.PAGE.read_text()
     if f"accelerate {version('accelerate')}:" not in written:

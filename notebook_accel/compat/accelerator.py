@@ -3,6 +3,7 @@
 from notebook_accel.training.accelerator import Accelerator as Accelerator
 from notebook_accel.training.tracking.registry import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
 
+from .checkpointing import *
 from .data_loader import *
 from .logging import get_logger as get_logger
 from .optimizer import AcceleratedOptimizer as AcceleratedOptimizer
@@ -10,5 +11,4 @@ from .parallelism_config import ParallelismConfig as ParallelismConfig
 from .scheduler import AcceleratedScheduler as AcceleratedScheduler
 from .state import *
 from .tracking import *
-from .utils.constants import *
-from .utils.dataclasses import *
+from .utils import *

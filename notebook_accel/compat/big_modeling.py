@@ -1,4 +1,4 @@
-"""Door: ``accelerate.big_modeling`` under our name."""
+"""Door: ``accelerate.big_modeling`` under our name, with what it has imported there."""
 
 from notebook_accel.training.big_modeling.dispatch import cpu_offload as cpu_offload
 from notebook_accel.training.big_modeling.dispatch import disk_offload as disk_offload
@@ -22,3 +22,6 @@ from notebook_accel.training.big_modeling.loading import (
 from notebook_accel.training.big_modeling.offload_on_call import (
     cpu_offload_with_hook as cpu_offload_with_hook,
 )
+
+from .hooks import *
+from .utils import *

@@ -9,4 +9,6 @@ from notebook_accel.training.checkpoint.by_hand import (
 )
 from notebook_accel.training.checkpoint.by_hand import save_custom_state as save_custom_state
 
-from .utils.constants import *
+from .logging import *
+from .state import *
+from .utils import *

@@ -1,4 +1,4 @@
-"""Door: ``accelerate.data_loader`` under our name."""
+"""Door: ``accelerate.data_loader`` under our name, with what it has imported there."""
 
 from notebook_accel.training.data import skip_first_batches as skip_first_batches
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
@@ -11,3 +11,7 @@ from notebook_accel.training.data.shard import DataLoaderShard as DataLoaderShar
 from notebook_accel.training.data.skip_loader import SkipDataLoader as SkipDataLoader
 from notebook_accel.training.data.standalone import prepare_data_loader as prepare_data_loader
 from notebook_accel.training.data.streams import IterableDatasetShard as IterableDatasetShard
+
+from .logging import *
+from .state import *
+from .utils import *

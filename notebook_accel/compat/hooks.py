@@ -1,4 +1,4 @@
-"""Door: ``accelerate.hooks`` under our name."""
+"""Door: ``accelerate.hooks`` under our name, with what it has imported there."""
 
 from notebook_accel.training.big_modeling.align_devices import AlignDevicesHook as AlignDevicesHook
 from notebook_accel.training.big_modeling.align_devices import (
@@ -26,3 +26,6 @@ from notebook_accel.training.big_modeling.offload_on_call import CpuOffload as C
 from notebook_accel.training.big_modeling.offload_on_call import (
     UserCpuOffloadHook as UserCpuOffloadHook,
 )
+
+from .state import *
+from .utils import *

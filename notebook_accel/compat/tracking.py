@@ -1,4 +1,4 @@
-"""Door: ``accelerate.tracking`` under our name."""
+"""Door: ``accelerate.tracking`` under our name, with what it has imported there."""
 
 from notebook_accel.training.tracking.aim import AimTracker as AimTracker
 from notebook_accel.training.tracking.base import GeneralTracker as GeneralTracker
@@ -19,3 +19,7 @@ from notebook_accel.training.tracking.swanlab import SwanLabTracker as SwanLabTr
 from notebook_accel.training.tracking.tensorboard import TensorBoardTracker as TensorBoardTracker
 from notebook_accel.training.tracking.trackio import TrackioTracker as TrackioTracker
 from notebook_accel.training.tracking.wandb import WandBTracker as WandBTracker
+
+from .logging import *
+from .state import *
+from .utils import *

@@ -1,4 +1,4 @@
-"""Door: ``accelerate.utils.ao`` under our name."""
+"""Door: ``accelerate.utils.ao`` under our name, with what it has imported there."""
 
 from notebook_accel.training.float8 import convert_model_to_fp8_ao as convert_model_to_fp8_ao
 from notebook_accel.training.float8 import (
@@ -9,3 +9,5 @@ from notebook_accel.training.float8 import (
     find_first_last_linear_layers as find_first_last_linear_layers,
 )
 from notebook_accel.training.float8 import has_ao_layers as has_ao_layers
+
+from .imports import *

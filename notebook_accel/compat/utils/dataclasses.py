@@ -1,4 +1,4 @@
-"""Door: ``accelerate.utils.dataclasses`` under our name."""
+"""Door: ``accelerate.utils.dataclasses`` under our name, with what it has imported there."""
 
 from notebook_accel.training.big_modeling.dtypes import CustomDtype as CustomDtype
 from notebook_accel.training.big_modeling.quantized import (
@@ -55,3 +55,8 @@ from notebook_accel.training.settings import ProjectConfiguration as ProjectConf
 from notebook_accel.training.settings import RNGType as RNGType
 from notebook_accel.training.settings import SageMakerDistributedType as SageMakerDistributedType
 from notebook_accel.training.tensor_layout import TensorInformation as TensorInformation
+
+from .constants import *
+from .environment import *
+from .imports import *
+from .versions import *

@@ -1,5 +1,6 @@
-"""Door: ``accelerate.utils.megatron_lm`` under our name."""
+"""Door: ``accelerate.utils.megatron_lm`` under our name, with what it has imported there."""
 
+from notebook_accel.training.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from notebook_accel.training.refused import AbstractTrainStep as AbstractTrainStep
 from notebook_accel.training.refused import BertTrainStep as BertTrainStep
 from notebook_accel.training.refused import GPTTrainStep as GPTTrainStep
@@ -28,3 +29,7 @@ from notebook_accel.training.refused import (
 )
 from notebook_accel.training.refused import prepare_optimizer as prepare_optimizer
 from notebook_accel.training.refused import prepare_scheduler as prepare_scheduler
+from notebook_accel.training.scheduler import AcceleratedScheduler as AcceleratedScheduler
+
+from .imports import *
+from .operations import *

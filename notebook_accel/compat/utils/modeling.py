@@ -1,4 +1,4 @@
-"""Door: ``accelerate.utils.modeling`` under our name."""
+"""Door: ``accelerate.utils.modeling`` under our name, with what it has imported there."""
 
 from notebook_accel.training.big_modeling.align_devices import (
     align_module_device as align_module_device,
@@ -51,6 +51,7 @@ from notebook_accel.training.mixed_precision import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
 from notebook_accel.training.model_parts import is_peft_model as is_peft_model
+from notebook_accel.training.state import AcceleratorState as AcceleratorState
 from notebook_accel.training.ties import (
     check_tied_parameters_in_config as check_tied_parameters_in_config,
 )
@@ -59,3 +60,11 @@ from notebook_accel.training.ties import (
 )
 from notebook_accel.training.ties import find_tied_parameters as find_tied_parameters
 from notebook_accel.training.ties import retie_parameters as retie_parameters
+
+from .constants import *
+from .dataclasses import *
+from .imports import *
+from .memory import *
+from .offload import *
+from .tqdm import *
+from .versions import *

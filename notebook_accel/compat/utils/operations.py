@@ -1,4 +1,4 @@
-"""Door: ``accelerate.utils.operations`` under our name."""
+"""Door: ``accelerate.utils.operations`` under our name, with what it has imported there."""
 
 from notebook_accel.training.agreement import (
     DistributedOperationException as DistributedOperationException,
@@ -23,9 +23,16 @@ from notebook_accel.training.nested import recursively_apply as recursively_appl
 from notebook_accel.training.nested import send_to_device as send_to_device
 from notebook_accel.training.nested import slice_tensors as slice_tensors
 from notebook_accel.training.operations import *
+from notebook_accel.training.state import AcceleratorState as AcceleratorState
+from notebook_accel.training.state import PartialState as PartialState
 from notebook_accel.training.strategies.zero_engine import GatheredParameters as GatheredParameters
 from notebook_accel.training.tensor_layout import TensorInformation as TensorInformation
 from notebook_accel.training.tensor_layout import get_data_structure as get_data_structure
 from notebook_accel.training.tensor_layout import get_shape as get_shape
 from notebook_accel.training.tensor_layout import initialize_tensors as initialize_tensors
 from notebook_accel.training.tensor_layout import is_tensor_information as is_tensor_information
+
+from .constants import *
+from .dataclasses import *
+from .imports import *
+from .versions import *

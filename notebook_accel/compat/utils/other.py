@@ -1,4 +1,4 @@
-"""Door: ``accelerate.utils.other`` under our name."""
+"""Door: ``accelerate.utils.other`` under our name, with what it has imported there."""
 
 from notebook_accel.config import write_basic_config as write_basic_config
 from notebook_accel.training.big_modeling.sizes import convert_bytes as convert_bytes
@@ -13,6 +13,7 @@ from notebook_accel.training.compiling import is_compiled_module as is_compiled_
 from notebook_accel.training.host import check_os_kernel as check_os_kernel
 from notebook_accel.training.host import get_free_port as get_free_port
 from notebook_accel.training.host import is_port_in_use as is_port_in_use
+from notebook_accel.training.logs import get_logger as get_logger
 from notebook_accel.training.model_parts import get_model_tp_size as get_model_tp_size
 from notebook_accel.training.model_parts import (
     get_module_children_bottom_up as get_module_children_bottom_up,
@@ -27,4 +28,13 @@ from notebook_accel.training.prepare import (
 )
 from notebook_accel.training.saving import load as load
 from notebook_accel.training.saving import save as save
+from notebook_accel.training.state import PartialState as PartialState
 from notebook_accel.training.topology import barrier as wait_for_everyone
+
+from .constants import *
+from .dataclasses import *
+from .environment import *
+from .imports import *
+from .modeling import id_tensor_storage as id_tensor_storage
+from .transformer_engine import convert_model as convert_model
+from .versions import *
