@@ -91,7 +91,8 @@ class Accumulation:
     @property
     def keeps_gradients(self) -> bool:
         """Whether gradients that no step has used belong to a window that is still open."""
-        return self.num_steps > 1 and (self.inside or not self.sync_gradients)
+        # One step a window keeps some only where code itself says that a batch is not its last.
+        return not self.sync_gradients or (self.num_steps > 1 and self.inside)
 
     def advance(self) -> None:
         """One more batch of the window begins."""

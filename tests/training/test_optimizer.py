@@ -130,6 +130,21 @@ def test_steps_may_be_taken_where_gradients_are_synchronised() -> None:
     assert recorder.used == [5.5, 550.0]
 
 
+@pytest.mark.parametrize("by_state", [False, True])
+def test_a_window_may_be_said_by_hand(by_state: bool) -> None:
+    """Code that counts batches itself says which of them is a window's last."""
+    accelerator, model, optimizer, recorder = setup(steps=1)
+    for index, gradient in enumerate(GRADIENTS):
+        if by_state:
+            accelerator.gradient_state._set_sync_gradients(index % 2 == 1)
+        else:
+            accelerator.sync_gradients = index % 2 == 1
+        accelerator.backward(model(gradient))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert recorder.used == [11.0, 1100.0]
+
+
 def test_the_number_of_steps_may_change_on_the_way() -> None:
     accelerator, model, optimizer, recorder = setup(1)
     accelerator.gradient_accumulation_steps = 2
