@@ -165,7 +165,7 @@ def thaw_and_grow() -> dict[str, Any]:
     """Each way to change which weights train, a second ``prepare``, and a step."""
     accelerator = Accelerator(cpu=True)
     made: dict[str, Any] = {}
-    for name in ("thawed", "by its wrapper", "frozen", "none before", "grown"):
+    for name in ("thawed", "by its wrapper", "frozen", "none before", "grown", "resized"):
         torch.manual_seed(1)
         inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         inner[0].requires_grad_(name == "frozen")
@@ -175,6 +175,10 @@ def thaw_and_grow() -> dict[str, Any]:
         inner.requires_grad_(True)
         if name == "frozen":
             inner[0].requires_grad_(False)
+        elif name == "resized":  # as Transformers does it, after a backward
+            accelerator.backward(before(torch.ones(1, 2)).sum())
+            optimizer.zero_grad()
+            inner[1].weight.data, inner[1].bias.data = torch.ones(3, 2), torch.ones(3)
         elif name == "grown":
             inner.append(nn.Linear(2, 1))
             optimizer.add_param_group({"params": list(inner[2].parameters())})
