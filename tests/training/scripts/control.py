@@ -204,6 +204,23 @@ def no_sync(accelerate: Any, folder: Path) -> dict[str, Any]:
     return {"norms": norms, "weights": fingerprint(model)}
 
 
+def windows_by_hand(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """Accumulation that the code counts itself, by the flag that the prepared objects follow."""
+    accelerator = accelerate.Accelerator()
+    model, optimizer = mlp_and_sgd()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    model, optimizer, loader, schedule = accelerator.prepare(
+        model, optimizer, DataLoader(points(22), batch_size=2), schedule
+    )
+    losses = []
+    for index, batch in enumerate(loader):
+        accelerator.sync_gradients = (index + 1) % 3 == 0 or index + 1 == len(loader)
+        losses.append(step_of(accelerator, model, optimizer, batch))
+        schedule.step()
+    rate = schedule.get_last_lr()
+    return {"losses": losses, "rate": rate, "weights": fingerprint(model)}
+
+
 def policy(accelerate: Any, folder: Path) -> dict[str, Any]:
     """TRL-like: rollouts, whitened over the ranks, several epochs of minibatches, two heads."""
     accelerator = accelerate.Accelerator()
@@ -330,6 +347,23 @@ def unused(accelerate: Any, folder: Path) -> dict[str, Any]:
     return {"weights": fingerprint(deep)}
 
 
+def thawed(accelerate: Any, folder: Path) -> dict[str, Any]:
+    """The head alone at first, then the whole model, which is prepared once more."""
+    accelerator = accelerate.Accelerator()
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(points(16), batch_size=2)
+    )
+    losses = [step_of(accelerator, model, optimizer, batch) for batch in loader]
+    whole = accelerator.unwrap_model(model).requires_grad_(True)
+    optimizer.add_param_group({"params": list(whole[0].parameters()), "lr": 0.01})
+    model = accelerator.prepare(whole)
+    losses += [step_of(accelerator, model, optimizer, batch) for batch in loader]
+    return {"losses": losses, "weights": fingerprint(model)}
+
+
 def half(accelerate: Any, folder: Path) -> dict[str, Any]:
     """bf16, a block of autocast for the loss, outputs in float32."""
     accelerator = accelerate.Accelerator(mixed_precision="bf16")
@@ -376,10 +410,12 @@ LOOPS = [
     hub,
     numbered_checkpoints,
     no_sync,
+    windows_by_hand,
     policy,
     folds,
     processes,
     unused,
+    thawed,
     half,
     memory,
 ]
