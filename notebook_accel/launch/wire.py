@@ -51,6 +51,7 @@ __all__ = [
     "MasterSocket",
     "Message",
     "Metric",
+    "Metrics",
     "Notice",
     "Output",
     "Packet",
@@ -74,7 +75,7 @@ __all__ = [
 
 # Both ends of a connection compare it before the first message (transport/handshake.py). Raise it
 # with every change of a message: the kernel and its template may be of two versions.
-VERSION = 5
+VERSION = 6
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -128,7 +129,7 @@ class CallStarted(Message, frozen=True, kw_only=True):
 
 
 class Metric(Message, frozen=True, kw_only=True):
-    """Values given to ``accelerator.log``."""
+    """Values given to ``accelerator.log``. The agent passes them on as :class:`Metrics`."""
 
     values: dict[str, float]
     step: int | None = None
@@ -259,6 +260,16 @@ class StopPointReached(Message, frozen=True, kw_only=True):
     batches: int
     reads: int
     reads_should_stop: bool
+
+
+class Metrics(Message, frozen=True, kw_only=True):
+    """What the ranks of an agent have logged, in the order in which it heard of it.
+
+    Ranks may log thousands of times a second: of their own, each would cost the agent a write, and
+    the kernel a turn of its thread.
+    """
+
+    metrics: tuple[Metric, ...]
 
 
 class Output(Message, frozen=True, kw_only=True):

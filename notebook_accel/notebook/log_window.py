@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.text.terminal_text import plain_text
@@ -192,7 +192,7 @@ class LogWindow:
                 some = some[:1]
                 num_bytes = min(_markup_bytes(some[0]), _LINE_BYTES)
             block.num_bytes += num_bytes
-            block.lines.extend((rank, line) for line in some)
+            block.lines.extend(zip(repeat(rank), some))
             block.is_sent = False
             start += len(some)
 

@@ -37,6 +37,8 @@ def _example(hint: Any) -> Any:
         return wire.Packet(header=b"\x00h", sizes=(1, 2), inline=(b"a", b"bc"))
     if hint is wire.RankSpec:
         return wire.RankSpec(rank=3, local_rank=1, environment={"A": "b"}, device=2)
+    if hint is wire.Metric:
+        return wire.Metric(rank=1, values={"loss": 0.5}, step=7)
     return {int: 42, float: 0.1, str: "täxt\x00", bytes: b"\x00\xff", bool: True}[hint]
 
 

@@ -12,7 +12,7 @@ from notebook_accel.launch.control.state import Failure, RunState, apply, starti
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["after", "metrics", "running", "succeeded", "with_failed"]
+__all__ = ["after", "logged", "metrics", "running", "succeeded", "with_failed"]
 
 
 def after(state: RunState, *messages: wire.Message) -> RunState:
@@ -20,6 +20,11 @@ def after(state: RunState, *messages: wire.Message) -> RunState:
     for message in messages:
         state = apply(message, state)
     return state
+
+
+def logged(rank: int, values: dict[str, float], step: int | None = None) -> wire.Metrics:
+    """What the kernel hears where a rank has logged some values."""
+    return wire.Metrics(metrics=(wire.Metric(rank=rank, values=values, step=step),))
 
 
 def running(num_ranks: int = 2, *, name: str = "train") -> RunState:

@@ -18,7 +18,7 @@ from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from notebook_accel.launch import wire
 from notebook_accel.notebook.snapshot import render_line, render_slim, render_snapshot
-from tests.notebook.states import after, metrics, running, with_failed
+from tests.notebook.states import after, logged, metrics, running, with_failed
 from tests.notebook.test_markup import Tags
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def failed() -> Snapshot:
         wire.Output(rank=0, text=nasty("output") + "\n"),
         wire.Output(rank=1, text="x\n\n" * 40 + nasty("long output") + "\n"),
         wire.Notice(text=nasty("notice")),
-        wire.Metric(rank=0, values={nasty("metric"): 1.0}),
+        logged(0, {nasty("metric"): 1.0}),
         wire.Bar(rank=0, bar=0, name=nasty("bar"), n=1, total=3, unit=nasty("unit")),
     )
     error = f"rank 1 failed: ValueError: {nasty('headline')}\n\n{nasty('traceback')}"

@@ -18,7 +18,7 @@ from notebook_accel.notebook.panel import (
     render_stacks,
     render_title,
 )
-from tests.notebook.states import after, running, succeeded, with_failed
+from tests.notebook.states import after, logged, running, succeeded, with_failed
 from tests.notebook.test_markup import HOSTILE, Tags
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def test_a_rank_without_a_bar_shows_what_its_loader_counted() -> None:
 def test_a_row_has_the_step_beside_the_bars() -> None:
     state = after(running(2), bar(0), wire.Sample(rank=0, steps=1_240), bar(1))
     # A rank without an optimizer of ours has the step that it logged.
-    state = after(state, wire.Metric(rank=1, values={"loss": 0.5}, step=77))
-    state = after(state, wire.Metric(rank=1, values={"accuracy": 0.5}, step=None))
+    state = after(state, logged(1, {"loss": 0.5}, step=77))
+    state = after(state, logged(1, {"accuracy": 0.5}, step=None))
     page = Tags(render_panel(state, NOW))
     assert "50/20010.0 it/s0:151,240" in page.text
     assert "50/20010.0 it/s0:1577" in page.text
@@ -203,7 +203,7 @@ def test_it_is_small_whatever_ranks_print(num_ranks: int, line: str) -> None:
             state,
             wire.Output(rank=rank, text=f"{line}\n" * 9),
             bar(rank, name=line),
-            wire.Metric(rank=rank, values={f"{line}{number}": 0.1 for number in range(12)}),
+            logged(rank, {f"{line}{number}": 0.1 for number in range(12)}),
             wire.Notice(text=f"{line}{rank}"),
         )
     state = with_failed(state, [0], error=f"{line}\n" * 100)

@@ -13,7 +13,7 @@ from notebook_accel.launch.control.hang import Hang
 from notebook_accel.launch.control.state import Failure
 from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.snapshot import MAX_BYTES, AskedStacks, render_slim, render_snapshot
-from tests.notebook.states import after, metrics, running, succeeded, with_failed
+from tests.notebook.states import after, logged, metrics, running, succeeded, with_failed
 from tests.notebook.test_markup import HOSTILE, Tags
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def full() -> RunState:
         wire.Output(rank=0, text="first\nlast of zero\n"),
         wire.Output(rank=1, text="last of one\n"),
         wire.Sample(rank=1, batches=300, steps=300, memory=400_000_000),
-        wire.Metric(rank=0, values={"loss": 0.25}),
+        logged(0, {"loss": 0.25}),
         wire.Notice(text="one line for you"),
     )
     return with_failed(state, [1], error=ERROR)
@@ -283,13 +283,13 @@ def test_a_cell_that_ended_at_once_has_one_line_and_its_output() -> None:
 
 def test_the_line_of_a_cell_that_ended_at_once_names_the_last_metrics() -> None:
     values = [
-        wire.Metric(rank=0, values={"loss": 0.5, "accuracy": 0.75}),
-        wire.Metric(rank=0, values={"loss": 0.31}),
+        logged(0, {"loss": 0.5, "accuracy": 0.75}),
+        logged(0, {"loss": 0.31}),
     ]
     snapshot = render_slim(succeeded(after(running(2, name="In[3]"), *values)))
     assert Tags(snapshot.html).text.endswith("42.0 s · loss 0.31, accuracy 0.75")
     assert snapshot.text == "In[3]: succeeded, 2 ranks, 42.0 s, loss 0.31, accuracy 0.75"
-    many = wire.Metric(rank=0, values={f"m{number}": 1.0 for number in range(9)})
+    many = logged(0, {f"m{number}": 1.0 for number in range(9)})
     text = render_slim(after(running(1), many)).text
     assert text.endswith("m3 1, and 5 more in run.metrics")
 
@@ -322,7 +322,7 @@ def hostile() -> RunState:
         text = f"{rank}" + "'\"\U0001f600" * 200 + "\n"
         bar = wire.Bar(rank=rank, bar=0, name=text, n=1, total=3, rate=1.0, elapsed=1.0, unit=text)
         state = after(state, wire.Output(rank=rank, text=text * 3), bar)
-    state = after(state, wire.Metric(rank=0, values=values))
+    state = after(state, logged(0, values))
     failure = Failure(message="\x1b[2J'\n" * 100_000)
     return replace(state, notices=("\x1b[2J\n'" * 10_000,) * 20, failure=failure)
 

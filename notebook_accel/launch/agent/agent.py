@@ -55,6 +55,10 @@ _STOP_TICK_SECONDS = 0.002  # while the kernel and all ranks wait for the answer
 _STOP_SECONDS = 1.0
 # Messages that wait for a slow kernel, above which ranks have to wait as well.
 _BUSY_PENDING = 4096
+# Metrics are passed on so often, together, as output is (rank_process.py); the first after a pause
+# goes at once. No message has more of them.
+_METRICS_SECONDS = 0.1
+_MAX_METRICS = 100
 
 # What a rank may say of itself, beside how its call ended.
 _FROM_RANKS = (
@@ -121,6 +125,9 @@ class Agent:
         self._group_generation = 0
         self._is_shutting_down = False
         self._next_alive = 0.0
+        # What ranks have logged, until it is passed on.
+        self._metrics: list[wire.Metric] = []
+        self._next_metrics = 0.0
         self._may_pause = False
         # Of the call:
         self._call = 0
@@ -197,6 +204,9 @@ class Agent:
                 rank.wake_if_unseen(now)
                 if rank.broken and not rank.ended_by_agent:
                     self._give_up(rank)
+        if now >= self._next_metrics and self._metrics:
+            self._next_metrics = now + _METRICS_SECONDS
+            self._post_metrics()
         self._answer_stop(now)
         if self._call and not self._ending.is_last and not self._in_call():
             # All ranks have left this call: forget its stages, or they would cut a shutdown short.
@@ -299,6 +309,7 @@ class Agent:
         if message.group_generation != self._group_generation:
             self._group_generation = message.group_generation
             self._ports.renew_master()
+        self._post_metrics()  # which are of the call before
         self._call = message.call
         self._is_shutting_down = self._is_shutting_down or message.last
         self._ending = Ending(grace=message.grace, is_last=self._is_shutting_down)
@@ -383,9 +394,24 @@ class Agent:
                 # The agent sets the rank itself: user code can write to the channel of its rank,
                 # and name another one.
                 stamped = msgspec.structs.replace(message, rank=rank.rank)
-                self._channel.post(self._handle_rank_message(rank, stamped), fds)
+                if isinstance(stamped, wire.Metric):
+                    self._gather(stamped)
+                else:
+                    self._channel.post(self._handle_rank_message(rank, stamped), fds)
             for fd in fds:
                 os.close(fd)
+
+    def _gather(self, metric: wire.Metric) -> None:
+        """Keep what a rank has logged until it is passed on together with more."""
+        self._metrics.append(metric)
+        if len(self._metrics) >= _MAX_METRICS:
+            self._post_metrics()
+
+    def _post_metrics(self) -> None:
+        """Pass on what ranks have logged: before the end of a call, since later it is dropped."""
+        if self._metrics:
+            metrics, self._metrics = tuple(self._metrics), []
+            self._post(wire.Metrics, call=self._call, metrics=metrics)
 
     def _may_say(self, rank: RankProcess, message: wire.Message) -> bool:
         """Whether a rank may send this: what a rank says of itself, and the end of a call once."""
@@ -399,7 +425,9 @@ class Agent:
             rank.note_started()
         if not isinstance(message, (wire.Returned, wire.Raised)):
             return message
-        # The kernel may take the call for ended with the next message: all output comes before.
+        # The kernel may take the call for ended with the next message: all that was logged and
+        # printed comes before.
+        self._post_metrics()
         for news in rank.end_call(has_returned=isinstance(message, wire.Returned)):
             self._channel.post(news)
         if not isinstance(message, wire.Raised):
@@ -458,6 +486,7 @@ class Agent:
 
     def _tell_end(self, rank: RankProcess, *, was_in_call: bool, exitcode: int) -> None:
         """Tell the kernel how a rank's process ended; in a call that is a failure of the rank."""
+        self._post_metrics()
         for message in rank.last_messages():
             self._channel.post(message)
         self._logs.end(rank.rank)

@@ -160,10 +160,13 @@ class Curve:
             if number < self._number(index):
                 index = bisect_left(range(end), number, key=self._number)
         place = index * _FIELDS
-        if index < end and self._number(index) == number:
+        if index == end:
+            cells.extend(new)
+        elif self._number(index) == number:
             cells[place : place + _FIELDS] = array("d", _stretch(cells, index).joined(new))
             return
-        cells[place:place] = array("d", new)
+        else:
+            cells[place:place] = array("d", new)
         if len(cells) > self._max * _FIELDS:
             self._make_fewer()
 

@@ -1,6 +1,6 @@
 """The file with the metrics of a run: written while it goes on, read whole or in samples.
 
-A rank's ``accelerator.log`` becomes a ``wire.Metric``; the supervisor adds it to a
+A rank's ``accelerator.log`` becomes a ``wire.Metric``; the supervisor adds it, with others, to a
 :class:`MetricStore`, and ``run.metrics`` and the plots read it from a :class:`MetricReader`.
 """
 
@@ -18,8 +18,10 @@ from notebook_accel.launch.control.regular_files import open_regular
 from notebook_accel.launch.control.run_folder import lost_files_notice, making_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
+
+    from notebook_accel.launch import wire
 
 __all__ = ["MetricReader", "MetricStore"]
 
@@ -91,12 +93,10 @@ class MetricStore(MetricReader):
         with making_files(folder):
             self._file = self.path.open("ab")
 
-    def add(self, *, wall: float, rank: int, step: int | None, values: dict[str, float]) -> None:
+    def add(self, metrics: Sequence[wire.Metric]) -> None:
         """Append values; readers see them after :meth:`flush`."""
         with self._writing():
-            for name, value in values.items():
-                row = {"time": wall, "rank": rank, "step": step, "name": name, "value": value}
-                self._file.write(_encode(row) + b"\n")
+            self._file.write(_encode(metrics))
 
     def flush(self) -> None:
         with self._writing():
@@ -153,12 +153,25 @@ class _Row(TypedDict):
 
 
 _DECODER = msgspec.json.Decoder(_Row)
+_ENCODER = msgspec.json.Encoder()
 
 
-def _encode(row: dict[str, Any]) -> bytes:
-    # JSON has no nan and no infinity; they travel as text.
-    value = row["value"]
-    return msgspec.json.encode(row if math.isfinite(value) else {**row, "value": repr(value)})
+def _encode(metrics: Sequence[wire.Metric]) -> bytes:
+    """A line for each value: all at once, since there may be thousands a second."""
+    return _ENCODER.encode_lines(
+        [
+            {
+                "time": metric.wall,
+                "rank": metric.rank,
+                "step": metric.step,
+                "name": name,
+                # JSON has no nan and no infinity; they travel as text.
+                "value": value if math.isfinite(value) else repr(value),
+            }
+            for metric in metrics
+            for name, value in metric.values.items()
+        ]
+    )
 
 
 def _decode(line: bytes) -> dict[str, Any]:

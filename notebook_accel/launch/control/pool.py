@@ -51,7 +51,6 @@ __all__ = ["RankPool"]
 _TICK_SECONDS = 0.1
 # Between calls there is nothing to draw, and messages wake the thread.
 _IDLE_SECONDS = 1.0
-_METRICS_SECONDS = 0.005  # a pause after metrics alone: each of a thousand a second would wake it
 # The agent itself gives a rank three seconds to write its stacks.
 _STACKS_SECONDS = 5.0
 # Between two looks at whether the stacks have come.
@@ -120,7 +119,6 @@ class RankPool:
         self._for_others = MessagesForOthers()
         self._stop_answers = StopAnswers()
         self._end_asked: float | None = None  # when the call's end was asked for first
-        self._heard_metrics = False  # whether the thread last heard metrics, and nothing else
         self._has_announced_end = False  # whether agents were told of the call's end
         self._selector = selectors.DefaultSelector()  # not in the thread: it may fail
         self._thread = threading.Thread(target=self._serve, name=f"ranks-{run}", daemon=True)
@@ -324,8 +322,6 @@ class RankPool:
                         end = self._own_failure(error)
                         for link in list(self._links):
                             self._lose(link, end)
-                if self._heard_metrics:
-                    time.sleep(_METRICS_SECONDS)
         self._finish()
 
     def _hear(self, selector: selectors.BaseSelector, link: AgentLink) -> None:
@@ -376,7 +372,6 @@ class RankPool:
             with contextlib.suppress(OSError):
                 link.channel.flush(block=False)
         problem: Exception | None = None
-        self._heard_metrics = {type(message) for message, _ in messages} == {wire.Metric}
         for message, fds in messages:
             try:
                 self._take(link, message, fds)

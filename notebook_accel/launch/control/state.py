@@ -342,12 +342,18 @@ def _(message: wire.CallStarted, state: RunState) -> RunState:
 
 
 @apply.register
-def _(message: wire.Metric, state: RunState) -> RunState:
-    def change(rank: RankState) -> RankState:
-        last = {name: (message.step, value) for name, value in message.values.items()}
-        return _changed(rank, metrics={**rank.metrics, **last})
-
-    return _change_rank(state, message.rank, change)
+def _(message: wire.Metrics, state: RunState) -> RunState:
+    newest: dict[int | None, dict[str, tuple[int | None, float]]] = {}
+    for metric in message.metrics:
+        of_rank = newest.setdefault(metric.rank, {})
+        of_rank.update({name: (metric.step, value) for name, value in metric.values.items()})
+    ranks = (
+        _changed(rank, metrics={**rank.metrics, **newest[rank.rank]})
+        if rank.rank in newest
+        else rank
+        for rank in state.ranks
+    )
+    return _changed(state, ranks=tuple(ranks))
 
 
 @apply.register

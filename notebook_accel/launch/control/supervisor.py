@@ -178,12 +178,11 @@ class Supervisor(Conductor, RunningCall):
             # Only results bring descriptors. Others come from code in the rank that wrote to its
             # channel.
             os.close(fd)
-        if isinstance(message, wire.Metric) and message.rank is not None:
-            self._metrics.add(
-                wall=message.wall, rank=message.rank, step=message.step, values=message.values
-            )
-            if self.curves is not None:
-                self.curves.add(message.rank, message.step, message.values)
+        if isinstance(message, wire.Metrics):
+            self._metrics.add(message.metrics)
+            for metric in message.metrics:
+                if self.curves is not None and metric.rank is not None:
+                    self.curves.add(metric.rank, metric.step, metric.values)
         elif isinstance(message, wire.Stacks):
             self._hangs.take(message)
         with self._state_lock:

@@ -89,8 +89,14 @@ def append_output(tail: Tail, text: str, *, limit: int) -> Tail:
         # The first piece goes on with the open line; the carriage return was stripped when shown.
         new[:1] = [lines[-1] + ("\r" if tail.is_rewound else "") + "".join(new[:1])]
         lines = lines[:-1]
-    shown = (_both_ends(as_shown(line)) for line in new[-limit:])
-    return Tail((*lines, *shown)[-limit:], is_open, is_open and new[-1].endswith("\r"))
+    is_rewound = is_open and new[-1].endswith("\r")
+    new = new[-limit:]
+    # Asked of all at once: thousands of lines a second come here, and nearly none needs either.
+    if "\r" in text or tail.is_rewound:
+        new = list(map(as_shown, new))
+    if max(map(len, new)) > MAX_LINE:
+        new = list(map(_both_ends, new))
+    return Tail((*lines, *new)[-limit:], is_open, is_rewound)
 
 
 def _both_ends(line: str) -> str:

@@ -318,6 +318,7 @@ def test_the_death_of_a_rank_that_has_returned_ends_the_call_of_no_other(
 def test_only_metrics_are_left_to_gather() -> None:
     agent: Any = object.__new__(Agent)
     agent._call = 1
+    agent._metrics = []
     posted: list[wire.Message] = []
     agent._channel = SimpleNamespace(num_pending=0, post=lambda message, _: posted.append(message))
     metric = wire.Metric(call=1, values={"loss": 1.0})
@@ -328,7 +329,53 @@ def test_only_metrics_are_left_to_gather() -> None:
         agent._may_pause = False
         agent._relay(SimpleNamespace(rank=0, channel=channel))
         assert agent._may_pause is pauses
-    assert len(posted) == 5
+    assert (len(posted), len(agent._metrics)) == (2, 3)
+
+
+def test_what_ranks_log_is_passed_on_together(agent: AgentByHand) -> None:
+    def logs() -> None:
+        for step in range(1000):
+            current().metric({"loss": 1.0}, step)
+
+    agent.launch(2)
+    agent.call(logs)
+    agent.all_of(wire.Returned, 2)
+    logged: dict[int, list[int]] = {0: [], 1: []}
+    for index, message in enumerate(agent.heard):
+        if isinstance(message, wire.Metrics):
+            assert (message.call, message.run) == (1, agent.run)
+            for metric in message.metrics:
+                assert not any(
+                    isinstance(before, wire.Returned) and before.rank == metric.rank
+                    for before in agent.heard[:index]
+                ), "after the end of its call nothing of a rank counts"
+                logged[metric.rank or 0].append(metric.step or 0)
+    assert logged == {0: [*range(1000)], 1: [*range(1000)]}
+    assert sum(isinstance(message, wire.Metrics) for message in agent.heard) < 100
+
+
+def test_a_value_that_is_logged_alone_comes_at_once(agent: AgentByHand) -> None:
+    def logs() -> None:
+        current().metric({"loss": 1.0})
+        sleeps()
+
+    agent.launch(1)
+    agent.call(logs)
+    (metric,) = agent.wait_for(wire.Metrics).metrics
+    assert metric.values == {"loss": 1.0}
+
+
+def test_what_a_rank_that_is_killed_had_logged_comes_before_its_end(agent: AgentByHand) -> None:
+    def logs() -> None:
+        for step in range(3):
+            current().metric({"loss": 1.0}, step)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    agent.launch(1)
+    agent.call(logs)
+    agent.wait_for(wire.RankEnded)
+    metrics = [m for heard in agent.heard if isinstance(heard, wire.Metrics) for m in heard.metrics]
+    assert [metric.step for metric in metrics] == [0, 1, 2]
 
 
 def test_only_living_ranks_are_killed_when_the_kernel_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +423,7 @@ def test_ranks_that_end_together_take_one_look_for_what_they_left(
         Rank(rank=number, pid=10 + number, row=SimpleNamespace()) for number in range(4)
     ]
     agent._ended, agent._reaped = agent._ranks[:3], []
-    agent._interrupted_at = None
+    agent._interrupted_at, agent._metrics = None, []
     agent._logs = SimpleNamespace(end=lambda _: None)
     agent._unwatch = lambda _: None
     agent._post = lambda _, rank, exitcode, **more: told.append((rank, exitcode))

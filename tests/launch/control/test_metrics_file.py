@@ -7,6 +7,7 @@ import os
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from notebook_accel.launch import wire
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 def test_metrics_come_back_in_order(tmp_path: Path) -> None:
     store = MetricStore(tmp_path)
     assert store.read() == []
-    store.add(wall=1.5, rank=0, step=None, values={"loss": 0.5, 'na"me\n': 1.0})
-    store.add(wall=2.5, rank=1, step=7, values={"loss": 1 / 3})
+    store.add([wire.Metric(wall=1.5, rank=0, step=None, values={"loss": 0.5, 'na"me\n': 1.0})])
+    store.add([wire.Metric(wall=2.5, rank=1, step=7, values={"loss": 1 / 3})])
     expected = [
         {"time": 1.5, "rank": 0, "step": None, "name": "loss", "value": 0.5},
         {"time": 1.5, "rank": 0, "step": None, "name": 'na"me\n', "value": 1.0},
@@ -32,7 +33,9 @@ def test_metrics_come_back_in_order(tmp_path: Path) -> None:
 
 def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
     store = MetricStore(tmp_path)
-    store.add(wall=0, rank=0, step=0, values={"a": math.nan, "b": math.inf, "c": -math.inf})
+    store.add(
+        [wire.Metric(wall=0, rank=0, step=0, values={"a": math.nan, "b": math.inf, "c": -math.inf})]
+    )
     store.close()
     a, b, c = (row["value"] for row in store.read())
     assert math.isnan(a)
@@ -41,7 +44,7 @@ def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
 
 def test_a_row_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     store = MetricStore(tmp_path)
-    store.add(wall=0, rank=0, step=0, values={"loss": 1.0})
+    store.add([wire.Metric(wall=0, rank=0, step=0, values={"loss": 1.0})])
     store.flush()
     with store.path.open("ab") as file:
         file.write(b'{"time":1,"rank"')
@@ -60,7 +63,7 @@ def test_a_full_disk_ends_no_training_and_is_told(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     store = MetricStore(tmp_path)
     for step in range(2000):
-        store.add(wall=0, rank=0, step=step, values={"loss": 1.0})
+        store.add([wire.Metric(wall=0, rank=0, step=step, values={"loss": 1.0})])
         store.flush()
     store.close()
     assert "disk full: metrics are lost" in store.lost_notice
@@ -91,7 +94,7 @@ def test_lines_that_are_no_metrics_are_left_out_and_counted(
 def test_adding_is_cheap(tmp_path: Path) -> None:
     store = MetricStore(tmp_path)
     for step in range(20_000):
-        store.add(wall=0, rank=0, step=step, values={"loss": 1.0})
+        store.add([wire.Metric(wall=0, rank=0, step=step, values={"loss": 1.0})])
     store.close()
     assert len(store.read()) == 20_000
     assert os.path.getsize(store.path) < 20_000 * 100
@@ -102,7 +105,7 @@ def test_a_sample_of_a_long_run_has_its_begin_its_end_and_what_lies_between(
 ) -> None:
     store = MetricStore(tmp_path)
     for step in range(50_000):
-        store.add(wall=0.0, rank=0, step=step, values={"loss": 1.0})
+        store.add([wire.Metric(wall=0.0, rank=0, step=step, values={"loss": 1.0})])
     steps = [row["step"] for row in store.sample(200_000)]
     assert steps[0] == 0
     assert steps[-1] == 49_999

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -45,30 +44,6 @@ def begin_on_both(run: PlayedRun) -> None:
     assert isinstance(first.next(), wire.Call)
     first.tell(wire.PortReserved, port=4321)
     assert isinstance(second.next(), wire.Call)
-
-
-# ---- metrics -----------------------------------------------------------------------------------
-
-
-def test_metrics_are_left_to_gather(one: PlayedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_METRICS_SECONDS", 0.3)
-    turns: list[object] = []
-    hear = pool.RankPool._hear
-    monkeypatch.setattr(
-        pool.RankPool, "_hear", lambda self, *told: (turns.append(told), hear(self, *told))
-    )
-    (agent,) = one.agents
-    call = one.begin_call()
-    assert isinstance(agent.next(), wire.Call)
-    for step in range(50):
-        agent.tell(wire.Metric, call=1, rank=0, step=step, values={"loss": 1.0}, wall=0.0)
-        # Its own turn of the processor, if the other thread wants one.
-        os.sched_yield()
-    newest = lambda: call.state.ranks[0].metrics.get("loss")  # noqa: E731
-    eventually(lambda: newest() == (49, 1.0), within=SECONDS, what="all came")
-    assert len(turns) < 10
-    agent.return_all(1)
-    assert call.ended.wait(SECONDS)
 
 
 # ---- calls -------------------------------------------------------------------------------------

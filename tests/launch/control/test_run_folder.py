@@ -20,6 +20,7 @@ from uuid import uuid4
 import pytest
 
 from notebook_accel import LaunchError, runs
+from notebook_accel.launch import wire
 from notebook_accel.launch.control import run_folder
 from notebook_accel.launch.control.metrics_file import MetricReader, MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder, run_folders, runs_folder
@@ -366,7 +367,7 @@ def test_a_log_of_a_run_that_was_deleted(tmp_path: Path) -> None:
 def test_a_folder_that_is_deleted_in_mid_run_is_told(tmp_path: Path) -> None:
     folder = RunFolder.make(tmp_path)
     store = MetricStore(folder.path)
-    store.add(wall=0, rank=0, step=0, values={"loss": 1.0})
+    store.add([wire.Metric(wall=0, rank=0, step=0, values={"loss": 1.0})])
     store.flush()
     assert store.lost_notice == ""
     folder.remove()

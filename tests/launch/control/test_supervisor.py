@@ -118,7 +118,8 @@ def test_metrics_are_kept_and_the_last_is_shown(run: PlayedRun) -> None:
     call = run.begin_call()
     metrics = call._metrics
     for step in range(3):
-        agent.tell(wire.Metric, rank=0, values={"loss": 1.0 - step}, step=step)
+        metric = wire.Metric(rank=0, values={"loss": 1.0 - step}, step=step)
+        agent.tell(wire.Metrics, metrics=(metric,))
     agent.return_all()
     assert call.ended.wait(SECONDS)
     assert [row["value"] for row in metrics.read()] == [1.0, 0.0, -1.0]
@@ -145,7 +146,8 @@ def test_the_view_draws_five_times_a_second_at_most(run: PlayedRun) -> None:
     step = 0
     while len(run.view.drawn) < 4:
         assert time.monotonic() < began + SECONDS
-        agent.tell(wire.Metric, rank=0, values={"loss": 1.0}, step=step)
+        metric = wire.Metric(rank=0, values={"loss": 1.0}, step=step)
+        agent.tell(wire.Metrics, metrics=(metric,))
         step += 1
         time.sleep(0.002)
     agent.return_all()

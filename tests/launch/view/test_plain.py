@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.launch import wire
 from notebook_accel.launch.system import token_bucket
 from notebook_accel.launch.view.plain import PlainView
-from tests.notebook.states import after, running, succeeded
+from tests.notebook.states import after, logged, running, succeeded
 
 if TYPE_CHECKING:
     import pytest
@@ -107,7 +107,7 @@ def test_lines_that_the_state_no_longer_holds_are_counted() -> None:
 def test_progress_and_metrics_come_now_and_then_and_once() -> None:
     shown = Shown(progress_seconds=0.0)
     bar = wire.Bar(rank=0, bar=1, name="epoch 1", n=50, total=100, rate=10.0)
-    state = after(running(2), bar, wire.Metric(rank=0, values={"loss": 0.25}))
+    state = after(running(2), bar, logged(0, {"loss": 0.25}))
     line = "[rank 0] epoch 1  50%  50/100  10.0 it/s  0:05 left  loss 0.25"
     assert shown.poll(state) == [line]
     assert shown.poll(state) == []
@@ -158,7 +158,7 @@ def test_nothing_that_a_terminal_obeys_is_printed() -> None:
     state = after(
         running(1, name=hostile),
         output(0, f"{hostile}\n"),
-        wire.Metric(rank=0, values={hostile: 1.0, "big" * 400_000: 2.0}),
+        logged(0, {hostile: 1.0, "big" * 400_000: 2.0}),
         wire.Notice(text=hostile),
         bar,
     )

@@ -8,7 +8,7 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.control.state import starting
 from notebook_accel.launch.view.progress import progress_lines
 from notebook_accel.launch.view.summary import MAX_NAMED_METRICS, condition, summary_lines
-from tests.notebook.states import after, running, succeeded
+from tests.notebook.states import after, logged, running, succeeded
 
 HOSTILE_NAMES = [
     "a\x1b[2J\nFAKE: 99",
@@ -22,7 +22,7 @@ HOSTILE_NAMES = [
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
 def test_a_name_is_one_short_line_of_plain_text(name: str) -> None:
     bar = wire.Bar(rank=0, bar=0, name=name, n=1, total=3, rate=1.0, elapsed=1.0, unit=name)
-    state = after(running(1, name=name), wire.Metric(rank=0, values={name: 1.0}), bar)
+    state = after(running(1, name=name), logged(0, {name: 1.0}), bar)
     lines = summary_lines(succeeded(state), now=1042.0)
     assert len(lines) == 4, "a title, a head, a rank and a metric"
     assert max(map(len, lines)) < 250
@@ -45,6 +45,6 @@ def test_ranks_that_were_not_asked_are_told_from_those_that_ran() -> None:
 
 def test_of_many_metrics_the_first_are_named() -> None:
     values = {f"m{number}": float(number) for number in range(20_000)}
-    lines = summary_lines(after(running(1), wire.Metric(rank=0, values=values)), now=1042.0)
+    lines = summary_lines(after(running(1), logged(0, values)), now=1042.0)
     assert lines[-2] == f"m{MAX_NAMED_METRICS - 1}: {MAX_NAMED_METRICS - 1}"
     assert lines[-1] == f"… and {20_000 - MAX_NAMED_METRICS:,} more in run.metrics"
