@@ -100,13 +100,12 @@ def _check_same(running: NotebookSession, given: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: a setting that is given differs.
     """
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return
     has = replace(running.config, num_processes=running.world_size)
     wanted = LaunchConfig(**given)
-    other = [
-        name
-        for name, value in given.items()
-        if value is not None and getattr(wanted, name) != getattr(has, name)
-    ]
+    other = [name for name in given if getattr(wanted, name) != getattr(has, name)]
     if not other:
         return
     options = [f"{_OPTIONS[name]} {getattr(wanted, name)}" for name in other if name in _OPTIONS]

@@ -177,7 +177,8 @@ class AccelerateMagics(Magics):
             )
             if chosen.pulls_each_rank and not chosen.pull:
                 raise UsageError("--each-rank says what --pull gives: add --pull NAMES")
-            _check_syntax(shell.transform_cell(cell), source.filename)
+            code = shell.transform_cell(cell)
+            _check_syntax(code, source.filename)
             end_held_launch()
             if options.write and chosen.ranks is not None:
                 raise UsageError(
@@ -187,7 +188,9 @@ class AccelerateMagics(Magics):
             running = kernel_session.session_for(shell, _given(options), options.config)
             if options.write:
                 self._write(cell, number, options.write, running.config, running)
-            run = running.run_cell(cell, source, first_line=2, number=number, options=chosen)
+            run = running.run_cell(
+                cell, source, code=code, first_line=2, number=number, options=chosen
+            )
         return run if options.bg else None
 
     def _run_fresh(self, line: str, cell: str, options: Any) -> None:

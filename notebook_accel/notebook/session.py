@@ -167,13 +167,21 @@ class NotebookSession:
     # ---- cells -----------------------------------------------------------------------------
 
     def run_cell(
-        self, text: str, source: CellSource, *, first_line: int, number: int, options: CellOptions
+        self,
+        text: str,
+        source: CellSource,
+        *,
+        code: str,
+        first_line: int,
+        number: int,
+        options: CellOptions,
     ) -> Run:
         """Run a cell on the ranks, show what it gives, and take back what it is to pull.
 
         Args:
             text: of the cell, without the line of its magic.
             source: of the whole cell.
+            code: the text with IPython's own syntax turned into Python.
             first_line: number of the text's first line there.
             number: of the cell in the notebook.
             options: how it runs.
@@ -186,7 +194,7 @@ class NotebookSession:
         """
         self._check_ranks(options.ranks or ())
         self._await_turn()
-        found = names_of(self._shell.transform_cell(text))
+        found = names_of(code)
         push = self._plan_push(found.used if options.pushes_used else (), options.push)
         request = CellCall(
             text=text,

@@ -84,11 +84,13 @@ def make_room(needed: int) -> None:
 def _can_open(needed: int) -> bool:
     numbers: list[int] = []
     try:
-        # By trying: where none is left, /proc/self/fd cannot be listed either.
-        for _ in range(needed):
+        # By trying: where none is left, /proc/self/fd cannot be listed either. The first is copied,
+        # which takes a fifth of the time of opening it once more: a session's calls ask each time.
+        numbers.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        for _ in range(needed - 1):
             # One by one, so that where an open fails the list has those before it, which are closed
             # below.
-            numbers.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))  # noqa: PERF401
+            numbers.append(os.dup(numbers[0]))
     except OSError as error:
         if error.errno in TOO_MANY_FILES:
             return False

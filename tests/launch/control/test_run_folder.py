@@ -293,7 +293,9 @@ def test_runs_of_two_threads_that_launch_at_once_are_held(
     assert [folder.is_held for folder in folders] == [True, True]
 
 
-@pytest.mark.parametrize("name", [".live", "state.msgpack", "config.yaml", "rank-0.log"])
+@pytest.mark.parametrize(
+    "name", [".live", "begin.msgpack", "state.msgpack", "config.yaml", "rank-0.log"]
+)
 def test_a_fifo_among_shared_runs_holds_nobody_up(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,8 +384,32 @@ def test_a_state_that_is_not_on_disk_is_told(tmp_path: Path) -> None:
     folder = RunFolder.make(tmp_path)
     state = starting(run=folder.id, name="train", world_size=1, started=0.0)
     assert folder.save(state) == ""
-    (folder.path / "state.part").symlink_to("/dev/full")
+    (folder.path / "begin.part").symlink_to("/dev/full")
     assert folder.save(state).startswith("disk full: how this run ended")
+
+
+def test_no_file_takes_the_place_of_another_at_the_end_of_a_run(tmp_path: Path) -> None:
+    """Some file systems write it to the disk then, and the next cell waits for that."""
+    folder = RunFolder.make(tmp_path)
+    state = starting(run=folder.id, name="train", world_size=1, started=0.0)
+    folder.save(state)
+    before = {path.name: path.stat().st_ino for path in folder.path.iterdir()}
+    assert folder.load() == replace(state, began=None)
+    folder.save(replace(state, status="succeeded", ended=1.0))
+    after = {path.name: path.stat().st_ino for path in folder.path.iterdir()}
+    assert before.items() < after.items()
+    found = folder.load()
+    assert found is not None
+    assert found.status == "succeeded"
+
+
+def test_a_last_state_that_is_damaged_leaves_the_first(tmp_path: Path) -> None:
+    folder = RunFolder.make(tmp_path)
+    state = starting(run=folder.id, name="train", world_size=1, started=0.0)
+    folder.save(state)
+    folder.save(replace(state, status="succeeded", ended=1.0))
+    (folder.path / "state.msgpack").write_bytes(b"")
+    assert folder.load() == replace(state, began=None)
 
 
 def test_a_run_of_another_machine_goes_by_the_wall_clock(tmp_path: Path) -> None:
@@ -467,7 +493,7 @@ def test_a_folder_that_cannot_be_listed_takes_new_runs(
 def test_a_damaged_state_hides_no_other_run(tmp_path: Path) -> None:
     folder = RunFolder.make(tmp_path)
     folder.save(starting(run=folder.id, name="training", world_size=1, started=1.0))
-    path = folder.path / "state.msgpack"
+    path = folder.path / "begin.msgpack"
     whole = path.read_bytes()
     for damaged in (b"", whole[:-5], whole.replace(b"training", b"\xff" * 8), b"\x91" * 100_000):
         path.write_bytes(damaged)
