@@ -515,8 +515,9 @@ def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
     notebook: Notebook, tmp_path: Path
 ) -> None:
     form = notebook.add(FORM.format(seen=str(tmp_path / "seen")))
+    # It has some 150 widgets, each of which the page asks for: a busy machine takes long.
     form.get_by_text("No accelerator").or_(form.get_by_label("Devices")).first.wait_for(
-        timeout=60_000
+        timeout=120_000
     )
     # What one comes for stands out, and an arrow has the colour of its text, in a dark theme too.
     launch = form.get_by_role("button", name="Launch")
