@@ -14,9 +14,11 @@ may wait for ever (pytorch/gloo#520).
 
 from __future__ import annotations
 
+import atexit
 import ipaddress
 import os
 import socket
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +65,8 @@ def open_process_group(
         arguments["init_method"] = "env://"
     dist.init_process_group(backend, **arguments)
     current().shared[_OURS] = True
+    if backend == "gloo" and not current().launched:
+        atexit.register(_close_at_exit, os.getpid())
 
 
 def close_process_group(group: dist.ProcessGroup | None = None) -> None:
@@ -71,6 +75,18 @@ def close_process_group(group: dist.ProcessGroup | None = None) -> None:
         dist.destroy_process_group(group)
     elif current().shared.pop(_OURS, False) and has_process_group():
         dist.destroy_process_group()
+
+
+def _close_at_exit(pid: int) -> None:
+    """Leave the default group of a script that has come to its end.
+
+    Left to Python's own end, a thread of gloo that still holds a tensor then aborts the process
+    ("terminate called without an active exception", https://github.com/pytorch/pytorch/pull/179291).
+    After an error the group stays: leaving it waits for operations to which other ranks may never
+    come. To a child that was forked it does not belong.
+    """
+    if os.getpid() == pid and not hasattr(sys, "last_value"):
+        close_process_group()
 
 
 def _meets_here() -> bool:

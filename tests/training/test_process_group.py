@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,6 +181,40 @@ def plain(folder: str) -> dict[str, Any]:
         Path(folder, f"gone-{number}-{rank}").touch()
         await_files(folder, f"gone-{number}-0", f"gone-{number}-1")
     return {"sums": sums, "addresses": addresses}
+
+
+SCRIPT = """
+import atexit, os, sys
+import torch.distributed as dist
+atexit.register(lambda: print(dist.is_initialized()))  # called after what is registered later
+from notebook_accel import Accelerator
+Accelerator(cpu=True).wait_for_everyone()
+if sys.argv[1] == "fails":
+    raise ValueError("bad batch")
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("ends", "stays"), [("well", "False"), ("fails", "True")])
+def test_a_script_leaves_its_group_before_python_ends_unless_it_failed(
+    ends: str, stays: str
+) -> None:
+    """With threads of gloo that outlive the interpreter, a rank may abort at its very end."""
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, ends],
+            env={**os.environ, **sizes, **meeting, "RANK": number, "LOCAL_RANK": number},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in ("0", "1")
+    ]
+    said = [rank.communicate(timeout=200) for rank in ranks]
+    assert [out for out, _ in said] == [f"{stays}\n"] * 2, said
+    assert [rank.returncode for rank in ranks] == [int(ends == "fails")] * 2, said
 
 
 def test_plain_functions_make_and_destroy_groups_by_master_port(tmp_path: Path) -> None:
