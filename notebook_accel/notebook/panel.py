@@ -198,9 +198,10 @@ _BLANK_ROW = element(
     aria_hidden="true",
 )
 # A click on a cell of the heat row picks its rank in the list above the log. Nothing depends on
-# it: the list does the same, by the keyboard too.
+# it: the list does the same, by the keyboard too. It is done as the button goes down: the row is
+# drawn anew several times a second, and a click whose two halves meet two rows is none.
 _PICK = (
-    "const r=event.target.textContent,"
+    "if(event.button)return;const r=event.target.textContent,"
     "s=this.closest('.na-panel').querySelector('.na-rank-filter select');"
     "if(event.target.tagName==='I'&&s){s.selectedIndex=+r+1;"
     "s.dispatchEvent(new Event('change',{bubbles:true}))}"
@@ -213,7 +214,9 @@ def _ranks(state: RunState, details: Details, text_bytes: int) -> Markup:
     if len(shown) > _MAX_ROWS:
         ordered = slowest_first(state)
         cells = [_heat_cell(rank, state) for rank in ordered]
-        parts.append(element("div", *cells, class_="na-heat", aria_hidden="true", onclick=_PICK))
+        parts.append(
+            element("div", *cells, class_="na-heat", aria_hidden="true", onmousedown=_PICK)
+        )
         shown = ordered[:_NUM_SLOWEST]
         picked = details.picked
         if picked is not None and all(rank.rank != picked for rank in shown):
