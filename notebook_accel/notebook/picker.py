@@ -9,6 +9,7 @@ is refused by ``LaunchConfig`` itself, and its words stand beside the row that t
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import threading
 import warnings
@@ -168,7 +169,7 @@ class ConfigPicker:
         shell.events.register("post_run_cell", self._after_cell)
         self._draws_between_cells = clicks.draws_between_cells
         if self._draws_between_cells:
-            threading.Thread(target=self._look, name="notebook-accel-devices", daemon=True).start()
+            _start_thread(self._look, name="notebook-accel-devices")
         else:
             self._look()
 
@@ -362,9 +363,7 @@ class ConfigPicker:
         self._say(f"Launched. To have the run in a cell: {typed}", "na-fine")
         self._show_whether_launched()
         # Another launch would take the place of this one's panel.
-        threading.Thread(
-            target=self._await_end, args=(self.run,), name="notebook-accel-picker", daemon=True
-        ).start()
+        _start_thread(partial(self._await_end, self.run), name="notebook-accel-picker")
 
     def _await_end(self, run: Run) -> None:
         while not run._conductor.ended.wait(1.0):
@@ -392,6 +391,13 @@ class ConfigPicker:
 
     def _say(self, text: str, kind: str) -> None:
         self._message.value = str(element("span", text, class_=kind, role="status"))
+
+
+def _start_thread(act: Callable[[], None], *, name: str) -> None:
+    """Start a thread that may change widgets: ipykernel 7.0 finds the cell or the click to which
+    their messages belong by the thread's context alone."""
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(act,), name=name, daemon=True).start()
 
 
 def config_picker(

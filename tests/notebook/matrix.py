@@ -234,6 +234,9 @@ def test_the_form_is_drawn_and_launches_a_training(kernel: Kernel, tmp_path: Pat
     kernel.displays.clear()
     cell = run(kernel, FORM)
     assert kernel.shows_panel
+    # What is known of the machine comes from a thread.
+    has_looked = lambda: any("GB of it free" in text for text in kernel.widgets)  # noqa: E731
+    assert kernel.listen_until(has_looked, seconds=60)
     # What a person chooses and types comes as the new value of a widget.
     kernel.fill("Function", "train")
     kernel.fill("Arguments", "steps=5")
