@@ -279,6 +279,28 @@ def test_a_transformers_decoder_divides_its_sequences() -> None:
         assert losses == pytest.approx(expected, abs=1e-5)
 
 
+def attend_by_turns(lengths: list[int]) -> float:
+    """The largest difference of divided attention to whole, over blocks of these lengths."""
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    torch.manual_seed(3)
+    differences = []
+    for length in lengths:
+        whole = torch.randn(3, 1, 2, length, 4)
+        expected = nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
+        part = whole.clone()
+        with accelerator.maybe_context_parallel(
+            buffers=[part, expected], buffer_seq_dims=[3, 2], no_restore_buffers={expected}
+        ):
+            out = nn.functional.scaled_dot_product_attention(*part, is_causal=True)
+            differences.append(float((out - expected).abs().max()))
+    return max(differences)
+
+
+def test_sequences_of_one_length_after_the_other() -> None:
+    for difference in run_ranks(attend_by_turns, 2, [8, 8, 16, 8, 4]):
+        assert difference < 1e-6
+
+
 def test_elsewhere_the_block_changes_nothing() -> None:
     accelerator = Accelerator(cpu=True)
     tokens = torch.arange(6).reshape(2, 3)

@@ -17,6 +17,7 @@ rank's queries, which are the same numbers for more memory.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
-__all__ = ["divided_sequences", "fit_decoder"]
+__all__ = ["SequenceDivider", "fit_decoder"]
 
 # Torch's own, whoever has replaced the public name.
 _attend: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
@@ -46,53 +47,82 @@ _attend: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
 _POSITIONS = "positions of a part"
 
 
-@contextmanager
-def divided_sequences(
-    mesh: DeviceMesh,
-    buffers: Sequence[torch.Tensor],
-    seq_dims: Sequence[int],
-    no_restore: set[torch.Tensor],
-    *,
-    device: torch.device,
-    exchange: str,
-) -> Iterator[None]:
-    """A block in which each rank has its part of the buffers, and attention that of the whole.
+class SequenceDivider:
+    """Divides the sequences of batches between ranks, block by block.
 
     Args:
         mesh: the ranks that divide a sequence, one dimension.
-        buffers: tensors with a dimension along the sequence; they have this rank's part inside the
-            block, and are whole again after it.
-        seq_dims: which dimension that is, for each.
-        no_restore: those that may keep their part after the block.
         device: where this rank computes.
         exchange: "allgather" or "alltoall", for torch's ring.
-
-    Raises:
-        ConfigError: the buffers cannot be divided.
     """
-    _check(mesh, buffers, seq_dims)
-    for buffer in buffers:
-        if buffer.untyped_storage().nbytes() != buffer.numel() * buffer.element_size():
-            # Torch resizes buffers in place: tensors that share a buffer's memory (inputs and
-            # targets cut from the same tokens) would be overwritten.
-            buffer.data = buffer.detach().clone()
-    positions = torch.arange(buffers[0].shape[seq_dims[0]], device=buffers[0].device)
-    set_rotate_method(exchange)
-    with ExitStack() as stack:
-        stack.enter_context(
-            context_parallel(
-                mesh,
-                buffers=[*buffers, positions],
-                buffer_seq_dims=[*seq_dims, 0],
-                no_restore_buffers={*no_restore, positions},
+
+    def __init__(self, mesh: DeviceMesh, *, device: torch.device, exchange: str) -> None:
+        self._mesh = mesh
+        self._device = device
+        self._exchange = exchange
+        # Of the length of sequences that came last: this rank's positions, and those of all.
+        self._length = 0
+        self._positions = (torch.empty(0), torch.empty(0))
+
+    @contextmanager
+    def divided(
+        self,
+        buffers: Sequence[torch.Tensor],
+        seq_dims: Sequence[int],
+        no_restore: set[torch.Tensor],
+    ) -> Iterator[None]:
+        """A block in which each rank has its part of the buffers, and attention that of the whole.
+
+        Args:
+            buffers: tensors with a dimension along the sequence; they have this rank's part inside
+                the block, and are whole again after it.
+            seq_dims: which dimension that is, for each.
+            no_restore: those that may keep their part after the block.
+
+        Raises:
+            ConfigError: the buffers cannot be divided.
+        """
+        _check(self._mesh, buffers, seq_dims)
+        for buffer in buffers:
+            if buffer.untyped_storage().nbytes() != buffer.numel() * buffer.element_size():
+                # Torch resizes buffers in place: tensors that share a buffer's memory (inputs and
+                # targets cut from the same tokens) would be overwritten.
+                buffer.data = buffer.detach().clone()
+        own, of_ranks = self._positions_of(buffers[0].shape[seq_dims[0]])
+        set_rotate_method(self._exchange)
+        with ExitStack() as stack:
+            stack.enter_context(
+                context_parallel(
+                    self._mesh,
+                    buffers=list(buffers),
+                    buffer_seq_dims=list(seq_dims),
+                    no_restore_buffers=no_restore,
+                )
             )
-        )
-        if not devices.has_ring_attention(device):
-            stack.enter_context(_replaced_attention(mesh, positions))
-        shared = current().shared
-        shared[_POSITIONS] = positions
-        stack.callback(shared.pop, _POSITIONS)
-        yield
+            if not devices.has_ring_attention(self._device):
+                stack.enter_context(_replaced_attention(self._mesh.get_group(), own, of_ranks))
+            shared = current().shared
+            shared[_POSITIONS] = own
+            stack.callback(shared.pop, _POSITIONS)
+            yield
+
+    def _positions_of(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which positions of a sequence are this rank's, and those of all ranks, rank after rank.
+
+        Torch says so by dividing the positions themselves. It is asked again only where the length
+        is another than in the block before, since asking takes a collective; the ranks of a mesh
+        go through the same blocks.
+        """
+        if length != self._length:
+            own = torch.arange(length, device=self._device)
+            with context_parallel(
+                self._mesh, buffers=[own], buffer_seq_dims=[0], no_restore_buffers={own}
+            ):
+                pass  # ``own`` keeps this rank's part
+            of_ranks = [torch.empty_like(own) for _ in range(self._mesh.size())]
+            dist.all_gather(of_ranks, own, group=self._mesh.get_group())
+            self._length, self._positions = length, (own, torch.cat(of_ranks))
+        return self._positions
 
 
 def _check(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]) -> None:
@@ -115,20 +145,24 @@ def _check(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence
 
 
 @contextmanager
-def _replaced_attention(mesh: DeviceMesh, positions: torch.Tensor) -> Iterator[None]:
+def _replaced_attention(
+    group: dist.ProcessGroup, own: torch.Tensor, of_ranks: torch.Tensor
+) -> Iterator[None]:
     """A block in which attention gathers keys and values.
 
     Args:
-        mesh: the ranks that divide a sequence.
-        positions: of this rank's part.
+        group: the ranks that divide a sequence.
+        own: this rank's positions, [part].
+        of_ranks: those of all ranks, rank after rank, [length].
     """
-    group = mesh.get_group()
-    of_ranks = [torch.empty_like(positions) for _ in range(mesh.size())]
-    dist.all_gather(of_ranks, positions, group=group)
-    everywhere, rings = torch.cat(of_ranks), F.scaled_dot_product_attention
+    rings = F.scaled_dot_product_attention
+
+    @functools.cache  # one for all layers
+    def causal_mask() -> torch.Tensor:
+        return own[:, None] >= of_ranks[None, :]
 
     def replaced(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return _gathered_attention(group, positions, everywhere, *args, **kwargs)
+        return _gathered_attention(group, causal_mask, *args, **kwargs)
 
     F.scaled_dot_product_attention = replaced
     try:
@@ -139,8 +173,7 @@ def _replaced_attention(mesh: DeviceMesh, positions: torch.Tensor) -> Iterator[N
 
 def _gathered_attention(
     group: dist.ProcessGroup,
-    own_positions: torch.Tensor,
-    all_positions: torch.Tensor,
+    causal_mask: Callable[[], torch.Tensor],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -153,8 +186,8 @@ def _gathered_attention(
 
     Args:
         group: the ranks that divide a sequence.
-        own_positions: of the queries, [length].
-        all_positions: of the keys of all ranks, in the order of the ranks.
+        causal_mask: gives which keys of all ranks each of this rank's queries may see, [part,
+            length].
         query, key, value: this rank's, [..., length, width]; what follows is torch's own.
     """
     if attn_mask is not None:
@@ -167,7 +200,7 @@ def _gathered_attention(
     keys, values = (
         all_gather_tensor_autograd(part.contiguous(), part.ndim - 2, group) for part in (key, value)
     )
-    mask = own_positions[:, None] >= all_positions[None, :] if is_causal else None
+    mask = causal_mask() if is_causal else None
     return _attend(query, keys, values, attn_mask=mask, dropout_p=dropout_p, **kwargs)
 
 

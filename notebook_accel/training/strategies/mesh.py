@@ -13,6 +13,7 @@ parts of the same layers. How a model is spread over it is in ``recipe``.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from notebook_accel.training.parallelism import ParallelismConfig
+    from notebook_accel.training.strategies.context import SequenceDivider
     from notebook_accel.training.strategies.request import ModelToPrepare, PrepareCall, Request
     from notebook_accel.training.topology import Topology
 
@@ -185,15 +187,16 @@ class MeshParallel(TakesSpreadModels):
     ) -> AbstractContextManager[Any]:
         if not self.parallelism.cp_enabled:
             return super().divide_sequences(buffers, seq_dims, no_restore)
+        return self._sequences.divided(buffers, seq_dims, no_restore)
+
+    @cached_property
+    def _sequences(self) -> SequenceDivider:
         # Imported here: torch's attention over parts takes a second, for those who use it alone.
-        from notebook_accel.training.strategies import context
+        from notebook_accel.training.strategies.context import SequenceDivider
 
         assert self.mesh is not None
-        return context.divided_sequences(
+        return SequenceDivider(
             self.mesh["cp"],
-            buffers,
-            seq_dims,
-            no_restore,
             device=self.topology.device,
             exchange=self.parallelism.cp_handler.cp_comm_strategy,
         )
