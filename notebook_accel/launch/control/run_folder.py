@@ -1,9 +1,9 @@
 """Where a run is kept on disk: the folder with its logs, metrics and last state; which old ones go.
 
     runs folder/
-      .kernel-3f2a…            locked by a kernel as long as it lives: one descriptor a kernel
+      .kernel-3f2a…            locked by a kernel as long as it lives; says its own name
       20260131-120000-1a2b3c/  one run, readable by its owner alone
-        .live                  names the kernel that holds the run
+        .live                  the same file, of the kernel that holds the run
         rank-0.log, …          all output of each rank, as its agent writes it (agent/logs.py)
         metrics.jsonl          what was given to accelerator.log (metrics_file.py)
         config.yaml            how it was launched
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.config import LaunchConfig
 
-__all__ = ["RunFolder", "lost_files_notice", "making_files", "run_folders", "runs_folder"]
+__all__ = ["RunFolder", "lost_files_notice", "run_folders", "runs_folder"]
 
 # Of runs that nobody holds any more, the newest stay: enough for some days of work, and no more of
 # the disk than anybody would miss.
@@ -150,8 +150,11 @@ class RunFolder:
             _remove_old(self.path.parent, beside=self)
 
     def _hold(self) -> None:
-        mark = self.path / _LIVE
-        mark.write_text(_kernel_name(self.path.parent))
+        mark, kernel = self.path / _LIVE, _kernel_file(self.path.parent)
+        try:
+            mark.hardlink_to(kernel)  # a fiftieth of what making a file takes
+        except OSError:  # a file system without hard links
+            mark.write_text(kernel.name)
         weakref.finalize(self, _let_go, mark, os.getpid())
 
     @property
@@ -183,7 +186,7 @@ class RunFolder:
         Raises:
             LaunchError: they cannot be made.
         """
-        with making_files(self.path), held():
+        with _making_files(self.path), held():
             for rank in range(world_size):
                 log_path(self.path, rank).touch(mode=0o600)
 
@@ -198,7 +201,7 @@ class RunFolder:
             try:
                 target.hardlink_to(source)
             except OSError:  # a file system without hard links
-                with making_files(self.path):
+                with _making_files(self.path):
                     target.symlink_to(source)
 
     def read_log(self, rank: int, start: int = 0, end: int | None = None) -> str:
@@ -300,7 +303,7 @@ def _is_own_run(entry: os.DirEntry[str]) -> bool:
 
 
 @contextlib.contextmanager
-def making_files(folder: Path) -> Iterator[None]:
+def _making_files(folder: Path) -> Iterator[None]:
     """Make files of a new run inside of the block; an error says which folder, why, what to do.
 
     Raises:
@@ -343,15 +346,18 @@ _kernel_locks: dict[tuple[Path, int], IO[bytes]] = {}
 _kernel_locks_lock = threading.Lock()
 
 
-def _kernel_name(root: Path) -> str:
-    """Name of the file in ``root`` that this process keeps locked; made at the first call."""
+def _kernel_file(root: Path) -> Path:
+    """The file in ``root`` that this process keeps locked, with its own name in it.
+
+    It is made at the first call.
+    """
     key = (root, os.getpid())
     with _kernel_locks_lock:
         lock = _kernel_locks.get(key)
         if lock is None or not _is_same(lock, Path(lock.name)):
             lock = _kernel_locks[key] = _locked_file(root)
             atexit.register(_let_go, Path(lock.name), os.getpid())
-    return Path(lock.name).name
+    return Path(lock.name)
 
 
 def _locked_file(root: Path) -> IO[bytes]:
@@ -370,6 +376,7 @@ def _locked_file(root: Path) -> IO[bytes]:
             pass
         # Another kernel may have found it without a lock, and removed it before it was locked here.
         if _is_same(file, path):
+            os.write(file.fileno(), path.name.encode())
             return file
         file.close()
 

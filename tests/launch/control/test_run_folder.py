@@ -150,11 +150,15 @@ def test_a_run_that_lives_is_kept_however_old(
     assert len(names(tmp_path)) == KEPT
 
 
+@pytest.mark.parametrize("has_links", [True, False])
 def test_a_run_of_another_process_is_kept_while_it_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also on a file system without hard links."""
     script = (
         "import sys, pathlib\n"
+        "def refuse(*_): raise PermissionError('no links here')\n"
+        f"if not {has_links}: pathlib.Path.hardlink_to = refuse\n"
         "from notebook_accel.launch.control.run_folder import RunFolder\n"
         "folder = RunFolder.make(pathlib.Path(sys.argv[1]))\n"
         "print(folder.id, flush=True)\n"
@@ -425,11 +429,7 @@ def test_what_cannot_be_made_in_a_new_folder_is_a_launch_error(tmp_path: Path) -
     session, gone = RunFolder.make(tmp_path), RunFolder.make(tmp_path)
     session.make_logs(1)
     gone.remove()
-    for make in (
-        lambda: MetricStore(gone.path),
-        lambda: gone.make_logs(1),
-        lambda: gone.link_logs(session, 1),
-    ):
+    for make in (lambda: gone.make_logs(1), lambda: gone.link_logs(session, 1)):
         with pytest.raises(LaunchError, match="NOTEBOOK_ACCEL_RUNS"):
             make()
 
@@ -506,6 +506,7 @@ def test_a_folder_that_cannot_be_held_is_not_left(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
+    monkeypatch.setattr("pathlib.Path.hardlink_to", refuse)
     monkeypatch.setattr("pathlib.Path.write_text", refuse)
     with pytest.raises(LaunchError):
         RunFolder.make(tmp_path)
