@@ -530,7 +530,12 @@ def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
     notebook.page.wait_for_function(HAS_PLAIN_LISTS, timeout=30_000)
     # The mouse alone is enough.
     form.get_by_label("Function", exact=True).select_option(label="quick")
+    wait_for(form, "notebook_launcher(quick")
+    before = launch.bounding_box()
     form.get_by_label("Mixed precision", exact=True).select_option(label="bf16")
+    wait_for(form, "mixed_precision='bf16'")
+    # Under a pointer that moves to it, it stays where it is.
+    assert launch.bounding_box() == before
     launch.click()
     form.get_by_text("✓ succeeded").first.wait_for(timeout=60_000)
     said = notebook.add("print(picker.run[0], picker.run.config.mixed_precision)")
