@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, TypedDict
 import msgspec
 
 from notebook_accel.launch.control.regular_files import open_regular
-from notebook_accel.launch.control.run_folder import lost_files_notice
+from notebook_accel.launch.control.run_folder import lost_files_notice, making_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -83,50 +83,43 @@ class MetricStore(MetricReader):
     """
 
     def __init__(self, folder: Path) -> None:
+        """Make the file.
+
+        Raises:
+            LaunchError: it cannot be made.
+        """
         super().__init__(folder)
         self.lost_notice = ""
-        # Made with the first value: most cells of a session log none, and a short one would take
-        # a thirtieth longer by it.
-        self._file: IO[bytes] | None = None
-        self._is_closed = False
+        with making_files(folder):
+            self._file = self.path.open("ab")
 
     def add(self, metrics: Sequence[wire.Metric]) -> None:
         """Append values; readers see them after :meth:`flush`."""
-        if self._is_closed:  # by the run's end or by a full disk
-            return
         with self._writing():
-            if self._file is None:
-                self._file = self.path.open("ab")
             self._file.write(_encode(metrics))
 
     def flush(self) -> None:
         with self._writing():
-            if self._file is None:
-                return
             self._file.flush()
             if not self.lost_notice and os.fstat(self._file.fileno()).st_nlink == 0:
                 self.lost_notice = lost_files_notice("metrics are lost", self.path.parent, None)
 
     def close(self) -> None:
-        self._is_closed = True
         with self._writing():
-            if self._file is not None:
-                self._file.close()
+            self._file.close()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except ValueError:  # another thread has just closed it
+        except ValueError:  # closed meanwhile, by the run's end or by a full disk
             return
         except OSError as error:
             self.lost_notice = lost_files_notice(
                 "metrics are lost from here on", self.path.parent, error
             )
-            self._is_closed = True
-            if self._file is not None:
-                with contextlib.suppress(OSError):
-                    self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def read(self) -> list[dict[str, Any]]:
         self.flush()

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.config import LaunchConfig
 
-__all__ = ["RunFolder", "lost_files_notice", "run_folders", "runs_folder"]
+__all__ = ["RunFolder", "lost_files_notice", "making_files", "run_folders", "runs_folder"]
 
 # Of runs that nobody holds any more, the newest stay: enough for some days of work, and no more of
 # the disk than anybody would miss.
@@ -186,7 +186,7 @@ class RunFolder:
         Raises:
             LaunchError: they cannot be made.
         """
-        with _making_files(self.path), held():
+        with making_files(self.path), held():
             for rank in range(world_size):
                 log_path(self.path, rank).touch(mode=0o600)
 
@@ -201,7 +201,7 @@ class RunFolder:
             try:
                 target.hardlink_to(source)
             except OSError:  # a file system without hard links
-                with _making_files(self.path):
+                with making_files(self.path):
                     target.symlink_to(source)
 
     def read_log(self, rank: int, start: int = 0, end: int | None = None) -> str:
@@ -303,7 +303,7 @@ def _is_own_run(entry: os.DirEntry[str]) -> bool:
 
 
 @contextlib.contextmanager
-def _making_files(folder: Path) -> Iterator[None]:
+def making_files(folder: Path) -> Iterator[None]:
     """Make files of a new run inside of the block; an error says which folder, why, what to do.
 
     Raises:

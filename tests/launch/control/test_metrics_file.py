@@ -54,26 +54,9 @@ def test_a_row_that_is_being_written_is_left_out(tmp_path: Path) -> None:
 
 def test_metrics_of_a_folder_that_is_gone(tmp_path: Path) -> None:
     store = MetricStore(tmp_path)
-    store.add([wire.Metric(wall=0, rank=0, step=0, values={"loss": 1.0})])
     store.close()
     store.path.unlink()
     assert store.read() == []
-
-
-def test_a_run_without_metrics_has_no_file(tmp_path: Path) -> None:
-    store = MetricStore(tmp_path)
-    store.flush()
-    assert (store.read(), store.sample(10)) == ([], [])
-    store.close()
-    store.add([wire.Metric(wall=0, rank=0, step=0, values={"loss": 1.0})])
-    assert (list(tmp_path.iterdir()), store.lost_notice) == ([], "")
-
-
-def test_metrics_whose_file_cannot_be_made_are_told(tmp_path: Path) -> None:
-    store = MetricStore(tmp_path / "gone")
-    store.add([wire.Metric(wall=0, rank=0, step=0, values={"loss": 1.0})])
-    assert "logs and metrics are lost" in store.lost_notice
-    store.close()
 
 
 def test_a_full_disk_ends_no_training_and_is_told(tmp_path: Path) -> None:

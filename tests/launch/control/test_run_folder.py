@@ -429,7 +429,11 @@ def test_what_cannot_be_made_in_a_new_folder_is_a_launch_error(tmp_path: Path) -
     session, gone = RunFolder.make(tmp_path), RunFolder.make(tmp_path)
     session.make_logs(1)
     gone.remove()
-    for make in (lambda: gone.make_logs(1), lambda: gone.link_logs(session, 1)):
+    for make in (
+        lambda: MetricStore(gone.path),
+        lambda: gone.make_logs(1),
+        lambda: gone.link_logs(session, 1),
+    ):
         with pytest.raises(LaunchError, match="NOTEBOOK_ACCEL_RUNS"):
             make()
 

@@ -56,7 +56,6 @@ makers = (
     launch,
     lambda: Session(config=LaunchConfig(num_processes=1, devices="cpu")),
     lambda: session.call(lambda: 1, view=View()),
-    lambda: RunFolder.make(),
     lambda: folder.make_logs(1),
     lambda: MetricStore(folder.path),
 )
