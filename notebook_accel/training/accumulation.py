@@ -108,6 +108,10 @@ class Accumulation:
         self.step = 0
         self.sync_gradients = True
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Windows are the process's: what is unpickled belongs to those that it finds.
+        return current_accumulation, ()
+
 
 class Window:
     """One block of ``accumulate``: a batch of the window."""

@@ -56,7 +56,7 @@ class ConfiguredView(ProcessView):
     @property
     def gradient_state(self) -> GradientState:
         """Where the training stands in its window and its loader."""
-        return GradientState()
+        return GradientState(accumulation=self._plan.accumulation)
 
     @property
     def distributed_type(self) -> DistributedType:

@@ -157,7 +157,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     @property
     def gradient_state(self) -> GradientState:
         """Where the training stands in its window and its loader."""
-        return GradientState()
+        return GradientState(accumulation=self._accumulation)
 
     @property
     def has_used_gradients(self) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.training import devices
+from notebook_accel.training.data import PreparedLoader
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -118,7 +119,10 @@ class Pickled:
         for model in self.models:
             plan.precision.wrap(model.inner)  # a pickled module has its plain forward
             prepared.models.append(model)
-        prepared.loaders += self.loaders
+        for loader in self.loaders:
+            if isinstance(loader, PreparedLoader):  # code may have added others to the list
+                loader._join(plan.accumulation)
+            prepared.loaders.append(loader)
         for optimizer in self.optimizers:
             optimizer.join(
                 plan.accumulation,

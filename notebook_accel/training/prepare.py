@@ -277,6 +277,7 @@ class Preparation:
             slice_fn=slice_fn,
             ordinal=len(self.loaders),
         )
+        prepared._join(plan.accumulation)
         self.loaders.append(prepared)
         return prepared
 

@@ -71,7 +71,7 @@ class AcceleratedScheduler:
     @property
     def gradient_state(self) -> GradientState:
         """Where the training stands in its window and its loader."""
-        return GradientState()
+        return GradientState(accumulation=self._accumulation)
 
     @property
     def split_batches(self) -> bool:
@@ -143,14 +143,6 @@ class AcceleratedScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put back what ``state_dict`` gave."""
         self.scheduler.load_state_dict(state_dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Windows are the process's; one that is unpickled takes those that it finds.
-        return {name: value for name, value in vars(self).items() if name != "_accumulation"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.join(current_accumulation())
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not yet there: a copy is being made

@@ -366,29 +366,41 @@ def deepspeed_required(func: _Function) -> _Function:
 class GradientState:
     """Where the training stands in its window of batches, and in the loader that it reads.
 
+    An ``Accelerator`` and what it has prepared show its own windows; one that code makes itself
+    shows those of the newest ``Accelerator``.
+
     Args:
         gradient_accumulation_plugin: begins windows of these settings; None shows those there are.
+        accumulation: the windows to show; None: the newest.
     """
 
     def __init__(
-        self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+        self,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        *,
+        accumulation: Accumulation | None = None,
     ) -> None:
         if gradient_accumulation_plugin is not None:
             Accumulation(gradient_accumulation_plugin).show()
+        self._own = accumulation
+
+    @property
+    def _accumulation(self) -> Accumulation:
+        return self._own or current_accumulation()
 
     @property
     def num_steps(self) -> int:
         """Batches a window."""
-        return current_accumulation().num_steps
+        return self._accumulation.num_steps
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the next step of a prepared optimizer is a real one."""
-        return current_accumulation().sync_gradients
+        return self._accumulation.sync_gradients
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        current_accumulation().sync_gradients = value
+        self._accumulation.sync_gradients = value
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         # Loops that were taken from Transformers' Trainer call it.
@@ -397,17 +409,17 @@ class GradientState:
     @property
     def adjust_scheduler(self) -> bool:
         """The plugin's field of this name; without effect, as in Accelerate."""
-        return current_accumulation().plugin.adjust_scheduler
+        return self._accumulation.plugin.adjust_scheduler
 
     @property
     def sync_with_dataloader(self) -> bool:
         """Whether the last batch of a loader ends a window that is still short."""
-        return current_accumulation().plugin.sync_with_dataloader
+        return self._accumulation.plugin.sync_with_dataloader
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
         """The plugin's fields: those of the windows, to read and to set."""
-        return vars(current_accumulation().plugin)
+        return vars(self._accumulation.plugin)
 
     @property
     def is_xla_gradients_synced(self) -> bool:

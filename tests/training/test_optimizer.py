@@ -145,6 +145,29 @@ def test_a_window_may_be_said_by_hand(by_state: bool) -> None:
     assert recorder.used == [11.0, 1100.0]
 
 
+@pytest.mark.parametrize("shown_by", [0, 1, 2, 3])
+def test_the_state_of_a_window_is_that_of_its_accelerator(shown_by: int) -> None:
+    """It is asked and set while another Accelerator, of an evaluation say, is newer."""
+    accelerator, model, optimizer, recorder = setup(steps=4)
+    schedule = torch.optim.lr_scheduler.ConstantLR(recorder)
+    others = accelerator.prepare(schedule, torch.utils.data.DataLoader([0.0]))
+    newer = Accelerator(cpu=True)
+    state = (accelerator, optimizer, *others)[shown_by].gradient_state
+    shown = []
+    for gradient in GRADIENTS:
+        with accelerator.accumulate(model):
+            shown.append(state.sync_gradients)
+            accelerator.backward(model(gradient))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (shown, recorder.used) == ([False] * 3 + [True], [sum(GRADIENTS) / 4])
+    state._set_sync_gradients(False)
+    assert (accelerator.sync_gradients, newer.sync_gradients) == (False, True)
+    state.plugin_kwargs["num_steps"] = 2
+    steps = (accelerator.gradient_accumulation_steps, newer.gradient_accumulation_steps)
+    assert (state.num_steps, *steps, newer.gradient_state.num_steps) == (2, 2, 1, 1)
+
+
 def test_the_number_of_steps_may_change_on_the_way() -> None:
     accelerator, model, optimizer, recorder = setup(1)
     accelerator.gradient_accumulation_steps = 2

@@ -80,6 +80,8 @@ def test_a_pickled_accelerator_goes_on_as_the_first(precision: str) -> None:
     # They are linked as the first ones were: what is saved is what the loop trains.
     assert torch.equal(second.get_state_dict(others[0])["weight"], others[0].weight)
     assert second._prepared.optimizers == [others[1]]
+    Accelerator(cpu=True)
+    assert [each.gradient_state.num_steps for each in (second, *others[1:])] == [2] * 4
 
 
 def test_a_loader_is_pickled_in_the_middle_of_a_pass() -> None:

@@ -23,6 +23,7 @@ from notebook_accel.training.data.samplers import (
 )
 
 if TYPE_CHECKING:
+    from notebook_accel.training.accumulation import Accumulation
     from notebook_accel.training.data.options import LoaderOptions
     from notebook_accel.training.state import GradientState
 
@@ -34,6 +35,8 @@ class PassView:
 
     _options: LoaderOptions
     _progress: LoaderProgress
+    # The windows of the Accelerator that prepared it; None: the newest one's.
+    _accumulation: Accumulation | None = None
 
     if TYPE_CHECKING:
 
@@ -42,13 +45,17 @@ class PassView:
 
         def _generator_states(self) -> dict[str, Any]: ...
 
+    def _join(self, accumulation: Accumulation) -> None:
+        """Belong to the training that has these windows."""
+        self._accumulation = accumulation
+
     @property
     def gradient_state(self) -> GradientState:
         """Where the training stands in its window and its loader."""
         # Imported here: the state asks which loader is read.
         from notebook_accel.training.state import GradientState
 
-        return GradientState()
+        return GradientState(accumulation=self._accumulation)
 
     @property
     def end_of_dataloader(self) -> bool:
