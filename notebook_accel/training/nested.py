@@ -103,6 +103,11 @@ def rebuild(like: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         kind: Any = type(like)
         return kind(values)
     new = copy.copy(like)
+    # A class that keeps its values in an attribute has the same one in its copy, and writing there
+    # would change the original.
+    for name, held in getattr(like, "__dict__", {}).items():
+        if isinstance(held, MutableMapping) and vars(new).get(name) is held:
+            vars(new)[name] = copy.copy(held)
     for key, value in values.items():
         new[key] = value
     return new
