@@ -80,6 +80,8 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         # Filled when the hook is added: where detaching puts the module's tensors back.
         self.original_devices: dict[str, torch.device] = {}
+        # Of the offloaded tensors, those whose copies other hooks use too.
+        self._shared: set[str] = set()
         self._copied: set[tuple[int, torch.device]] = set()
 
     def __repr__(self) -> str:
@@ -107,8 +109,20 @@ class AlignDevicesHook(ModelHook):
             self._bring(module, name)
         for name, tensor in offloaded.items():
             if self.tied_params_map is not None and tensor.data_ptr() in self.tied_params_map:
-                self.tied_params_map.setdefault(self.weights_map[name].data_ptr(), {})
+                self._share(name, self.tied_params_map)
             set_module_tensor_to_device(module, name, "meta")
+
+    def _share(self, name: str, tied: TiedMap) -> None:
+        """Share the copies of a tied weight, if its value stays in memory.
+
+        One that is read from a file anew has another address each time, where the value of another
+        weight may lie later.
+        """
+        assert self.weights_map is not None
+        once, again = self.weights_map[name], self.weights_map[name]  # both are there at a time
+        if once.data_ptr() == again.data_ptr():
+            tied.setdefault(once.data_ptr(), {})
+            self._shared.add(name)
 
     def _offloaded_tensors(self, module: Module) -> Iterator[tuple[str, torch.Tensor]]:
         """What is offloaded: no buffer that no state dict has, whose value would be lost."""
@@ -133,13 +147,15 @@ class AlignDevicesHook(ModelHook):
 
     def _bring(self, module: Module, name: str, value: Any = None, statistics: Any = None) -> None:
         assert self.execution_device is not None
+        # A weight that is moved from where it is has its address; a value may have it by chance.
+        shares = value is None or name in self._shared
         set_module_tensor_to_device(
             module,
             name,
             self.execution_device,
             value,
             fp16_statistics=statistics,
-            tied_params_map=self.tied_params_map,
+            tied_params_map=self.tied_params_map if shares else None,
         )
 
     def pre_forward(
@@ -162,7 +178,7 @@ class AlignDevicesHook(ModelHook):
         for name, _ in list(self._offloaded_tensors(module)):
             value = self.weights_map[name]
             copies = (self.tied_params_map or {}).get(value.data_ptr())
-            if copies is not None and device not in copies:
+            if name in self._shared and copies is not None and device not in copies:
                 # This module makes the copy that others use, and drops it after its forward.
                 self._copied.add((value.data_ptr(), device))
             # The row scales of an 8-bit weight of bitsandbytes are stored beside it.

@@ -168,8 +168,9 @@ def dispatch_model(
         check_tied_parameters_on_same_device(ties, device_map)
     devices = {name: main if on in ("cpu", "disk") else on for name, on in device_map.items()}
     weights = _weights_map(model, device_map, main, state_dict, offload_dir, offload_index)
-    tied = [name for group in ties for name in group]
-    tied_map: TiedMap = {model.get_parameter(name).data_ptr(): {} for name in tied}
+    tied = [model.get_parameter(name) for group in ties for name in group]
+    # Meta tensors all have the address 0: they would make each other tied.
+    tied_map: TiedMap = {weight.data_ptr(): {} for weight in tied if not weight.is_meta}
     attach_align_device_hook_on_blocks(
         model,
         {**devices, "": main},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,13 @@ from notebook_accel.training.big_modeling.dispatch import (
     dispatch_model,
     get_state_dict_offloaded_model,
 )
+from notebook_accel.training.big_modeling.empty_weights import init_empty_weights
 from notebook_accel.training.big_modeling.hooks import (
     add_hook_to_module,
     remove_hook_from_submodules,
 )
 from notebook_accel.training.big_modeling.loading import load_checkpoint_in_model
+from notebook_accel.training.big_modeling.offload_store import offload_state_dict
 from notebook_accel.training.big_modeling.tensors import named_module_tensors
 from tests.training.big_modeling.models import Block, Language, values
 
@@ -127,6 +130,43 @@ def test_a_dispatched_model_computes_as_before_with_the_hooks_of_accelerate(
     for _ in range(2):
         assert torch.equal(model(WORDS), expected)
     assert devices_of(model) == between
+
+
+class FourWeights(nn.Module):
+    """Values of one size, which are read from files one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "abcd":
+            self.register_parameter(name, nn.Parameter(torch.randn(4, 4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in (self.a, self.b, self.c, self.d):
+            x = torch.tanh(x @ weight)
+        return x
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_values_from_files_are_told_apart_in_a_model_with_a_tied_weight(
+    is_empty: bool, tmp_path: Path
+) -> None:
+    """They are copied, since the files are of another type, as they are on a GPU."""
+
+    def make() -> Language:
+        made = Language()
+        made.layers = nn.Sequential(FourWeights())
+        return made
+
+    model = make()
+    halves = {name: value.half() for name, value in model.state_dict().items()}
+    offload_state_dict(tmp_path, halves)
+    model.load_state_dict(halves)
+    expected = model(WORDS)
+    with init_empty_weights() if is_empty else nullcontext():
+        model = make()
+    dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+    for _ in range(2):
+        assert torch.equal(model(WORDS), expected)
 
 
 def test_parts_elsewhere_compute_on_the_device_that_is_named(
