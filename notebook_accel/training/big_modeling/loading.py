@@ -1,7 +1,9 @@
 """Weights from a checkpoint's files into a model, each straight to where the device map wants it.
 
-One tensor is in memory at a time: safetensors and torch files are mapped, not read. A name that a
-checkpoint lacks because it is tied to another gets that one's value.
+One tensor is in memory at a time: safetensors and torch files are mapped, not read. What stays on
+the host is copied out of a mapped file: the next save may write there, and a process that touches
+what is no longer in a mapped file is killed. A name that a checkpoint lacks because it is tied to
+another gets that one's value.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from notebook_accel.training.big_modeling.offload_store import (
     offload_weight,
     save_offload_index,
 )
-from notebook_accel.training.big_modeling.tensors import set_module_tensor_to_device
+from notebook_accel.training.big_modeling.tensors import as_device, set_module_tensor_to_device
 from notebook_accel.training.checkpoint.atomic import complete_version
 from notebook_accel.training.checkpoint.state_files import check_regular, explain, read_state
 from notebook_accel.training.collectives import this_rank
@@ -68,14 +70,14 @@ def load_state_dict(
         checkpoint_file: safetensors, or what ``torch.save`` wrote.
         device_map: where each shall be, "disk" meaning the host; None leaves them on the host.
     """
-    state = dict(_tensors(Path(checkpoint_file)))
+    file = Path(checkpoint_file)
     if device_map is None:
-        return state
-    where = {name: device_of(name, device_map) for name in state}
-    return {
-        name: value if where[name] == "disk" else value.to(where[name])
-        for name, value in state.items()
-    }
+        return dict(_tensors(file, is_mapped=False))
+    state: dict[str, torch.Tensor] = {}
+    for name, value in _tensors(file):
+        device = device_of(name, device_map)
+        state[name] = value.to("cpu" if device == "disk" else device, copy=True)
+    return state
 
 
 def load_checkpoint_in_model(
@@ -125,8 +127,16 @@ def load_checkpoint_in_model(
         import torch.distributed.checkpoint.state_dict as dist_state
 
         reads = not broadcast_from_rank0 or this_rank() == 0
+        divided = {
+            name
+            for name, weight in model.state_dict().items()
+            if any(placement.is_shard() for placement in getattr(weight, "placements", ()))
+        }
         state: dict[str, Any] = {
-            name: value for file in files if reads for name, value in _tensors(file)
+            name: value if name in divided else value.clone()
+            for file in files
+            if reads
+            for name, value in _tensors(file)
         }
         options = dist_state.StateDictOptions(
             full_state_dict=full_state_dict,
@@ -197,6 +207,8 @@ class _Load:
         dtype = torch.float32 if is_in_any(name, self.keep_in_fp32) else self.dtype
         folder = {"disk": self.folder, "cpu": self.host_folder}.get(str(device))
         if folder is None:
+            if as_device(device).type == "cpu":
+                value = value.clone()
             set_module_tensor_to_device(self.model, name, device, value, dtype)
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -248,13 +260,14 @@ def _names(file: Path) -> list[str]:
     return list(_unpickled(file))
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(file: Path, *, is_mapped: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     if file.suffix != ".safetensors":
-        yield from _unpickled(file).items()
+        yield from _unpickled(file, is_mapped=is_mapped).items()
         return
     with _opened(file) as opened:
         for name in opened.keys():  # noqa: SIM118 (it is no mapping)
-            yield name, opened.get_tensor(name)
+            tensor: torch.Tensor = opened.get_tensor(name)
+            yield name, tensor if is_mapped else tensor.clone()
 
 
 @contextmanager
@@ -272,10 +285,10 @@ def _opened(file: Path) -> Iterator[Any]:
         raise NotebookAccelError(explain(file, error)) from error
 
 
-def _unpickled(file: Path) -> dict[str, torch.Tensor]:
+def _unpickled(file: Path, *, is_mapped: bool = True) -> dict[str, torch.Tensor]:
     check_regular(file)
     # What torch wrote before it wrote archives cannot be mapped.
-    options = {"mmap": True} if zipfile.is_zipfile(file) else {}
+    options = {"mmap": True} if is_mapped and zipfile.is_zipfile(file) else {}
     state: dict[str, torch.Tensor] = read_state(file, options)
     return state
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import accelerate
 import pytest
@@ -26,9 +27,6 @@ from notebook_accel.training.big_modeling.loading import (
 from notebook_accel.training.checkpoint.weights import save_model
 from tests.training.big_modeling.models import Language, values
 from tests.training.harness import run_ranks
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WORDS = torch.tensor([1, 2, 3])
 FORMS = ["whole.safetensors", "pytorch_model.bin", "folder", "shards", "index"]
@@ -153,6 +151,50 @@ def test_a_model_in_parts_is_loaded_by_all_ranks_or_by_rank_0(tmp_path: Path) ->
             assert whole.keys() == saved.keys()
             assert all(torch.equal(whole[name], saved[name]) for name in saved)
         assert [reads for _, reads in found] == [[rank], [0] if rank == 0 else []]
+
+
+def overwrite(file: Path) -> None:
+    """As a save over it does: a tensor that is still a mapping of the file changes with it, and
+    kills the process where the file gets shorter."""
+    with file.open("r+b") as opened:
+        opened.write(b"\0" * file.stat().st_size)
+
+
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
+@pytest.mark.parametrize("make", [Language, empty])
+@pytest.mark.parametrize("form", ["pytorch_model.bin", "whole.safetensors"])
+def test_a_file_may_be_replaced_once_it_is_loaded(
+    model: Language, form: str, device_map: Any, make: Any, tmp_path: Path
+) -> None:
+    file, other = write(model, form, tmp_path), make().eval()
+    load_checkpoint_in_model(other, file, device_map)
+    state = load_state_dict(file, device_map)
+    overwrite(file)
+    assert torch.equal(other(WORDS), model(WORDS))
+    assert all(torch.equal(value, values(model)[name]) for name, value in state.items())
+    assert len(state) >= len(values(model)) - 1
+
+
+def load_into_empty_parts(folder: str) -> bool:
+    """Each rank has a part of the layer's weights, and the whole of the norm's averages."""
+    file = Path(folder, f"{dist.get_rank()}.bin")
+    torch.manual_seed(7)
+    saved = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).state_dict()
+    saved["1.running_mean"] += 3.0
+    torch.save(saved, file)
+    with torch.device("meta"):
+        parts = fully_shard(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)))
+    load_checkpoint_in_model(parts, file)
+    overwrite(file)
+    found: dict[str, Any] = parts.state_dict()
+    whole = {
+        name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in found.items()
+    }
+    return all(torch.equal(value, saved[name]) for name, value in whole.items())
+
+
+def test_so_it_may_where_each_rank_has_a_part(tmp_path: Path) -> None:
+    assert run_ranks(load_into_empty_parts, 2, str(tmp_path)) == [True, True]
 
 
 def test_limits_spread_a_model_over_host_and_disk(model: Language, tmp_path: Path) -> None:
