@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from notebook_accel.training.data.config import DataLoaderConfiguration
+    from notebook_accel.training.data_group import DataGroup
     from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin
     from notebook_accel.training.parallelism import ParallelismConfig
     from notebook_accel.training.plan import Plan
@@ -152,6 +153,10 @@ class ConfiguredView(ProcessView):
     def context_parallel_rank(self) -> int:
         """This rank's place among those that divide each sequence."""
         return self._place_in("cp")
+
+    @property
+    def _data_group(self) -> DataGroup:
+        return self._plan.strategy.data_group
 
     def _place_in(self, dimension: str) -> int:
         mesh = self._plan.strategy.mesh

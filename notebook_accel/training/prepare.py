@@ -311,6 +311,7 @@ class Preparation:
             bound or self.optimizers,
             accumulation=plan.accumulation,
             num_steps=self._schedule_steps,
+            num_shares=plan.strategy.data_group.size,
             step_with_optimizer=plan.step_scheduler_with_optimizer,
         )
         self.schedulers.append(prepared)

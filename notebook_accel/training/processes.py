@@ -106,10 +106,14 @@ class ProcessView:
         Raises:
             ValueError: the values of a dictionary differ in length.
         """
-        shares = current_data_group()
-        if shares is None:
-            shares = DataGroup.of_all_ranks(self.num_processes, self.process_index)
+        shares = self._data_group
         yield split_between(inputs, shares.size, shares.index, apply_padding)
+
+    @property
+    def _data_group(self) -> DataGroup:
+        """Who gets which share."""
+        shown = current_data_group()
+        return shown or DataGroup.of_all_ranks(self.num_processes, self.process_index)
 
     def on_main_process(self, function: _Function) -> _Function:
         """Decorator: the function runs on rank 0 and gives None elsewhere."""

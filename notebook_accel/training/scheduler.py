@@ -52,6 +52,7 @@ class AcceleratedScheduler:
         *,
         accumulation: Accumulation | None = None,
         num_steps: int | None = None,
+        num_shares: int | None = None,
     ) -> None:
         if num_steps is None:
             num_steps = 1 if split_batches else topology.topology().num_processes
@@ -59,6 +60,7 @@ class AcceleratedScheduler:
         several: Any = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         self.optimizers: list[AcceleratedOptimizer] = list(several)
         self.num_steps = num_steps
+        self._num_shares = num_shares  # into which the data is divided; None: as by the newest
         self.step_with_optimizer = step_with_optimizer
         self._peak = 0.0
         self._ran_out = False
@@ -83,9 +85,13 @@ class AcceleratedScheduler:
 
     @split_batches.setter
     def split_batches(self, value: bool) -> None:
-        shares = current_data_group()
-        num_shares = topology.topology().num_processes if shares is None else shares.size
-        self.num_steps = 1 if value else num_shares
+        if value:
+            self.num_steps = 1
+        elif self._num_shares is not None:
+            self.num_steps = self._num_shares
+        else:
+            shown = current_data_group()
+            self.num_steps = topology.topology().num_processes if shown is None else shown.size
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Move the schedule, if the optimizers made a step.
