@@ -17,7 +17,7 @@ from torch import nn
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import environment
-from notebook_accel.training.models import ReplacedForward, forward_of
+from notebook_accel.training.models import ReplacedForward, forward_of, replaced_forwards
 from notebook_accel.training.settings import KwargsHandler, TextEnum
 
 if TYPE_CHECKING:
@@ -199,15 +199,13 @@ def compile_in_place(
         parts = _repeated_blocks(model)
     for part in parts or [model]:
         # Autocast and the forward of a pipeline stay outside of what is compiled, too.
-        outer: ReplacedForward | None = None
-        forward = part.__dict__.get("forward")
-        while isinstance(forward, ReplacedForward):
-            outer, forward = forward, forward.replaced
+        around = [*replaced_forwards(part)]
+        forward = around[-1].replaced if around else part.__dict__.get("forward")
         compiled = _CompiledForward(part, forward, plugin.to_kwargs())
-        if outer is None:
-            part.__dict__["forward"] = compiled
+        if around:
+            around[-1].replaced = compiled
         else:
-            outer.replaced = compiled
+            part.__dict__["forward"] = compiled
 
 
 def compile_regions(module: Module, **compile_kwargs: Any) -> Module:

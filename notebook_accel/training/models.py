@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.training.nested import convert_to_fp32
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from torch.nn import Module
@@ -19,6 +19,7 @@ __all__ = [
     "RemovableForward",
     "ReplacedForward",
     "forward_of",
+    "replaced_forwards",
     "strip_forward",
     "uncompiled",
 ]
@@ -46,8 +47,13 @@ class ReplacedForward:
         return self.replaced or _class_forward(self.module)
 
     def put_back(self) -> None:
-        """Give the module the forward that it had before."""
-        if self.replaced is None:
+        """Let the module call what it called before, in the place of this one."""
+        forwards = [*replaced_forwards(self.module)]
+        outer = forwards[forwards.index(self) - 1] if self is not forwards[0] else None
+        if outer is not None:
+            outer.replaced = self.replaced
+            outer.__wrapped__ = outer.plain  # type: ignore[attr-defined]
+        elif self.replaced is None:
             del self.module.__dict__["forward"]
         else:
             self.module.__dict__["forward"] = self.replaced
@@ -105,6 +111,14 @@ class AutocastForward(RemovableForward):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (forward_of, (self.module, self.replaced))
+
+
+def replaced_forwards(module: Module) -> Iterator[ReplacedForward]:
+    """What stands in for the forward of ``module``, from the one that is called first inwards."""
+    forward = module.__dict__.get("forward")
+    while isinstance(forward, ReplacedForward):
+        yield forward
+        forward = forward.replaced
 
 
 def strip_forward(module: Module, kind: type[ReplacedForward] = RemovableForward) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from notebook_accel.training.models import ReplacedForward
+from notebook_accel.training.models import ReplacedForward, replaced_forwards
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -120,8 +120,7 @@ def add_hook_to_module(module: Module, hook: ModelHook, append: bool = False) ->
     if append and present is not None:
         remove_hook_from_module(module)
         hook = SequentialHook(present, hook)
-    if isinstance(module.__dict__.get("forward"), _HookedForward):
-        module.__dict__["forward"].put_back()
+    _take_out(module)
     module = hook.init_hook(module)
     forward = _HookedForward(module)
     module.__dict__["_hf_hook"] = hook
@@ -144,13 +143,20 @@ def remove_hook_from_module(module: Module, recurse: bool = False) -> Module:
     if hook is not None:
         hook.detach_hook(module)
         module.__dict__.pop("_hf_hook")
-    forward = module.__dict__.get("forward")
-    if isinstance(forward, _HookedForward):
-        forward.put_back()
-        module.__dict__.pop("_old_forward", None)
+    _take_out(module)
     for child in module.children() if recurse else ():
         remove_hook_from_module(child, recurse=True)
     return module
+
+
+def _take_out(module: Module) -> None:
+    """Take the forward of a hook out of those of a module; others may have come around it since,
+    such as that of the mixed precision."""
+    for forward in replaced_forwards(module):
+        if isinstance(forward, _HookedForward):
+            forward.put_back()
+            module.__dict__.pop("_old_forward", None)
+            return
 
 
 def remove_hook_from_submodules(module: Module) -> None:

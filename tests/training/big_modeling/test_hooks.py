@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from notebook_accel import Accelerator
 from notebook_accel.training.big_modeling.hooks import (
     ModelHook,
     SequentialHook,
@@ -82,6 +83,25 @@ def test_hooks_are_replaced_or_joined_in_order() -> None:
     assert module(x).item() == 2
     remove_hook_from_module(module)
     assert module(x).item() == 0
+
+
+def test_a_hook_is_found_below_what_prepare_has_put_around_it() -> None:
+    """Its forward is no longer the outermost: that is the one of the mixed precision."""
+    x = torch.ones(1, 2)
+    for count in (1, 2):
+        hooks = [AddOne(after=5.0), AddOne(after=2.0)][:count]
+        module = nn.Linear(2, 2)
+        add_hook_to_module(module, hooks[0])
+        Accelerator(cpu=True, mixed_precision="bf16").prepare(module)
+        for hook in hooks[1:]:
+            add_hook_to_module(module, hook, append=True)
+        module(x)
+        remove_hook_from_submodules(module)
+        with torch.autocast("cpu", torch.bfloat16):
+            plain = nn.functional.linear(x, module.weight, module.bias)
+        assert torch.equal(module(x), plain.float())
+        assert [hook.calls.count("pre") for hook in hooks] == [1] * count
+        assert "_old_forward" not in vars(module)
 
 
 def test_a_hook_may_run_without_gradients() -> None:
