@@ -25,6 +25,8 @@ from notebook_accel.training.prepare import _batch_sizes
 from notebook_accel.training.settings import GradientAccumulationPlugin
 from notebook_accel.training.strategies import deepspeed
 from notebook_accel.training.strategies.deepspeed import DeepSpeedZero
+from notebook_accel.training.strategies.request import ModelToPrepare
+from notebook_accel.training.strategies.zero_config import Facts, complete
 from notebook_accel.training.strategies.zero_engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 ZERO: dict[str, Any] = {"zero_optimization": {"stage": 2}}
 
 
@@ -141,6 +144,40 @@ def test_what_a_module_keeps_beside_its_tensors_is_saved_and_loaded(zero: Any) -
     model, other = torch.nn.Sequential(Counting(3)), torch.nn.Sequential(Counting(0))
     zero.load_state_dict(other, zero.state_dict(model, full=True))
     assert (other[0].seen, other[0].mean.tolist()) == (3, [3.0, 3.0])
+
+
+FITTING = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}
+
+
+@pytest.mark.parametrize(
+    ("entries", "sizes"),
+    [
+        ({}, (2, 1, 1)),
+        ({"gradient_accumulation_steps": 4}, (8, 1, 4)),
+        ({"gradient_accumulation_steps": 4, **FITTING}, (32, 4, 4)),
+    ],
+)
+def test_a_model_that_is_only_asked_has_sizes_that_fit(
+    zero: Any, entries: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    """DeepSpeed takes none others, though it never steps such a model."""
+    made: list[dict[str, Any]] = []
+    config = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto", **entries}
+    zero.plugins = SimpleNamespace(active=DeepSpeedPlugin(hf_ds_config=config))
+    zero.precision = SimpleNamespace(name="no", dtype=None)
+    zero.topology.num_processes = 2
+    zero._accumulation = Accumulation(GradientAccumulationPlugin())
+    zero._initialize = lambda model, config: (made.append(dict(config)), model)
+    zero.prepare_model(ModelToPrepare(torch.nn.Linear(1, 1), False, None))
+    assert tuple(made[0][name] for name in SIZES) == sizes
+
+
+def test_windows_that_were_set_on_the_way_are_those_of_the_configuration() -> None:
+    config = {"gradient_accumulation_steps": 4, "train_batch_size": "auto", **ZERO}
+    plugin, model = DeepSpeedPlugin(hf_ds_config=config), torch.nn.Linear(1, 1)
+    device = torch.device("cpu")
+    facts = Facts(model=model, device=device, num_ranks=2, num_steps=3, precision="no")
+    assert tuple(complete(plugin, facts)[name] for name in SIZES) == (6, 1, 3)
 
 
 def test_all_ranks_gather_weights_in_the_order_of_the_model(

@@ -21,6 +21,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current, has_process_group
 from notebook_accel.training import devices
 from notebook_accel.training.checkpoint import zero
+from notebook_accel.training.deepspeed_config import is_open
 from notebook_accel.training.nested import convert_to_fp32, recursively_apply
 from notebook_accel.training.notices import notice_once
 from notebook_accel.training.optimizer import shares_parameters
@@ -133,11 +134,13 @@ class DeepSpeedZero(Strategy):
         if plugin.zero_stage != 3:
             self.precision.wrap(given.model)
             return super().prepare_model(given)
+        # It makes no steps, and DeepSpeed checks that all sizes of a configuration fit.
+        asked = plugin.get_value("gradient_accumulation_steps")
         facts = Facts(
             model=given.model,
             device=self.topology.device,
             num_ranks=self.topology.num_processes,
-            num_steps=1,
+            num_steps=1 if is_open(asked) else int(asked),
             precision=self.precision.name,
         )
         config = complete(plugin, facts)

@@ -70,7 +70,8 @@ def complete(plugin: DeepSpeedPlugin, facts: Facts) -> dict[str, Any]:
     )
     # DeepSpeed's default clips every training at 1.
     made.setdefault("gradient_clipping", 0.0)
-    made.setdefault("gradient_accumulation_steps", facts.num_steps)
+    # As it is now: code may have set it at the Accelerator since.
+    made["gradient_accumulation_steps"] = facts.num_steps
     made.setdefault("train_micro_batch_size_per_gpu", _micro_batch(plugin, facts))
     # Which optimizers DeepSpeed tried is no reason to refuse the user's own, nor to change it for
     # another on the host.
