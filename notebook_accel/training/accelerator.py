@@ -213,10 +213,13 @@ class Accelerator(WindowView, CheckpointView, TrackerView, PreparingView):
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget what was prepared, begin windows anew, and free what nobody else holds.
 
+        DeepSpeed's engine ends with it.
+
         Returns:
             a None for each object, to assign to their names.
         """
         self._prepared.clear()
+        self._strategy.forget()
         self._accumulation.reset()
         given = len(objects)
         del objects

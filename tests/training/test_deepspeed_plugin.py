@@ -113,6 +113,40 @@ def test_where_deepspeed_does_not_train_in_fp16_is_told(
         )
 
 
+class Engine(torch.nn.Module):
+    """As DeepSpeed's around a model."""
+
+    def __init__(self, model: torch.nn.Module, basic_optimizer: Any) -> None:
+        super().__init__()
+        self.module, self.basic_optimizer, self.ended = model, basic_optimizer, 0
+
+    def destroy(self) -> None:
+        self.ended += 1
+
+
+def test_another_model_may_be_prepared_once_the_first_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = SimpleNamespace(is_fp16_supported=lambda: True)
+    library = SimpleNamespace(
+        accelerator=SimpleNamespace(get_accelerator=lambda: device),
+        initialize=lambda model, optimizer, **_: (Engine(model, optimizer),),
+    )
+    monkeypatch.setattr(deepspeed_plugin, "is_deepspeed_available", lambda: True)
+    monkeypatch.setattr(deepspeed, "_load_library", lambda *_: library)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+    engines = []
+    for _ in range(2):
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engines.append(accelerator.prepare(model, optimizer)[0])
+        assert accelerator.deepspeed_engine_wrapped.engine is engines[-1]
+        accelerator.free_memory()
+        assert accelerator.deepspeed_engine_wrapped is None
+    assert [engine.ended for engine in engines] == [1, 1]
+    accelerator.free_memory()
+
+
 class Counting(torch.nn.Module):
     """Keeps what is no tensor, beside one that is."""
 

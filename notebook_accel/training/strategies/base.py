@@ -289,5 +289,8 @@ class Strategy:
         """Wait until all ranks of the world are here."""
         topology.barrier()
 
+    def forget(self) -> None:
+        """Let go of what was prepared, so that others may be."""
+
     def close(self) -> None:
         """Give back what the strategy made for itself."""

@@ -346,6 +346,12 @@ class DeepSpeedZero(Strategy):
         # DeepSpeed keeps what a window has added up to itself, and saves none of it.
         return {}, {}
 
+    def forget(self) -> None:
+        engine, self.engine = self.engine, None
+        self._dtypes = {}
+        if engine is not None:
+            engine.engine.destroy()  # takes its hooks off the weights, which others may still have
+
     def close(self) -> None:
         if self._makes_group and has_process_group():
             dist.destroy_process_group()
