@@ -6,6 +6,7 @@ import json
 import sys
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,6 @@ from tests.training.single import Told, be, fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 ZERO: dict[str, Any] = {"zero_optimization": {"stage": 2}}
@@ -145,6 +145,42 @@ def test_another_model_may_be_prepared_once_the_first_is_forgotten(
         assert accelerator.deepspeed_engine_wrapped is None
     assert [engine.ended for engine in engines] == [1, 1]
     accelerator.free_memory()
+
+
+def test_what_is_said_of_a_checkpoint_reaches_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, dict[str, Any]]] = []
+
+    def save(folder: str, **options: Any) -> None:
+        told.append(("save", options))
+        Path(folder, options["tag"]).mkdir()
+
+    library = SimpleNamespace(
+        save_checkpoint=save,
+        load_checkpoint=lambda folder, **options: told.append(("load", options)),
+    )
+    accelerator: Any = Accelerator(cpu=True)
+    strategy = accelerator._strategy
+    strategy.engine = DeepSpeedEngineWrapper(library)
+    for name in ("own_piece", "read_own"):
+        method = getattr(DeepSpeedZero, name).__get__(strategy)
+        monkeypatch.setattr(strategy, name, method)
+    accelerator.save_state(tmp_path / "a", exclude_frozen_parameters=True)
+    accelerator.load_state(tmp_path / "a", strict=False, load_optimizer_states=False)
+    accelerator.load_state(tmp_path / "a", load_module_strict=False)
+    assert told == [
+        ("save", {"tag": zero_files.FOLDER, "exclude_frozen_parameters": True}),
+        (
+            "load",
+            {
+                "tag": zero_files.FOLDER,
+                "load_module_strict": False,
+                "load_optimizer_states": False,
+            },
+        ),
+        ("load", {"tag": zero_files.FOLDER, "load_module_strict": False}),
+    ]
 
 
 class Counting(torch.nn.Module):

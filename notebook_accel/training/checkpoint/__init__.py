@@ -106,7 +106,12 @@ class Checkpoints:
         return _add_hook(self.load_hooks, hook)
 
     def save(
-        self, output_dir: str | os.PathLike[str] | None, *, safe: bool, in_background: bool = False
+        self,
+        output_dir: str | os.PathLike[str] | None,
+        *,
+        safe: bool,
+        in_background: bool = False,
+        own_options: dict[str, Any] | None = None,
     ) -> str:
         """Write a checkpoint and give its folder.
 
@@ -119,6 +124,7 @@ class Checkpoints:
             output_dir: the folder; None takes the next number.
             safe: whole weights as safetensors.
             in_background: return as soon as later steps can no longer change what is written.
+            own_options: for the library of a strategy that writes models itself.
         """
         self.wait()
         if output_dir is None:
@@ -131,7 +137,8 @@ class Checkpoints:
             if role.final.is_dir():
                 self._add_own_files(role.final)
         else:
-            self._save_as(role, safe=safe, in_background=in_background)
+            pieces = self._pieces(role, safe=safe, own_options=own_options or {})
+            self._save_as(role, pieces, in_background=in_background)
         if output_dir is None:
             self.numbering.follow(role.final)
         return str(role.final)
@@ -154,10 +161,9 @@ class Checkpoints:
         needs_all = self._plan.strategy.saves_together
         return Lead(meetings, asked, self.numbering, needs_all=needs_all)
 
-    def _save_as(self, role: Role, *, safe: bool, in_background: bool) -> None:
+    def _save_as(self, role: Role, pieces: Iterator[Piece], *, in_background: bool) -> None:
         try:
-            role.open()
-            pieces = self._pieces(role.staged, safe=safe)
+            role.open()  # first: the pieces are collected as they are asked for, in its folder
             if not in_background:
                 role.finish(*write_one_by_one(pieces, role.staged))
                 return
@@ -234,8 +240,10 @@ class Checkpoints:
         *,
         load_kwargs: dict[str, Any] | None = None,
         strict: bool = True,
+        own_options: dict[str, Any] | None = None,
     ) -> None:
-        """Read a checkpoint into everything that was prepared or registered.
+        """Read a checkpoint into everything that was prepared or registered; ``own_options`` as of
+        :meth:`save`.
 
         Raises:
             FileNotFoundError: there is no such checkpoint, or something prepared is not in it.
@@ -255,7 +263,7 @@ class Checkpoints:
             hook(models, str(folder))
         options = load_kwargs or {}
         try:
-            self._parts.read(models, folder, options, strict=strict)
+            self._parts.read(models, folder, options, strict=strict, own_options=own_options or {})
         except FileNotFoundError as error:
             raise _is_missing(str(error), folder) from None
         for name, item in self._stateful():
@@ -361,15 +369,15 @@ class Checkpoints:
         for hook in tuple(self.save_hooks.values()):
             hook(models, weights, str(staged))
 
-    def _pieces(self, folder: Path, *, safe: bool) -> Iterator[Piece]:
+    def _pieces(self, role: Role, *, safe: bool, own_options: dict[str, Any]) -> Iterator[Piece]:
         """This rank's part of a checkpoint, collected piece by piece; hooks may write into it."""
         here, strategy = self._plan.topology, self._plan.strategy
         each_machine = self._project.save_on_each_node and here.local_process_index == 0
         writes = here.process_index == 0 or each_machine
         parts = self._parts
         weights = parts.collect_weights(writes=writes)
-        self._run_save_hooks(weights, folder)
-        yield from parts.pieces(weights, safe=safe, writes=writes)
+        self._run_save_hooks(weights, role.staged)
+        yield from parts.pieces(weights, safe=safe, writes=writes, own_options=own_options)
         if writes:
             for name, item in self._stateful():
                 yield state_file(item.state_dict(), name, type(item).__name__)

@@ -76,7 +76,12 @@ class PreparedParts:
         return [self.strategy.state_dict(model, full=full, keeps=writes) for model in self.models]
 
     def pieces(
-        self, weights: Sequence[dict[str, Any]], *, safe: bool, writes: bool
+        self,
+        weights: Sequence[dict[str, Any]],
+        *,
+        safe: bool,
+        writes: bool,
+        own_options: dict[str, Any],
     ) -> Iterator[Piece]:
         """The weights and the optimizers' states, collected one after the other.
 
@@ -84,8 +89,9 @@ class PreparedParts:
             weights: from :meth:`collect_weights`; hooks may have taken some out.
             safe: whole weights as safetensors.
             writes: whether this rank writes what is whole.
+            own_options: for the library of a strategy that writes all of it itself.
         """
-        own = self.strategy.own_piece()
+        own = self.strategy.own_piece(own_options)
         if own is not None:
             yield own
             return
@@ -111,7 +117,13 @@ class PreparedParts:
             del state
 
     def read(
-        self, models: Sequence[Module], folder: Path, options: dict[str, Any], *, strict: bool
+        self,
+        models: Sequence[Module],
+        folder: Path,
+        options: dict[str, Any],
+        *,
+        strict: bool,
+        own_options: dict[str, Any],
     ) -> None:
         """Read the weights and the optimizers' states.
 
@@ -120,11 +132,12 @@ class PreparedParts:
             folder: of the checkpoint.
             options: arguments of ``torch.load``; ``map_location`` holds for optimizers alone.
             strict: whether names of weights must match.
+            own_options: for the library of a strategy that reads what it wrote itself.
 
         Raises:
             FileNotFoundError: a model or an optimizer is not in the folder.
         """
-        if self.strategy.read_own(folder):
+        if self.strategy.read_own(folder, own_options, strict=strict):
             return
         for index, model in enumerate(map(uncompiled, models)):
             self._read_model(model, folder, index, on_host(options), strict=strict)

@@ -130,7 +130,7 @@ class CheckpointView(ConfiguredView):
                 number in ``project_dir/checkpoints``.
             safe_serialization: weights as safetensors.
             async_save: write in the background.
-            **save_model_func_kwargs: accepted, for engines that save models themselves.
+            **save_model_func_kwargs: for DeepSpeed's ``save_checkpoint``, where it trains.
 
         Returns:
             the folder.
@@ -141,7 +141,12 @@ class CheckpointView(ConfiguredView):
             NotebookAccelError: another rank could not write its part, ranks are missing, or what
                 an earlier call began in the background could not be written.
         """
-        return self._checkpoints.save(output_dir, safe=safe_serialization, in_background=async_save)
+        return self._checkpoints.save(
+            output_dir,
+            safe=safe_serialization,
+            in_background=async_save,
+            own_options=save_model_func_kwargs,
+        )
 
     def wait_for_checkpoint(self) -> None:
         """Wait until what ``save_state(async_save=True)`` began is in its place.
@@ -167,7 +172,8 @@ class CheckpointView(ConfiguredView):
                 ``{"weights_only": False}`` trusts the files. ``map_location`` is for the states
                 of optimizers, schedulers and registered objects.
             strict: whether names of weights must match.
-            **load_model_func_kwargs: accepted, for engines that load models themselves.
+            **load_model_func_kwargs: for DeepSpeed's ``load_checkpoint``, where it trains and wrote
+                the checkpoint.
 
         Raises:
             FileNotFoundError: there is no such checkpoint, or it lacks something.
@@ -176,7 +182,9 @@ class CheckpointView(ConfiguredView):
             RuntimeError, ValueError: it holds another model or optimizer, or states of more
                 registered objects than there are.
         """
-        self._checkpoints.load(input_dir, load_kwargs=load_kwargs, strict=strict)
+        self._checkpoints.load(
+            input_dir, load_kwargs=load_kwargs, strict=strict, own_options=load_model_func_kwargs
+        )
 
     def resume_or_start(self, dir: Path_) -> Start:  # noqa: A002 (a name that users pass)
         """Go on from the newest checkpoint under a folder, or begin anew; all ranks call it.

@@ -49,12 +49,13 @@ class EnginePiece(Piece):
     """What an engine writes itself. Its ranks communicate while they write, so all of it is written
     at once, and nothing is left for the background."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, options: dict[str, Any]) -> None:
         super().__init__(None, lambda _, __: None)
         self._engine = engine
+        self._options = options
 
     def prepare(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag=FOLDER)
+        self._engine.save_checkpoint(str(folder), tag=FOLDER, **self._options)
 
 
 def is_in(folder: Path) -> bool:

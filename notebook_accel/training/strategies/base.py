@@ -271,14 +271,14 @@ class Strategy:
         """Drop the gradients of an open window that the library which spreads the weights keeps
         elsewhere than in their ``grad``."""
 
-    def own_piece(self) -> Piece | None:
+    def own_piece(self, options: dict[str, Any]) -> Piece | None:
         """The piece of a checkpoint by which the strategy's library writes models and optimizers
-        itself; None where it does not."""
+        itself, with what ``save_state`` was told for it; None where it does not."""
         return None
 
-    def read_own(self, folder: Path) -> bool:
-        """Let the strategy's library read what :meth:`own_piece` wrote; False where that is not
-        there."""
+    def read_own(self, folder: Path, options: dict[str, Any], *, strict: bool) -> bool:
+        """Let the strategy's library read what :meth:`own_piece` wrote, with what ``load_state``
+        was told for it; False where that is not there."""
         return False
 
     def make_whole(self, values: Any) -> Any:

@@ -316,14 +316,15 @@ class DeepSpeedZero(Strategy):
                 if _has_stepped_copy(weight):
                     safe_set_full_fp32_param(weight, value.float())
 
-    def own_piece(self) -> Piece | None:
-        return None if self.engine is None else zero.EnginePiece(self.engine.engine)
+    def own_piece(self, options: dict[str, Any]) -> Piece | None:
+        return None if self.engine is None else zero.EnginePiece(self.engine.engine, options)
 
-    def read_own(self, folder: Path) -> bool:
+    def read_own(self, folder: Path, options: dict[str, Any], *, strict: bool) -> bool:
         if self.engine is None or not zero.is_in(folder):
             return False
         zero.check(folder)
-        self.engine.engine.load_checkpoint(str(folder), tag=zero.FOLDER)
+        given = {"load_module_strict": strict, **options}
+        self.engine.engine.load_checkpoint(str(folder), tag=zero.FOLDER, **given)
         return True
 
     def optimizer_state(self, optimizer: Optimizer, *, keeps: bool = True) -> dict[str, Any]:
