@@ -122,9 +122,11 @@ def replaced_forwards(module: Module) -> Iterator[ReplacedForward]:
 
 
 def strip_forward(module: Module, kind: type[ReplacedForward] = RemovableForward) -> None:
-    """Give ``module`` back the forward that it had before those of this kind took its place."""
-    while isinstance(forward := module.__dict__.get("forward"), kind):
-        forward.put_back()
+    """Give ``module`` back the forward that it had before those of this kind took its place; others
+    (of a hook, say) may have come around them since, and stay."""
+    for forward in [*replaced_forwards(module)]:
+        if isinstance(forward, kind):
+            forward.put_back()
 
 
 def uncompiled(module: Module) -> Module:

@@ -104,6 +104,16 @@ def test_a_hook_is_found_below_what_prepare_has_put_around_it() -> None:
         assert "_old_forward" not in vars(module)
 
 
+def test_the_mixed_precision_is_taken_off_below_a_hook() -> None:
+    accelerator, x = Accelerator(cpu=True, mixed_precision="bf16"), torch.randn(3, 2)
+    module = accelerator.prepare(nn.Linear(2, 2))
+    add_hook_to_module(module, AddOne())
+    assert accelerator.unwrap_model(module, keep_fp32_wrapper=False) is module
+    assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias) + 1)
+    remove_hook_from_module(module)
+    assert "forward" not in vars(module)
+
+
 def test_a_hook_may_run_without_gradients() -> None:
     module, hook = nn.Linear(2, 2), ModelHook()
     hook.no_grad = True
