@@ -214,7 +214,7 @@ class Agent:
         stage = self._ending.next_stage(
             now=now,
             idle=self._idle(now),
-            leaving=all(rank.row.leaving for rank in self._in_call()),
+            leaving=self._are_leaving(),
             settled=self._have_settled(),
         )
         if stage is not None:
@@ -245,6 +245,12 @@ class Agent:
         """Seconds without progress; 0 where all ranks ask for themselves whether to stop."""
         asks = all(rank.row.reads or rank.row.leaving for rank in self._in_call())
         return 0.0 if asks else now - self._progressed
+
+    def _are_leaving(self) -> bool:
+        """Whether each rank in the call has heard of the stop, and ends by itself."""
+        # A stop may come once none is in it, and a thread of the user's keeps a process for ever.
+        ranks = self._in_call() or [rank for rank in self._ranks if rank.alive]
+        return all(rank.row.leaving for rank in ranks)
 
     def _have_settled(self) -> bool:
         """Whether every rank has had the time to fail as well since one did (ending.py)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,6 +219,35 @@ def test_what_follows_an_interrupt_that_is_ignored(agent: AgentByHand) -> None:
     end = agent.wait_for(wire.RankEnded)
     assert (end.signal, end.ended_by_agent) == (signal.SIGTERM, True)
     assert [m.text for m in agent.heard if isinstance(m, wire.Output)] == ["ready\n", "ready\n"]
+
+
+def test_a_stop_ends_a_rank_that_a_thread_keeps_after_the_return(agent: AgentByHand) -> None:
+    def go_on() -> None:
+        threading.Thread(target=time.sleep, args=(600,)).start()
+
+    agent.launch(1)
+    agent.call(go_on, last=True)
+    agent.wait_for(wire.Returned)
+    agent.say(wire.Stop, grace=0.2)
+    end = agent.wait_for(wire.RankEnded)
+    assert (end.signal, end.ended_by_agent) == (signal.SIGTERM, True)
+
+
+def test_a_rank_that_left_by_a_stop_keeps_its_threads(agent: AgentByHand) -> None:
+    def leave() -> None:
+        print("ready", flush=True)
+        while not current().should_stop():
+            time.sleep(0.01)
+        # Longer than all stages of an end take.
+        threading.Thread(target=time.sleep, args=(3,)).start()
+
+    agent.launch(1)
+    agent.call(leave, last=True)
+    agent.wait_for(wire.Output)
+    agent.say(wire.Stop, grace=0.2)
+    point = agent.wait_for(wire.StopPointReached)
+    agent.say(wire.LeaveAt, batches=None, reads=point.reads + 1)
+    assert agent.wait_for(wire.RankEnded).exitcode == 0
 
 
 def test_stacks_of_a_rank_in_native_code(agent: AgentByHand) -> None:
