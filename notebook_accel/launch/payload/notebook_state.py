@@ -8,8 +8,9 @@ Hugging Face log, and the limit of recursion. Each rank gets the same, so that a
 ``random_split`` is the same split on all of them.
 
 What is not carried: torch's default device (a rank has its own), gradient mode, print options,
-handlers and formatters of logging that are classes of their own, filters of handlers, and warning
-filters whose category a module defines that the rank has not imported.
+handlers and formatters of logging that are classes of their own, filters of logging, the factory of
+its records, handlers whose format takes a field that only one of these or ``defaults`` gives, and
+warning filters whose category a module defines that the rank has not imported.
 """
 
 from __future__ import annotations
@@ -286,6 +287,8 @@ def _handler(handler: logging.Handler) -> HandlerState | None:
     formatter = handler.formatter or logging.Formatter()
     if type(formatter) is not logging.Formatter or type(formatter._style) not in _FORMATS:
         return None
+    if _takes_more_than_travels(handler, formatter):
+        return None
     stream = path = ""
     encoding = None
     if type(handler) is logging.StreamHandler:
@@ -304,6 +307,30 @@ def _handler(handler: logging.Handler) -> HandlerState | None:
         date_format=formatter.datefmt,
         style=_FORMATS[type(formatter._style)],
     )
+
+
+def _takes_more_than_travels(handler: logging.Handler, formatter: logging.Formatter) -> bool:
+    """Whether the format takes a field that something gives which the ranks do not have.
+
+    Each line would be lost there, with an error in its place. Where nothing here adds fields, the
+    calls give it (``extra=``), or an adapter, and both travel.
+    """
+    known = logging.root.manager.loggerDict.values()
+    adds_fields = (
+        handler.filters
+        or getattr(formatter._style, "_defaults", None)
+        or logging.getLogRecordFactory() is not logging.LogRecord
+        or any(one.filters for one in (logging.root, *known) if isinstance(one, logging.Logger))
+    )
+    if not adds_fields:
+        return False
+    style: Any = _FORMATS[type(formatter._style)]
+    plain = logging.LogRecord("", logging.INFO, "", 1, "", (), None)
+    try:
+        logging.Formatter(formatter._fmt, style=style, validate=False).format(plain)
+    except (ValueError, TypeError, AttributeError, LookupError):  # a field that it has not
+        return True
+    return False
 
 
 def _append_from_now_on(handler: logging.FileHandler) -> None:

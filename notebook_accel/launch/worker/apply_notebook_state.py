@@ -135,7 +135,9 @@ def _make_handler(state: HandlerState) -> logging.Handler:
         handler = logging.StreamHandler(getattr(sys, state.stream))
     handler.setLevel(state.level)
     style: Any = state.style
-    handler.setFormatter(logging.Formatter(state.format, state.date_format, style=style))
+    # The notebook's formatter may have been made without this check, as a line of no field is.
+    formatter = logging.Formatter(state.format, state.date_format, style=style, validate=False)
+    handler.setFormatter(formatter)
     return handler
 
 

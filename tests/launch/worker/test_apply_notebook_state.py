@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -232,6 +234,61 @@ def test_precisions_by_their_newer_names_reach_the_ranks(chosen: dict[str, str])
         here, there = pool.submit(precisions_of_rank, chosen).result(60)
     assert there == here
     assert here.items() >= chosen.items()
+
+
+def add_user(record: logging.LogRecord) -> bool:
+    record.user = "me"
+    return True
+
+
+class RecordOfMe(logging.LogRecord):
+    user = "me"
+
+
+def text_of_rank(format_: str, sets_up: str, **of_formatter: Any) -> str:
+    """What a rank writes of a line, once a cell has set a handler up."""
+    from notebook_accel.launch.payload.notebook_state import capture
+    from notebook_accel.launch.worker.apply_notebook_state import apply_notebook_state
+
+    logger, handler = logging.getLogger("of a cell"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(format_, **of_formatter))
+    logger.addHandler(handler)
+    logger.propagate = False
+    if sets_up == "factory":
+        logging.setLogRecordFactory(RecordOfMe)
+    elif sets_up:
+        owner = {"handler": handler, "logger": logger}[sets_up.split(maxsplit=1)[0]]
+        owner.addFilter(logging.Filter("of a cell") if "drops" in sets_up else add_user)
+    state = capture()
+    logger.removeHandler(handler)
+    logger.filters.clear()
+    logging.setLogRecordFactory(logging.LogRecord)
+    sys.stderr = io.StringIO()
+    apply_notebook_state(state)
+    logger.error("broken", extra=None if sets_up or of_formatter else {"user": "I"})
+    return sys.stderr.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("format_", "sets_up", "of_formatter", "text"),
+    [
+        # No handler is there: Python's last resort writes the line.
+        ("%(user)s %(message)s", "handler", {}, "broken\n"),
+        ("{user} {message}", "logger", {"style": "{"}, "broken\n"),
+        ("$user $message", "factory", {"style": "$"}, "broken\n"),
+        ("%(user)s %(message)s", "", {"defaults": {"user": "me"}}, "broken\n"),
+        ("%(levelname)s %(message)s", "handler that drops", {}, "ERROR broken\n"),
+        ("%(user)s %(message)s", "", {}, "I broken\n"),
+        ("a line", "", {"validate": False}, "a line\n"),
+    ],
+)
+def test_a_format_loses_no_line_in_the_ranks(
+    format_: str, sets_up: str, of_formatter: dict[str, Any], text: str
+) -> None:
+    """Filters, factories and defaults stay in the notebook, with the handler that needs them."""
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        written = pool.submit(text_of_rank, format_, sets_up, **of_formatter).result(60)
+    assert written == text
 
 
 def test_seeding_a_rank_does_not_ask_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
