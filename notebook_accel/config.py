@@ -340,7 +340,9 @@ def resolve(
     path: Path | None = None
     with contextlib.suppress(ConfigError):
         path = default_config_path()
-    if path is not None and path.is_file():
+    # Not Path.is_file, which raises where the folder may not be entered, as in a container whose
+    # HOME is another user's: what cannot be looked at counts as not saved.
+    if path is not None and os.path.isfile(path):
         saved, not_used = _settings_in_file(path)
         notices += [f"settings of {path} are used where the call gives none", *not_used]
         saved = _left_open(saved, os.environ, given=given)
@@ -495,7 +497,7 @@ def _replace_text(file: Path, text: str) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):
         # Reading a FIFO or a terminal would wait for its writer for ever.
         raise ConfigError("it is no regular file")
     try:

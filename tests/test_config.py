@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import pickle
 import stat
@@ -691,6 +692,28 @@ def test_the_saved_file_is_said_to_be_used() -> None:
     assert config.num_processes == 2
     (line,) = notices
     assert str(default_config_path()) in line
+
+
+def test_a_folder_that_may_not_be_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the home of another user, in a container that was started with --user."""
+    path = default_config_path()
+    LaunchConfig(num_processes=2).save(path)
+
+    def refusing(call: Any) -> Any:
+        def of(file: Any, *args: Any, **named: Any) -> Any:
+            if str(file) == str(path):
+                raise PermissionError(errno.EACCES, "Permission denied", str(file))
+            return call(file, *args, **named)
+
+        return of
+
+    monkeypatch.setattr(os, "stat", refusing(os.stat))
+    monkeypatch.setattr(io, "open", refusing(io.open))
+    assert resolve({}) == (LaunchConfig(), [])
+    for load in (LaunchConfig.load, lambda path: resolve({}, str(path))):
+        with pytest.raises(ConfigError, match=r"cannot be read: .*Permission denied") as caught:
+            load(path)
+        assert str(path) in str(caught.value)
 
 
 def test_a_saved_file_that_is_broken_is_named() -> None:
