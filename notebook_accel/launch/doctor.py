@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from notebook_accel.errors import NotebookAccelError
+from notebook_accel.config import resolve
+from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch import preflight
 from notebook_accel.launch.control.run_folder import runs_folder
 from notebook_accel.launch.machine import Machine, look_at_machine
@@ -285,6 +286,14 @@ def _folders(_machine: Machine) -> Iterator[Finding]:
         yield Finding(level=FINE, subject="runs folder", found=found)
 
 
+def _settings(_machine: Machine) -> Iterator[Finding]:
+    try:
+        resolve({})
+    except ConfigError as error:
+        remedy = "correct it, or take it away: each launch that does not say otherwise reads it"
+        yield Finding(level=STOPS, subject="settings", found=str(error), remedy=remedy)
+
+
 def _ports(_machine: Machine) -> Iterator[Finding]:
     if preflight.gives_ports():
         yield Finding(level=FINE, subject="ports", found="ranks can meet at ports of 127.0.0.1")
@@ -308,6 +317,7 @@ _QUESTIONS: Iterable[Callable[[Machine], Iterable[Finding]]] = (
     _shared_memory,
     _limits,
     _folders,
+    _settings,
     _ports,
     _scripts,
 )

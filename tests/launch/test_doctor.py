@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from notebook_accel.config import default_config_path
 from notebook_accel.launch import doctor, preflight
 from notebook_accel.launch.doctor import FINE, HURTS, STOPS, Finding, examine
 from notebook_accel.launch.machine import Device, Machine
@@ -48,6 +49,17 @@ def test_this_machine_can_launch() -> None:
         finding.subject for finding in findings
     }
     assert all(bool(finding.remedy) == (finding.level != FINE) for finding in findings)
+
+
+@pytest.mark.usefixtures("machine")
+def test_settings_that_stop_each_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert "settings" not in {finding.subject for finding in examine()}
+    default_config_path().parent.mkdir(parents=True)
+    default_config_path().write_text("num_processes: 0")
+    found = about("settings")
+    assert found.level == STOPS
+    assert str(default_config_path()) in found.found
 
 
 @pytest.mark.usefixtures("machine")
