@@ -33,6 +33,7 @@ class Option:
         least: the smallest number.
         most: the largest one; None for any.
         or_choice_of: another option, whose choices Accelerate's YAML may have in this one's place.
+        numbers: torch's numbers of the choices, which that YAML may have in their place.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Option:
     least: int = 1
     most: int | None = None
     or_choice_of: str = ""
+    numbers: tuple[int, ...] = ()
 
     def checked(self, value: Any, plugin: str) -> Any:
         """The value as a plain one: of numpy's, or of an Enum, what it equals.
@@ -74,9 +76,12 @@ class Option:
 
     def from_text(self, text: Any) -> Any:
         """The value that a YAML file means, which may have written a flag or a number as text."""
+        if type(text) is int and (self.choices or self.kind is bool):
+            text = str(text)
         if not isinstance(text, str):
             return text
         lowered = {choice.lower(): choice for choice in self.choices}
+        lowered.update(zip(map(str, self.numbers), self.choices, strict=False))
         return lowered.get(text.strip().lower(), value_of(text, self.kind))
 
 
@@ -186,9 +191,12 @@ class Plugin:
                 )
             option = by_name[name]
             instead = options.get(option.or_choice_of)
-            if instead is not None and instead.from_text(value) in instead.choices:
-                option = instead
-            found[option.name] = option.from_text(value)
+            meant = option.from_text(value)
+            if instead is not None and not isinstance(meant, bool):
+                choice = instead.from_text(value)
+                if choice in instead.choices:
+                    option, meant = instead, choice
+            found[option.name] = meant
         return found
 
 
@@ -217,6 +225,7 @@ PLUGINS: Mapping[str, Plugin] = {
                     "HYBRID_SHARD",
                     "HYBRID_SHARD_ZERO2",
                 ),
+                numbers=(1, 2, 3, 4, 5),
             ),
             Option(
                 name="auto_wrap_policy",
@@ -262,6 +271,7 @@ PLUGINS: Mapping[str, Plugin] = {
                 kind=str,
                 about="whether save_state writes whole weights, or each rank its part",
                 choices=("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
+                numbers=(1, 3),
             ),
             Option(
                 name="sync_module_states",

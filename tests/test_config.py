@@ -475,6 +475,36 @@ def test_accelerates_file_for_fsdp_and_a_mesh(tmp_path: Path) -> None:
         LaunchConfig.load(path)
 
 
+@pytest.mark.parametrize(
+    ("section", "fsdp"),
+    [
+        ({"fsdp_sharding_strategy": 2}, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ({"fsdp_sharding_strategy": "5"}, {"sharding_strategy": "HYBRID_SHARD_ZERO2"}),
+        ({"fsdp_reshard_after_forward": 3}, {"sharding_strategy": "NO_SHARD"}),
+        ({"fsdp_reshard_after_forward": 1}, {"reshard_after_forward": True}),
+        ({"fsdp_state_dict_type": 3}, {"state_dict_type": "SHARDED_STATE_DICT"}),
+        ({"fsdp_offload_params": 1}, {"cpu_offload": True}),
+        ({"fsdp_sync_module_states": 0}, {"sync_module_states": False}),
+    ],
+)
+def test_numbers_in_accelerates_file(
+    section: dict[str, Any], fsdp: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of a choice it is torch's, which counts from 1; of a flag, 1 or 0."""
+    path = tmp_path / "default_config.yaml"
+    path.write_text(yaml.safe_dump({"distributed_type": "FSDP", "fsdp_config": section}))
+    assert LaunchConfig.load(path).fsdp == fsdp
+
+
+@pytest.mark.parametrize("number", [0, 2, 6])
+def test_a_number_of_no_choice_in_accelerates_file(number: int, tmp_path: Path) -> None:
+    path = tmp_path / "default_config.yaml"
+    section = {"fsdp_state_dict_type": number}
+    path.write_text(yaml.safe_dump({"distributed_type": "FSDP", "fsdp_config": section}))
+    with pytest.raises(ConfigError, match="expected one of 'FULL_STATE_DICT'"):
+        LaunchConfig.load(path)
+
+
 def test_accelerates_file_for_deepspeed(tmp_path: Path) -> None:
     path = tmp_path / "default_config.yaml"
     path.write_text(
