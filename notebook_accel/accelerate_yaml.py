@@ -3,7 +3,7 @@
     the file's names --settings_of--> settings by our names, and lines about what is not used
 
 What Accelerate's launcher tells its ranks by variables that are no setting here (``dynamo_config``,
-``fp8_config``, ``enable_cpu_affinity``) becomes ``env``.
+``fp8_config``, ``enable_cpu_affinity``, how context parallelism exchanges) becomes ``env``.
 """
 
 from __future__ import annotations
@@ -67,14 +67,15 @@ def settings_of(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     kind = _TYPES.get(asked) if isinstance(asked, str) else None
     # As for Accelerate, the section of another type than the file's counts for nothing.
     unused = {name for name in _TYPES.values() if name != kind}
+    variables, ignored = _variables(data)
     for name, plugin in PLUGINS.items():
         if data.get(plugin.section) and name not in unused:
             found[name] = plugin.from_accelerate(data[plugin.section])
+            variables |= plugin.variables_of_accelerate(data[plugin.section])
     if kind is not None:
         found.setdefault(kind, {})
     if data.get("use_cpu"):
         found["devices"] = "cpu"
-    variables, ignored = _variables(data)
     if data.get("enable_cpu_affinity") not in _NOTHING:
         variables["ACCELERATE_CPU_AFFINITY"] = "true"
     if variables:

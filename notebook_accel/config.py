@@ -85,7 +85,7 @@ _ACCELERATE_VARIABLES = {
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
 }
 _NO_VARIABLE = ("env", *PLUGINS)
-_PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_")
+_PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_", "PARALLELISM_CONFIG_")
 # Engines that are planned: whoever asks for one is told so.
 _ENGINES_TO_COME = ("xla", "elastic", "ray")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from notebook_accel.errors import ConfigError
@@ -98,6 +98,8 @@ class Plugin:
         options: its options.
         without_effect: names in that part which are accepted and change nothing.
         other_names: names in that part that are not the lower case of the variable.
+        read_by_ranks: names in that part that are no options, with the texts that they may have:
+            ranks read them from a variable of the same name.
         composes: whether it can be asked for beside another one.
         needs_options: whether it changes nothing unless an option is given.
     """
@@ -110,6 +112,7 @@ class Plugin:
     options: tuple[Option, ...]
     without_effect: tuple[str, ...] = ()
     other_names: Mapping[str, str]
+    read_by_ranks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     composes: bool = True
     needs_options: bool = False
 
@@ -183,12 +186,12 @@ class Plugin:
             by_name[other] = by_name[variable.lower()]
         found: dict[str, Any] = {}
         for name, value in section.items():
-            if name in self.without_effect or value in (None, "", "auto"):
+            unused = name in self.without_effect or value in (None, "", "auto")
+            if unused or name in self.read_by_ranks:
                 continue
             if name not in by_name:
-                raise ConfigError(
-                    f"{self.section}: {name}: not supported; there are {', '.join(by_name)}"
-                )
+                known = ", ".join((*by_name, *self.read_by_ranks))
+                raise ConfigError(f"{self.section}: {name}: not supported; there are {known}")
             option = by_name[name]
             instead = options.get(option.or_choice_of)
             meant = option.from_text(value)
@@ -197,6 +200,25 @@ class Plugin:
                 if choice in instead.choices:
                     option, meant = instead, choice
             found[option.name] = meant
+        return found
+
+    def variables_of_accelerate(self, section: Mapping[str, Any]) -> dict[str, str]:
+        """What this part of Accelerate's YAML says that is no option, as variables of the ranks.
+
+        Raises:
+            ConfigError: a value is not one of those that there are.
+        """
+        found = {}
+        for name, choices in self.read_by_ranks.items():
+            value = section.get(name)
+            if value in (None, ""):
+                continue
+            if value not in choices:
+                raise ConfigError(
+                    f"{self.section}: {name}: {shown(value)}: expected one of "
+                    f"{', '.join(map(repr, choices))}"
+                )
+            found[name.upper()] = str(value)
         return found
 
 
@@ -414,6 +436,7 @@ PLUGINS: Mapping[str, Plugin] = {
             _size("pp_size", "ranks of a pipeline, whose loop calls accelerator.forward_backward"),
         ),
         other_names={},
+        read_by_ranks={"parallelism_config_cp_comm_strategy": ("allgather", "alltoall")},
         needs_options=True,
     ),
 }

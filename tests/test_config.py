@@ -537,6 +537,27 @@ def test_accelerates_file_for_deepspeed(tmp_path: Path) -> None:
         LaunchConfig(deepspeed={}, fsdp={})
 
 
+def test_how_accelerates_file_exchanges_parts_of_a_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What `accelerate config` asks for where sequences are divided."""
+    section = {
+        "parallelism_config_cp_size": 2,
+        "parallelism_config_cp_comm_strategy": "alltoall",
+    }
+    path, variable = default_config_path(), "PARALLELISM_CONFIG_CP_COMM_STRATEGY"
+    path.parent.mkdir(parents=True)
+    path.write_text(yaml.safe_dump({"distributed_type": "FSDP", "parallelism_config": section}))
+    assert LaunchConfig.load(path) == LaunchConfig(
+        fsdp={}, parallelism={"cp_size": 2}, env={variable: "alltoall"}
+    )
+    monkeypatch.setenv(variable, "allgather")
+    assert resolve({})[0].env == {}, "the environment goes before the saved file"
+    path.write_text(path.read_text().replace("alltoall", "ring"))
+    with pytest.raises(ConfigError, match="cp_comm_strategy: 'ring': expected one of 'allgather'"):
+        resolve({})
+
+
 def test_how_accelerates_file_compiles_and_computes_in_8_bits(tmp_path: Path) -> None:
     """What reaches its ranks by variables reaches ours by them; what nothing reads is named."""
     path = tmp_path / "default_config.yaml"
