@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.setting_checks import as_index
 from notebook_accel.text_values import parse_flag, shown, value_of
 
 __all__ = ["PLUGINS", "Option", "Plugin"]
@@ -55,12 +57,13 @@ class Option:
         if self.choices:
             fits, expected = value in self.choices, f"one of {', '.join(map(repr, self.choices))}"
         elif self.kind is float:
-            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            fits = is_number and value > 0
             expected = "a number above 0"
         elif self.kind is int:
             most = math.inf if self.most is None else self.most
-            is_flag = isinstance(value, bool)
-            fits = not is_flag and isinstance(value, int) and self.least <= value <= most
+            number = as_index(value)
+            fits = number is not None and self.least <= number <= most
             last = "or more" if self.most is None else f"to {self.most}"
             expected = f"a whole number, {self.least} {last}"
         else:

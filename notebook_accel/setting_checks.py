@@ -19,6 +19,7 @@ __all__ = [
     "as_count",
     "as_devices",
     "as_env",
+    "as_index",
     "as_port",
     "as_seed",
     "check_enough",
@@ -35,14 +36,14 @@ def as_count(name: str, value: Any) -> int | None:
     """
     if value is None:
         return None
-    number = _as_index(value)
+    number = as_index(value)
     if number is None or number < 1:
         raise ConfigError(f"{name}={shown(value)}: expected a whole number, 1 or more")
     return number
 
 
-def _as_index(value: Any) -> int | None:
-    """The whole number that ``value`` is (numpy's included), else None."""
+def as_index(value: Any) -> int | None:
+    """The whole number that ``value`` is (numpy's included), else None; a flag is none."""
     if isinstance(value, bool):
         return None
     try:
@@ -57,7 +58,7 @@ def as_seed(value: Any) -> int | None:
     Raises:
         ConfigError: no generator takes it.
     """
-    number = None if value is None else _as_index(value)
+    number = None if value is None else as_index(value)
     if value is not None and (number is None or not 0 <= number < 2**63):
         raise ConfigError(f"seed={shown(value)}: expected a whole number, 0 or more, below 2**63")
     return number
@@ -93,7 +94,7 @@ def as_port(value: Any) -> int | None:
     Raises:
         ConfigError: it is none.
     """
-    number = _as_index(value)
+    number = as_index(value)
     if value is not None and (number is None or not 0 < number < 65_536):
         raise ConfigError(f"use_port={shown(value)}: expected None (a free port) or 1 to 65535")
     return number
@@ -155,7 +156,7 @@ def _as_indices(value: Any) -> tuple[int, ...]:
         parts = [int(part) for part in value.split(",")] if isinstance(value, str) else list(value)
     except (TypeError, ValueError):
         return ()
-    indices = [_as_index(part) for part in parts]
+    indices = [as_index(part) for part in parts]
     return tuple(index for index in indices if index is not None) if None not in indices else ()
 
 

@@ -207,6 +207,21 @@ def test_values_of_numpy_and_of_enums_are_kept_as_plain_ones(tmp_path: Path) -> 
     assert LaunchConfig(devices=np.str_("cpu")).to_yaml() == "devices: cpu\n"
 
 
+def test_options_of_plugins_may_be_numbers_of_numpy() -> None:
+    import numpy as np
+
+    for given in (np.int64(2), np.uint8(2)):
+        sizes = LaunchConfig(parallelism={"tp_size": given}).parallelism or {}
+        assert (type(sizes["tp_size"]), sizes["tp_size"]) == (int, 2)
+    for given in (np.float32(2), np.int32(2)):
+        options = LaunchConfig(deepspeed={"gradient_clipping": given}).deepspeed or {}
+        assert (type(options["gradient_clipping"]), options["gradient_clipping"]) == (float, 2.0)
+    with pytest.raises(ConfigError, match="1 or more"):
+        LaunchConfig(parallelism={"tp_size": np.int64(0)})
+    with pytest.raises(ConfigError, match="above 0"):
+        LaunchConfig(deepspeed={"gradient_clipping": np.float32("nan")})
+
+
 def test_a_config_does_not_change() -> None:
     env = {"A": "1"}
     config = LaunchConfig(env=env)
