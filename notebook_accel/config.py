@@ -346,8 +346,23 @@ def resolve(
         saved, not_used = _settings_in_file(path)
         notices += [f"settings of {path} are used where the call gives none", *not_used]
         saved = _left_open(saved, os.environ, given=given)
-    found = {**saved, **_from_environment(os.environ, given=given), **given}
+    found = _first_of(given, _from_environment(os.environ, given=given), saved)
     return LaunchConfig(**found), notices
+
+
+def _first_of(*sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Each setting from the first source that gives it.
+
+    Who chooses an engine of few ranks has not asked for the many that a later source says.
+    """
+    found: dict[str, Any] = {}
+    for source in sources:
+        name, wanted = found.get("engine"), source.get("num_processes")
+        engine = _engines().get(name) if isinstance(name, str) else None
+        is_too_many = wanted and engine and engine.max_ranks and wanted > engine.max_ranks
+        left = {**source, "num_processes": None} if is_too_many else source
+        found = {**left, **found}
+    return found
 
 
 def given_settings(

@@ -669,6 +669,36 @@ def test_a_plugin_of_the_saved_file_gives_way_to_another(monkeypatch: pytest.Mon
     assert resolve({})[0].fsdp is None
 
 
+class Engines(str, Enum):
+    INLINE = "inline"
+
+
+def test_an_engine_of_one_rank_is_asked_for_no_more_by_the_environment_or_the_saved_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The person can leave nothing out that the call does not say."""
+    LaunchConfig(num_processes=2, seed=3).save(default_config_path())
+    for engine in ("inline", Engines.INLINE):
+        assert resolve({"engine": engine})[0] == LaunchConfig(engine="inline", seed=3)
+    assert resolve({}, {"engine": "inline"})[0].num_processes is None
+    assert resolve({"engine": "local"})[0].num_processes == 2
+    monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "3")
+    assert resolve({"engine": "inline"})[0].num_processes is None
+    for arguments, config in (
+        ({"engine": "inline", "num_processes": 2}, None),
+        ({"engine": "inline"}, {"num_processes": 2}),
+    ):
+        with pytest.raises(ConfigError, match="num_processes=2 cannot be had"):
+            resolve(arguments, config)
+    monkeypatch.setenv("NOTEBOOK_ACCEL_ENGINE", "inline")
+    with pytest.raises(ConfigError, match="num_processes=3 cannot be had"):
+        resolve({})
+    with pytest.raises(ConfigError, match="num_processes=2 cannot be had"):
+        resolve({"num_processes": 2})
+    monkeypatch.delenv("NOTEBOOK_ACCEL_NUM_PROCESSES")
+    assert resolve({})[0] == LaunchConfig(engine="inline", seed=3), "as a variable has it"
+
+
 def test_every_form_of_config(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     expected = LaunchConfig(num_processes=2, mixed_precision="bf16")
