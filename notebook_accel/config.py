@@ -20,8 +20,6 @@ import inspect
 import itertools
 import math
 import os
-import stat
-import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -32,6 +30,7 @@ import platformdirs
 import yaml
 
 from notebook_accel import accelerate_yaml
+from notebook_accel.config_file import expanded, read_settings, replace_text
 from notebook_accel.errors import ConfigError
 from notebook_accel.plugin_options import PLUGINS
 from notebook_accel.setting_checks import (
@@ -225,14 +224,14 @@ class LaunchConfig:
             ConfigError: the path begins with "~", and there is no such home folder.
             OSError: the file cannot be written.
         """
-        file = _expanded(path)
+        file = expanded(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists() and not file.is_file():
             # A device or a pipe must not become a file.
             file.write_text(self.to_yaml(), encoding="utf-8")
         else:
             # A link stays: what it leads to is replaced.
-            _replace_text(file.resolve(), self.to_yaml())
+            replace_text(file.resolve(), self.to_yaml())
 
     def to_yaml(self) -> str:
         """The settings that differ from the defaults as YAML."""
@@ -313,7 +312,7 @@ def write_basic_config(
         ConfigError: the precision makes no sense.
         OSError: the file cannot be written.
     """
-    path = default_config_path() if save_location is None else _expanded(save_location)
+    path = default_config_path() if save_location is None else expanded(save_location)
     config = LaunchConfig(mixed_precision=mixed_precision)
     if path.exists():
         return False
@@ -477,7 +476,7 @@ def _settings_in_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], lis
     name = f"config file {os.fspath(path)!r}"
     not_used: list[str] = []
     try:
-        data = _read(_expanded(path))
+        data = read_settings(expanded(path))
         if accelerate_yaml.is_accelerates(data):
             data, not_used = accelerate_yaml.settings_of(data)
         _check_names(data)
@@ -485,58 +484,6 @@ def _settings_in_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], lis
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
     return data, [f"{name}: {line}" for line in not_used]
-
-
-def _expanded(path: str | os.PathLike[str]) -> Path:
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{os.fspath(path)!r}: there is no such home folder") from None
-
-
-def _replace_text(file: Path, text: str) -> None:
-    """Write a file of which nobody ever reads a part; one that is there keeps its mode."""
-    mode: int | None = None
-    with contextlib.suppress(FileNotFoundError), file.open("r+b") as old:
-        # What may not be written raises here, and so is not replaced either.
-        mode = stat.S_IMODE(os.fstat(old.fileno()).st_mode)
-    part = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        # Not by tempfile, whose files are for their owner alone: a new file heeds the umask.
-        part.write_text(text, encoding="utf-8")
-        if mode is not None:
-            part.chmod(mode)
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if os.path.exists(path) and not os.path.isfile(path):
-        # Reading a FIFO or a terminal would wait for its writer for ever.
-        raise ConfigError("it is no regular file")
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.MarkedYAMLError as error:
-        # Without the line itself: it may have a secret of `env`.
-        line = "" if error.problem_mark is None else f" (line {error.problem_mark.line + 1})"
-        raise ConfigError(f"it cannot be read: {error.problem}{line}") from None
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"it cannot be read: {error}") from None
-    except (ValueError, LookupError, AttributeError) as error:
-        # A scalar that looks like what it is not, such as the date 2024-99-99: PyYAML makes it, and
-        # does not say where it stands.
-        raise ConfigError(f"a value in it cannot be read: {error}") from None
-    except RecursionError:
-        raise ConfigError("it cannot be read: it is nested too deeply") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise ConfigError(
-            f"it holds a {type(data).__name__}; expected settings, one `name: value` a line"
-        )
-    # YAML's `no`, without quotes, is False.
-    return {**data, "mixed_precision": "no"} if data.get("mixed_precision") is False else data
 
 
 def _check_names(data: Mapping[Any, Any]) -> None:

@@ -1,0 +1,82 @@
+"""The file of settings on the disk: its YAML is read as it is, and replaced as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import uuid
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from notebook_accel.errors import ConfigError
+
+__all__ = ["expanded", "read_settings", "replace_text"]
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """The path, in which "~" is the home folder.
+
+    Raises:
+        ConfigError: there is no such home folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{os.fspath(path)!r}: there is no such home folder") from None
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write a file of which nobody ever reads a part; one that is there keeps its mode.
+
+    Raises:
+        OSError: it cannot be written; one that is there stays as it was.
+    """
+    mode: int | None = None
+    with contextlib.suppress(FileNotFoundError), file.open("r+b") as old:
+        # What may not be written raises here, and so is not replaced either.
+        mode = stat.S_IMODE(os.fstat(old.fileno()).st_mode)
+    part = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        # Not by tempfile, whose files are for their owner alone: a new file heeds the umask.
+        part.write_text(text, encoding="utf-8")
+        if mode is not None:
+            part.chmod(mode)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The names and values in a YAML file, whatever they are; an empty one has none.
+
+    Raises:
+        ConfigError: it is not there, cannot be read, or holds no names with values.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        # Reading a FIFO or a terminal would wait for its writer for ever.
+        raise ConfigError("it is no regular file")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        # Without the line itself: it may have a secret of `env`.
+        line = "" if error.problem_mark is None else f" (line {error.problem_mark.line + 1})"
+        raise ConfigError(f"it cannot be read: {error.problem}{line}") from None
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"it cannot be read: {error}") from None
+    except (ValueError, LookupError, AttributeError) as error:
+        # A scalar that looks like what it is not, such as the date 2024-99-99: PyYAML makes it, and
+        # does not say where it stands.
+        raise ConfigError(f"a value in it cannot be read: {error}") from None
+    except RecursionError:
+        raise ConfigError("it cannot be read: it is nested too deeply") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"it holds a {type(data).__name__}; expected settings, one `name: value` a line"
+        )
+    # YAML's `no`, without quotes, is False.
+    return {**data, "mixed_precision": "no"} if data.get("mixed_precision") is False else data
