@@ -423,12 +423,14 @@ def _from_environment(
 def _left_open(
     saved: Mapping[str, Any], environment: Mapping[str, str], *, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The ``saved`` settings, without the variables that the environment sets itself.
+    """The ``saved`` settings, without what the environment says itself or rules out.
 
     A plugin that the environment turns off, or that does not compose with one that the environment
     or the call asks for, is left out as a whole.
     """
     found = dict(saved)
+    if found.get("devices") == "cpu" and _refuses_cpu(environment):
+        del found["devices"]
     for name, plugin in PLUGINS.items():
         if saved.get(name) is not None and name not in given:
             left = plugin.left_open(saved[name], environment)
@@ -441,6 +443,11 @@ def _left_open(
             if not (variable.startswith(_PREFIXES) and environment.get(variable, "").strip())
         }
     return found
+
+
+def _refuses_cpu(environment: Mapping[str, str]) -> bool:
+    """Whether Accelerate's variable says that ranks are not to be on the CPU."""
+    return value_of(environment.get("ACCELERATE_USE_CPU", ""), bool) is False
 
 
 def _is_beaten(name: str, environment: Mapping[str, str], given: Mapping[str, Any]) -> bool:

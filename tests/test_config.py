@@ -781,6 +781,20 @@ def test_accelerates_wish_for_the_cpu(
     assert resolve({"devices": [0]})[0].devices == (0,)
 
 
+def test_accelerates_variable_against_the_cpu_of_the_saved_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    LaunchConfig(devices="cpu").save(default_config_path())
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    assert resolve({})[0].devices is None
+    assert resolve({"devices": "cpu"})[0].devices == "cpu"
+    monkeypatch.setenv("NOTEBOOK_ACCEL_DEVICES", "cpu")
+    assert resolve({})[0].devices == "cpu", "our variable goes before Accelerate's"
+    monkeypatch.delenv("NOTEBOOK_ACCEL_DEVICES")
+    LaunchConfig(devices=[0]).save(default_config_path())
+    assert resolve({})[0].devices == (0,), "which is no CPU"
+
+
 def test_the_saved_file_is_said_to_be_used() -> None:
     assert resolve({})[1] == []
     LaunchConfig(num_processes=2).save(default_config_path())
