@@ -4,9 +4,9 @@
     multiprocessing end their workers -> other children are ended -> exit
 
 The result is safe by then. The user's non-daemon threads are waited for without limit, as Python
-itself does; all that follows has some seconds together, to the end of the process. A child that
-nobody waits for (idle workers of joblib wait 300 s for more work) must not keep the cell, nor must
-a queue that nobody reads.
+itself does; all that follows has some seconds together, to the end of the process, and a line says
+so where they cut it. A child that nobody waits for (idle workers of joblib wait 300 s for more
+work) must not keep the cell, nor must a queue that nobody reads.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ import os
 import sys
 import threading
 from multiprocessing import util
+from typing import TYPE_CHECKING
 
 import psutil
 
 from notebook_accel.launch.system import processes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["finish"]
 
 # For all that is left to do, and in it for children to end by SIGTERM.
 _EXIT_SECONDS = 5.0
 _CHILDREN_SECONDS = 1.0
+# For the line that says that the time is over.
+_TELL_SECONDS = 1.0
 # Each has a process that looks after shared memory and ignores SIGTERM: to wait for it would use up
 # `_CHILDREN_SECONDS`.
 _TRACKERS = (
@@ -35,15 +41,16 @@ _TRACKERS = (
 )
 
 
-def finish(code: int) -> None:
+def finish(code: int, notice: Callable[[str], None]) -> None:
     """Wait for the user's threads, run what was registered with ``atexit``, end the children.
 
     Args:
         code: the exit code of the process, should it have to be ended from here.
+        notice: shows the person a line, should that happen.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     # Never cancelled, so that it also bounds what multiprocessing does after this function.
-    too_long = threading.Timer(_EXIT_SECONDS, _give_up, (code,))
+    too_long = threading.Timer(_EXIT_SECONDS, _give_up, (code, notice))
     too_long.daemon = True
     too_long.start()
     # A process of multiprocessing ends without running these, so they are run here.
@@ -53,9 +60,25 @@ def finish(code: int) -> None:
     _end_children()
 
 
-def _give_up(code: int) -> None:
+def _give_up(code: int, notice: Callable[[str], None]) -> None:
+    # In a thread of its own: what hangs may hold a lock that this needs.
+    telling = threading.Thread(target=_tell_cut, args=(notice,), daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread is to be had
+        telling.start()
+        telling.join(_TELL_SECONDS)
     processes.kill_tree(child.pid for child in psutil.Process().children())
     os._exit(code)
+
+
+def _tell_cut(notice: Callable[[str], None]) -> None:
+    text = (
+        "what was left to do once the function had ended (atexit, pools and queues of "
+        f"multiprocessing) took more than {_EXIT_SECONDS:g} s, and was cut: do before the return "
+        "what takes longer"
+    )
+    notice(text)
+    with contextlib.suppress(OSError):  # the function may have closed it
+        os.write(2, f"notebook_accel: {text}\n".encode())
 
 
 def _end_children() -> None:

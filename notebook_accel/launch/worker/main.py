@@ -118,7 +118,7 @@ def main(inherited: Inherited) -> None:
     standard_input.install()
     faulthandler.register(STACKS_SIGNAL, file=inherited.stacks, all_threads=True, chain=False)
     code = worker.serve()
-    exiting.finish(code)
+    exiting.finish(code, rank.current().notice)
     sys.exit(code)
 
 

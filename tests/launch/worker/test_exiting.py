@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import subprocess
 import sys
+import time
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launch.launcher import launch
+from notebook_accel.launch.view import View
 
 _PROGRAM = """
 import time
@@ -14,7 +20,7 @@ from notebook_accel.launch.worker import exiting
 SharedMemory(create=True, size=1).unlink()
 (tracker,) = psutil.Process().children()
 began = time.monotonic()
-exiting.finish(0)
+exiting.finish(0, print)
 print(time.monotonic() - began)
 tracker.wait(60)
 """
@@ -26,3 +32,15 @@ def test_the_tracker_of_shared_memory_is_not_waited_for() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 0.7, "a second is what children get that have to be asked"
+
+
+def test_work_of_atexit_that_is_cut_is_told() -> None:
+    def train() -> int:
+        atexit.register(time.sleep, 600)
+        return 5
+
+    config = LaunchConfig(num_processes=1, devices="cpu")
+    run = launch(train, config=config, view=View())
+    assert run[0] == 5
+    assert [line for line in run.state.notices if "atexit" in line and "was cut" in line]
+    assert "notebook_accel: what was left to do" in run.logs(0)
