@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,13 @@ class AgentEnd:
 
     how: str
     traceback: str = ""
+
+    @classmethod
+    def of_own_failure(cls, error: Exception, run: str) -> AgentEnd:
+        """How an agent ends where this process itself can conduct its run no further."""
+        _log.warning("run %s cannot be conducted", run, exc_info=error)
+        how = f"was ended, since notebook_accel itself failed ({type(error).__name__}: {error})"
+        return cls(how, "".join(traceback.format_exception(error)))
 
     @property
     def in_its_own_words(self) -> str:

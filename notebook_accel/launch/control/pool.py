@@ -16,12 +16,11 @@ stopped (several_agents.py), and that every rank's part of a call has ended.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import selectors
 import threading
 import time
-import traceback
+from collections import deque
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -62,8 +61,6 @@ _DEAF_SECONDS = 3.0
 _SILENT_SECONDS = 10.0
 _TELL_SILENCE_SECONDS = 20.0
 
-_log = logging.getLogger(__name__)
-
 
 class RankPool:
     """The rank processes behind one or more agents. They run one call at a time.
@@ -101,11 +98,13 @@ class RankPool:
         self._log_dir = log_dir
         # For each rank whose output is sent here: by which agent, and the number of the stream.
         self._log_streams: dict[int, tuple[AgentLink, int]] = {}
-        # Guards what callers' threads and the pool's own thread both change.
-        # Reentrant: a finalizer that ends something may run in a thread that holds it.
+        # Guards what callers' threads and the pool's own thread both change, and the channels;
+        # nothing is done under it that may block. Reentrant, since a finalizer that ends something
+        # may run in a thread that holds it, and so that such a thread needs no other lock.
         self._lock = threading.RLock()
-        # Guards the channels; nothing is done under it that may block.
-        self._channel_lock = threading.Lock()
+        # What is to be sent. What a finalizer says waits while its thread uses the channels.
+        self._unsent: deque[tuple[Sequence[AgentLink], wire.Message, Sequence[int]]] = deque()
+        self._uses_channels = False
         # Held by the pool's thread while it handles messages and draws: to take it pauses the pool.
         self._turn = threading.Lock()
         self._call: RunningCall | None = None
@@ -229,13 +228,34 @@ class RankPool:
     def _send_to(
         self, links: Sequence[AgentLink], message: wire.Message, fds: Sequence[int] = ()
     ) -> None:
+        with held(), self._lock:
+            self._unsent.append((links, message, fds))
+            if not self._uses_channels:
+                self._send_unsent()
+
+    @contextlib.contextmanager
+    def _channels(self) -> Iterator[None]:
+        """Use the channels inside of the block; what is to be sent meanwhile is sent at its end."""
+        with self._lock:
+            self._uses_channels = True
+            try:
+                yield
+            finally:
+                self._send_unsent()
+
+    def _send_unsent(self) -> None:
         # Never blocks, so that a stop gets through to the others where one agent is frozen: the
         # pool's thread writes what a socket does not take now.
-        with held(), self._channel_lock:
-            if self._for_others.keep(message, fds):
-                links = [link for link in links if link is self._first]
-            for link in links:
-                link.post(message, fds)
+        self._uses_channels = True
+        try:
+            while self._unsent:
+                links, message, fds = self._unsent.popleft()
+                is_kept = self._for_others.keep(message, fds)
+                for link in links:
+                    if link is self._first or not is_kept:
+                        link.post(message, fds)
+        finally:
+            self._uses_channels = False
 
     def stop(self, *, call: int, grace: float | None) -> None:
         """Ask the ranks to leave the call of this number, all at the same point of it.
@@ -266,15 +286,17 @@ class RankPool:
 
     def kill(self, *, call: int = 0) -> None:
         """SIGKILL the ranks in the call of this number, which is stopped; with 0, all of them."""
-        with held(), self._lock:
-            if call == 0:
-                # So that the thread ends the call only with the processes: an end of the call
+        with held():
+            with self._lock:
+                # With 0 the thread ends the call only with the processes: an end of the call
                 # before theirs would forget the kill (`_end_call`).
-                self._is_shutting_down = True
-                if self._call is not None:
-                    self._call.note_stop()
-            if call == 0 or self._is_in(call):
-                self._send_kill(call)
+                self._is_shutting_down |= call == 0
+                running = self._call if call == 0 else None
+            if running is not None:
+                running.note_stop()  # without the lock: who holds the call's own may wait for it
+            with self._lock:
+                if call == 0 or self._is_in(call):
+                    self._send_kill(call)
 
     def _send_kill(self, call: int = 0) -> None:
         self._kill_asked = self._kill_asked or time.monotonic()
@@ -319,7 +341,7 @@ class RankPool:
                     try:
                         self._tick()
                     except Exception as error:  # nobody else would ever end these ranks
-                        end = self._own_failure(error)
+                        end = AgentEnd.of_own_failure(error, self.run)
                         for link in list(self._links):
                             self._lose(link, end)
         self._finish()
@@ -337,17 +359,11 @@ class RankPool:
         except ProtocolError as error:
             end = AgentEnd(f"said what could not be understood ({error})")
         except Exception as error:  # nobody else would ever end these ranks
-            end = self._own_failure(error)
+            end = AgentEnd.of_own_failure(error, self.run)
         else:
             return
         selector.unregister(link.channel.fileno())
         self._lose(link, end)
-
-    def _own_failure(self, error: Exception) -> AgentEnd:
-        """How an agent ends where this process itself can conduct its run no further."""
-        _log.warning("run %s cannot be conducted", self.run, exc_info=error)
-        how = f"was ended, since notebook_accel itself failed ({type(error).__name__}: {error})"
-        return AgentEnd(how, "".join(traceback.format_exception(error)))
 
     def _watch_writable(self, selector: selectors.BaseSelector) -> None:
         """Have the selector wake when a socket that was full takes more."""
@@ -362,7 +378,7 @@ class RankPool:
         return not any(link.channel.is_receiving for link in self._links)
 
     def _take_all(self, link: AgentLink) -> None:
-        with self._channel_lock:
+        with self._channels():
             try:
                 messages = link.channel.drain()
             except OSError as error:
@@ -401,7 +417,7 @@ class RankPool:
         """Write the output of a rank on another machine into the run's folder, as ranks here do."""
         fd = open_log(self._log_dir, rank)
         self._log_streams[rank] = link, stream
-        with self._channel_lock:
+        with self._channels():
             link.channel.save(stream, fd)
 
     # ---- what agents must know of each other -----------------------------------------------
@@ -418,14 +434,14 @@ class RankPool:
 
     def _release_for_others(self, port: int) -> None:
         """The port of the call is known: send the other agents the messages that waited for it."""
-        with self._channel_lock:
+        with self._channels():
             for message, fds in self._for_others.release(port):
                 for link in self._links:
                     if link is not self._first:
                         link.post(message, fds)
 
     def _drop_for_others(self) -> None:
-        with self._channel_lock:
+        with self._channels():
             self._for_others.drop()
 
     def _decide_stop(self, call: int) -> None:
@@ -439,7 +455,7 @@ class RankPool:
         self._links.remove(link)
         ended = {process.rank for process in self.processes if process.status == "ended"}
         link.end()
-        with self._channel_lock:
+        with self._channels():
             link.channel.close()
         if ended.issuperset(link.rank_numbers):
             # Its ranks had ended before, and so it ended in order: no call loses anything. A stop
@@ -518,7 +534,7 @@ class RankPool:
     def _finish(self) -> None:
         """All rank processes have ended."""
         # Somebody may be sending a last message.
-        with self._channel_lock:
+        with self._channels():
             for link in self._links:
                 link.channel.close()
         self._drop_for_others()

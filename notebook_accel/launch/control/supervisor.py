@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch import wire
@@ -92,7 +93,8 @@ class Supervisor(Conductor, RunningCall):
         self.number = 0
         self.state = state
         self.ended = Latch()
-        self._state_lock = threading.Lock()
+        # Reentrant: a finalizer that stops the call may run in a thread that holds it.
+        self._state_lock = threading.RLock()
         self._pool = pool
         self.results = results
         self._folder = folder
@@ -185,18 +187,29 @@ class Supervisor(Conductor, RunningCall):
                     self.curves.add(metric.rank, metric.step, metric.values)
         elif isinstance(message, wire.Stacks):
             self._hangs.take(message)
-        with self._state_lock:
-            self.state = apply(message, self.state)
+        self._change(partial(apply, message))
 
     def lose(self, ranks: Sequence[int]) -> None:
-        with self._state_lock:
+        def without(state: RunState) -> RunState:
             lost = (
                 replace(rank, status="failed", ended=time.time(), ended_by_agent=True)
                 if rank.rank in ranks and not rank.has_ended
                 else rank
-                for rank in self.state.ranks
+                for rank in state.ranks
             )
-            self.state = replace(self.state, ranks=tuple(lost))
+            return replace(state, ranks=tuple(lost))
+
+        self._change(without)
+
+    def _change(self, change: Callable[[RunState], RunState]) -> None:
+        """Change the state while the call runs."""
+        with self._state_lock:
+            before = self.state
+            state = change(before)
+            if self.state is not before and state.status in ("starting", "running"):
+                # A finalizer has stopped the call meanwhile, in this very thread (`note_stop`).
+                state = replace(state, status="stopping")
+            self.state = state
 
     def tick(self) -> None:
         now = time.monotonic()
@@ -209,10 +222,8 @@ class Supervisor(Conductor, RunningCall):
         make_room(self.state.world_size + _FILES_OF_END)
         self._metrics.flush()
         if self._metrics.lost_notice:
-            with self._state_lock:
-                self.state = apply(wire.Notice(text=self._metrics.lost_notice), self.state)
-        with self._state_lock:
-            self.state = self._hangs.look(self.state, now=now)
+            self._change(partial(apply, wire.Notice(text=self._metrics.lost_notice)))
+        self._change(partial(self._hangs.look, now=now))
         if self._hangs.asks(self.state, now=now):
             self._pool.send(wire.DumpStacks(run=self._pool.run))
         if self.state is not self._drawn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import time
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import pytest
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch import payload, run_list, wire
+from notebook_accel.launch.control import supervisor
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.transport.packet import pack
@@ -19,7 +21,7 @@ from tests.engines.processes import eventually
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from notebook_accel.launch.control.conductor import Conductor
@@ -58,6 +60,52 @@ def test_a_call_that_returns(run: PlayedRun) -> None:
     assert call.results is None
     assert run.view.closed == [call.state]
     assert run.folder.load() == call.state
+
+
+def ended_by_a_finalizer(call: Conductor, during: Callable[..., Any]) -> Callable[..., Any]:
+    """``during``, in whose first turn the garbage collector finds an object that ends the call."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            call.stop()
+
+    owners = [Owner()]
+
+    def collecting(*args: Any, **named: Any) -> Any:
+        if owners:
+            owners.clear()
+            gc.collect()
+        return during(*args, **named)
+
+    return collecting
+
+
+@pytest.mark.parametrize("where", ["the state", "what comes", "what goes"])
+def test_a_finalizer_stops_the_call_in_the_thread_of_the_pool(
+    where: str, run: PlayedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs wherever Python collects garbage, in the middle of what the thread does."""
+    (agent,) = run.agents
+    call, channel = run.begin_call(), agent.link.channel
+    assert isinstance(agent.next(), wire.Call)
+    owner, name = {
+        "the state": (supervisor, "apply"),
+        "what comes": (channel, "drain"),
+        "what goes": (channel, "flush"),
+    }[where]
+    monkeypatch.setattr(owner, name, ended_by_a_finalizer(call, getattr(owner, name)))
+    agent.tell(wire.CallStarted, rank=0)
+    agent.tell(wire.Notice, text="after it")
+    eventually(lambda: "after it" in call.state.notices, within=SECONDS, what="it was heard")
+    assert call.state.status == "stopping"
+    assert isinstance(agent.next(), wire.Stop)
+    for rank in (0, 1):
+        agent.tell(wire.Raised, rank=rank, **raised(kind="stopped"))
+    assert call.ended.wait(SECONDS)
+    assert call.state.status == "stopped"
 
 
 class OfAnotherVersion:
