@@ -167,15 +167,24 @@ class _Script:
     imports: dict[str, None] = field(default_factory=dict)
     values: list[str] = field(default_factory=list)
     definitions: dict[str, _Definition] = field(default_factory=dict)
-    seen: set[str] = field(default_factory=set)
+    # What each global of the script is: reserved before it is defined.
+    names: dict[str, Any] = field(default_factory=dict)
+    defined: set[str] = field(default_factory=set)
     needs_load: bool = False
     makes_values: bool = False
 
+    def reserve(self, names: Mapping[str, Any]) -> bool:
+        """Keep these names for these values; False where another value has one of them."""
+        if any(self.names.get(name, value) is not value for name, value in names.items()):
+            return False
+        self.names.update(names)
+        return True
+
     def define(self, name: str, value: Any) -> None:
-        """Give the script a global of that name."""
-        if name in self.seen:
+        """Give the script a global of that name, which was reserved for the value."""
+        if name in self.defined:
             return
-        self.seen.add(name)
+        self.defined.add(name)
         if isinstance(value, types.ModuleType):
             module = value.__name__
             line = f"import {module}" if module == name else f"import {module} as {name}"
@@ -188,11 +197,12 @@ class _Script:
             _is_definition(value)
             and value.__name__ == name
             and (source := _source(value, self.cells))
+            and self._copy_source(value, source)
         ):
-            self._copy_source(value, source)
+            return
         elif _is_plain(value):
             self.values.append(f"{name} = {value!r}")
-        elif origin := self.origins.of_global(name, value):
+        elif (origin := self.origins.of_global(name, value)) and self.reserve(origin.names):
             self._copy_statement(name, origin, origin.order)
         else:
             self.values.append(f"{name} = {self._pickled(name, value)}")
@@ -201,19 +211,23 @@ class _Script:
         """An expression for a value, which an error calls by the label."""
         if _is_plain(value):
             return repr(value)
-        if _is_definition(value) and value.__name__.isidentifier():
-            self.define(value.__name__, value)
-            return str(value.__name__)
-        if origin is None:
-            return self._pickled(label, value)
-        self.makes_values = True
-        self._define_all(origin.names)
-        return origin.text
+        name = value.__name__ if _is_definition(value) else ""
+        has_name = name.isidentifier()
+        has_text = has_name and (is_public_name(value) or _source(value, self.cells) is not None)
+        # Several functions of one name may be made by one text: ``make_loss(1.0), make_loss(2.0)``.
+        if not has_text and origin is not None and self.reserve(origin.names):
+            self.makes_values = True
+            self._define_all(origin.names)
+            return origin.text
+        if has_name and self.reserve({name: value}):
+            self.define(name, value)
+            return name
+        return self._pickled(label, value)
 
     def add_seed(self) -> None:
         """Set the seed as the notebook did, where the script makes values: they may be random."""
         origin = self.origins.of_seed() if self.makes_values else None
-        if origin is not None:
+        if origin is not None and self.reserve(origin.names):
             self._copy_statement(origin.text, origin, _SEED)
 
     def _define_all(self, names: Mapping[str, Any]) -> None:
@@ -238,14 +252,19 @@ class _Script:
             ) from error
         return f"_unpickled({base64.b85encode(file.getvalue()).decode()!r})"
 
-    def _copy_source(self, value: Any, source: str) -> None:
+    def _copy_source(self, value: Any, source: str) -> bool:
+        """Copy a definition; False where it reads a global that is another one in the script."""
         read = frozenset(_globals_read(symtable.symtable(source, "", "exec")))
         # Under the import that the script begins with, annotations are not looked up.
         table = symtable.symtable(_FUTURE + source, "", "exec")
         needed = frozenset(_globals_read(table, at_once=True))
-        self.definitions[value.__name__] = _Definition(source, read, needed, order=_FIRST)
         known = _globals_of(value)
-        self._define_all({used: known[used] for used in sorted(read & known.keys())})
+        used = {name: known[name] for name in sorted(read & known.keys())}
+        if not self.reserve(used):
+            return False
+        self.definitions[value.__name__] = _Definition(source, read, needed, order=_FIRST)
+        self._define_all(used)
+        return True
 
     def _sources(self) -> list[str]:
         """The definitions, each after those that must be there when its statement runs.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch.control.export import script_of
+from notebook_accel.launch.control.export import Origin, Origins, script_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -212,7 +212,8 @@ def test_what_a_notebooks_cells_made_is_copied_as_source(folder: Path) -> None:
 
 def _function(text: str, **names: Any) -> Any:
     """The function ``train`` that a cell of this text defines, beside globals of those names."""
-    text, file = textwrap.dedent(text), "<a cell>"
+    text = textwrap.dedent(text)
+    file = f"<cell {hash(text)}>"
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     names["__name__"] = "__main__"
     exec(compile(text, file, "exec"), names)
@@ -317,6 +318,51 @@ def test_a_definition_comes_after_what_its_own_statement_uses() -> None:
     exec(text, names)
     assert names["train"]() == train() == (6, 7, "a b")
     assert "_unpickled" not in text
+
+
+def _result(text: str) -> Any:
+    """What the call at the end of a script gives."""
+    names: dict[str, Any] = {"__name__": "it"}
+    exec(text, names)
+    return eval(text.strip().splitlines()[-1].strip(), names)
+
+
+def _make_loss(weight: float) -> Any:
+    def train() -> float:
+        return weight
+
+    return train
+
+
+def test_functions_of_one_name_stay_different_ones() -> None:
+    train = _function("def train(*parts): return [part() for part in parts]")
+    parts = (_make_loss(1.0), _function("def train(): return 2.0"), _make_loss(3.0))
+    assert _result(script_of(train, parts, {}, world_size=1, file="it.py")) == [1.0, 2.0, 3.0]
+
+
+def test_a_function_keeps_globals_that_are_others_in_the_script() -> None:
+    train = _function("def train(*parts): return SIZE, [part() for part in parts]", SIZE=1)
+    names = {"SIZE": 2, "__name__": "__main__"}
+    exec("def size(): return SIZE", names)
+    text = script_of(train, (names["size"],), {}, world_size=1, file="it.py")
+    assert _result(text) == (1, [2])
+
+
+class _OfArguments(Origins):
+    def __init__(self, *texts: str, **names: Any) -> None:
+        self._texts, self._names = texts, names
+
+    def of_argument(self, key: int | str) -> Origin | None:
+        return Origin(self._texts[int(key)], self._names, order=0)
+
+
+def test_an_argument_that_is_a_closure_is_written_as_the_cell_made_it() -> None:
+    train = _function("def train(*parts): return [part() for part in parts]")
+    origins = _OfArguments("_make_loss(1.0)", "_make_loss(3.0)", _make_loss=_make_loss)
+    parts = (_make_loss(1.0), _make_loss(3.0))
+    text = script_of(train, parts, {}, world_size=1, file="it.py", origins=origins)
+    assert text.strip().endswith("train(_make_loss(1.0), _make_loss(3.0))")
+    assert _result(text) == [1.0, 3.0]
 
 
 def _run(*command: str, **variables: str) -> str:
