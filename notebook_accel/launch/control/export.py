@@ -8,11 +8,10 @@ pickled.
 from __future__ import annotations
 
 import ast
-import base64
 import inspect
-import io
 import keyword
 import linecache
+import re
 import symtable
 import sys
 import textwrap
@@ -21,9 +20,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
 from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launch.control.script_pickles import LOAD, ScriptPickler, is_definition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,12 +38,6 @@ _HEAD = '''"""{name}, exported from a notebook.
 Run it with: torchrun --nproc_per_node={world_size} {file}
 """
 '''
-_LOAD = """
-# These values are pickled: no text of the notebook makes them, or they were changed after it ran.
-def _unpickled(text):
-    import base64, pickle
-    return pickle.loads(base64.b85decode(text))
-"""
 # As symbol tables name them, between angle brackets or not.
 _COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp", "genexpr")
 _FUTURE = "from __future__ import annotations\n"
@@ -145,7 +137,7 @@ class _Definition:
     """A function or class that is copied, or the statement of another value.
 
     Attributes:
-        source: its statement.
+        source: its statement; empty where the value is pickled.
         read: the globals that it looks up, at any time.
         needed: those of them that it looks up while the statement runs: decorators, bases,
             defaults, and what the body of a class does.
@@ -170,7 +162,7 @@ class _Script:
     # What each global of the script is: reserved before it is defined.
     names: dict[str, Any] = field(default_factory=dict)
     defined: set[str] = field(default_factory=set)
-    needs_load: bool = False
+    pickled: dict[str, Any] = field(default_factory=dict)
     makes_values: bool = False
 
     def reserve(self, names: Mapping[str, Any]) -> bool:
@@ -194,7 +186,7 @@ class _Script:
             alias = own if own == name else f"{own} as {name}"
             self.imports[f"from {_public_module(value)} import {alias}"] = None
         elif (
-            _is_definition(value)
+            is_definition(value)
             and value.__name__ == name
             and (source := _source(value, self.cells))
             and self._copy_source(value, source)
@@ -205,13 +197,13 @@ class _Script:
         elif (origin := self.origins.of_global(name, value)) and self.reserve(origin.names):
             self._copy_statement(name, origin, origin.order)
         else:
-            self.values.append(f"{name} = {self._pickled(name, value)}")
+            self._pickle(name, value, label=name)
 
     def value(self, label: str, value: Any, origin: Origin | None = None) -> str:
         """An expression for a value, which an error calls by the label."""
         if _is_plain(value):
             return repr(value)
-        name = value.__name__ if _is_definition(value) else ""
+        name = value.__name__ if is_definition(value) else ""
         has_name = name.isidentifier()
         has_text = has_name and (is_public_name(value) or _source(value, self.cells) is not None)
         # Several functions of one name may be made by one text: ``make_loss(1.0), make_loss(2.0)``.
@@ -222,7 +214,11 @@ class _Script:
         if has_name and self.reserve({name: value}):
             self.define(name, value)
             return name
-        return self._pickled(label, value)
+        name = "given_" + re.sub(r"\W+", "_", label).strip("_")
+        while not self.reserve({name: value}):
+            name += "_"
+        self._pickle(name, value, label)
+        return name
 
     def add_seed(self) -> None:
         """Set the seed as the notebook did, where the script makes values: they may be random."""
@@ -240,17 +236,24 @@ class _Script:
         self.definitions[name] = _Definition(origin.text, read, needed=read, order=order)
         self._define_all(origin.names)
 
-    def _pickled(self, label: str, value: Any) -> str:
-        self.needs_load = True
-        file = io.BytesIO()
+    def _pickle(self, name: str, value: Any, label: str) -> None:
+        """Give the script a global that is pickled, and what the pickle needs of the script."""
+        # What the pickle itself is, is known once the order of all is: see `_sources`.
+        pickler = self._pickler()
         try:
-            cloudpickle.Pickler(file).dump(value)
+            pickler.text_of(value)
         except Exception as error:  # whatever a user's object does when it is pickled
             raise NotebookAccelError(
                 f"`{label}` ({type(value).__name__}) cannot be written into a script: {error}. "
                 "Make it inside the function, launch again, and export that run"
             ) from error
-        return f"_unpickled({base64.b85encode(file.getvalue()).decode()!r})"
+        self.pickled[name] = value
+        needed, read = frozenset(pickler.needed), frozenset(pickler.read)
+        self.definitions[name] = _Definition("", read, needed, order=_FIRST)
+        self._define_all(pickler.read)
+
+    def _pickler(self) -> ScriptPickler:
+        return ScriptPickler(globals_of=_globals_of, reserve=self.reserve)
 
     def _copy_source(self, value: Any, source: str) -> bool:
         """Copy a definition; False where it reads a global that is another one in the script."""
@@ -272,6 +275,7 @@ class _Script:
         A statement may call a name that it needs (a decorator, a default). So what that name reads
         comes before the statement too, unless it needs this definition itself.
         """
+        pickler = self._pickler()
         begun: set[str] = set()
         written: dict[str, str] = {}
 
@@ -286,6 +290,8 @@ class _Script:
                 if not self._reached({used}, attrgetter("needed")) & (begun - written.keys()):
                     write(used)
             written[name] = self.definitions[name].source
+            if name in self.pickled:
+                written[name] = f"{name} = {pickler.text_of(self.pickled[name])}"
 
         # What was found last is used by what was found before it; the sort keeps that order.
         found = reversed(self.definitions)
@@ -308,7 +314,7 @@ class _Script:
         return found
 
     def text(self, head: str, call: str) -> str:
-        load = _LOAD if self.needs_load else ""
+        load = LOAD if self.pickled else ""
         parts = [
             head,
             _FUTURE,
@@ -319,10 +325,6 @@ class _Script:
             f'\nif __name__ == "__main__":\n    {call}\n',
         ]
         return "\n".join(part for part in parts if part.strip())
-
-
-def _is_definition(value: Any) -> bool:
-    return isinstance(value, (type, types.FunctionType))
 
 
 def is_public_name(value: Any) -> bool:

@@ -365,6 +365,55 @@ def test_an_argument_that_is_a_closure_is_written_as_the_cell_made_it() -> None:
     assert _result(text) == [1.0, 3.0]
 
 
+def test_pickled_values_are_of_the_classes_of_the_script() -> None:
+    train = _function(
+        """
+        import enum
+        class Mode(enum.Enum):
+            TRAIN = 1
+            def text(self):
+                return str(self)
+        class Config:
+            class Part:
+                def text(self):
+                    return str(self)
+            def __init__(self):
+                self.part = Config.Part()
+        class Last:
+            default = [Config()][0]
+            def width(self):
+                return self.default
+        def train(mode, config):
+            kinds = isinstance(config, Config), isinstance(config.part, Config.Part)
+            kinds += (isinstance(Last().width(), Config),)
+            return mode is Mode.TRAIN, kinds, config.step(), SEEN
+        """,
+        SEEN=[],
+    )
+    known = train.__globals__
+    exec("def make(n): return lambda: SEEN.append(n) or type(config) is Config", known)
+    known["config"] = known["Config"]()
+    known["config"].step = known["make"](5)
+    text = script_of(train, (known["Mode"].TRAIN, known["config"]), {}, world_size=1, file="it.py")
+    assert _result(text) == (True, (True, True, True), True, [5])
+
+
+def test_pickled_values_share_what_they_share_in_the_notebook() -> None:
+    train = _function(
+        """
+        class Model:
+            def __init__(self):
+                self.weight = [0]
+        def train(model, weights):
+            return model is MODEL, weights[0] is model.weight, weights[1] is OTHER
+        """
+    )
+    known = train.__globals__
+    known["OTHER"], known["MODEL"] = known["Model"](), known["Model"]()
+    given = known["MODEL"], [known["MODEL"].weight, known["OTHER"]]
+    assert _result(script_of(train, given, {}, world_size=1, file="it.py")) == (True, True, True)
+
+
 def _run(*command: str, **variables: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(
