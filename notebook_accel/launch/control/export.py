@@ -187,7 +187,7 @@ class _Script:
             self.imports[f"from {_public_module(value)} import {alias}"] = None
         elif (
             is_definition(value)
-            and value.__name__ == name
+            and getattr(value, "__name__", None) == name
             and (source := _source(value, self.cells))
             and self._copy_source(value, source)
         ):
@@ -203,7 +203,7 @@ class _Script:
         """An expression for a value, which an error calls by the label."""
         if _is_plain(value):
             return repr(value)
-        name = value.__name__ if is_definition(value) else ""
+        name = getattr(value, "__name__", "") if is_definition(value) else ""
         has_name = name.isidentifier()
         has_text = has_name and (is_public_name(value) or _source(value, self.cells) is not None)
         # Several functions of one name may be made by one text: ``make_loss(1.0), make_loss(2.0)``.
@@ -239,7 +239,7 @@ class _Script:
     def _pickle(self, name: str, value: Any, label: str) -> None:
         """Give the script a global that is pickled, and what the pickle needs of the script."""
         # What the pickle itself is, is known once the order of all is: see `_sources`.
-        pickler = self._pickler()
+        pickler = self._pickler(is_there=lambda _: True)
         try:
             pickler.text_of(value)
         except Exception as error:  # whatever a user's object does when it is pickled
@@ -252,8 +252,8 @@ class _Script:
         self.definitions[name] = _Definition("", read, needed, order=_FIRST)
         self._define_all(pickler.read)
 
-    def _pickler(self) -> ScriptPickler:
-        return ScriptPickler(globals_of=_globals_of, reserve=self.reserve)
+    def _pickler(self, is_there: Callable[[str], bool]) -> ScriptPickler:
+        return ScriptPickler(globals_of=_globals_of, reserve=self.reserve, is_there=is_there)
 
     def _copy_source(self, value: Any, source: str) -> bool:
         """Copy a definition; False where it reads a global that is another one in the script."""
@@ -275,9 +275,11 @@ class _Script:
         A statement may call a name that it needs (a decorator, a default). So what that name reads
         comes before the statement too, unless it needs this definition itself.
         """
-        pickler = self._pickler()
         begun: set[str] = set()
         written: dict[str, str] = {}
+        # Where two need each other, as a function and what was registered with it, the second of
+        # them is not there yet, and the pickle has it by value.
+        pickler = self._pickler(lambda name: name in written or name not in self.definitions)
 
         def write(name: str) -> None:
             if name in begun or name not in self.definitions:
@@ -371,12 +373,21 @@ def _public_module(value: Any) -> str:
 
 def _source(value: Any, cells: Sequence[str]) -> str | None:
     """The source of a function or class that stands on its own: no closure, no lambda."""
-    if getattr(value, "__closure__", None) or value.__name__ == "<lambda>":
+    made = value if isinstance(value, type) else inspect.unwrap(value)
+    if getattr(made, "__closure__", None) or value.__name__ == "<lambda>":
         return None
     try:
-        return textwrap.dedent(inspect.getsource(value))
+        source = textwrap.dedent(inspect.getsource(value))
     except (OSError, TypeError):
         return _class_in_cells(value, cells) if isinstance(value, type) else None
+    # A wrapper is made anew by the decorators of its source, where these alone have made it; what
+    # was registered with one by `functools.singledispatch` stands elsewhere.
+    is_made_by_it = made is value or (
+        source.startswith("@")
+        and _globals_of(value).get(value.__name__) is value
+        and not hasattr(value, "dispatch")
+    )
+    return source if is_made_by_it else None
 
 
 def _class_in_cells(value: type, cells: Sequence[str]) -> str | None:
@@ -434,8 +445,8 @@ def _globals_of(value: Any) -> Mapping[str, Any]:
 
 def _functions(value: Any) -> list[types.FunctionType]:
     """The function itself; of a class those that it defines, not others that it has as values."""
-    if isinstance(value, types.FunctionType):
-        return [value]
+    if not isinstance(value, type):
+        return [part for part in [inspect.unwrap(value)] if isinstance(part, types.FunctionType)]
     parts = [inspect.unwrap(part) for part in vars(value).values() if callable(part)]
     return [
         part

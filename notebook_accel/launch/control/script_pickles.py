@@ -8,6 +8,7 @@ word. So a pickle names them, as it does what two values share.
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import types
 from collections import ChainMap
@@ -49,10 +50,13 @@ def _unpickler():
 _unpickled = _unpickler()
 '''
 
+# What ``functools.lru_cache`` and ``cache`` make of a function.
+_Cached: Any = type(functools.lru_cache(len))
+
 
 def is_definition(value: Any) -> bool:
     """Whether a statement that begins with ``def`` or ``class`` may have made the value."""
-    return isinstance(value, (type, types.FunctionType))
+    return isinstance(value, (type, types.FunctionType, _Cached))
 
 
 class _ScriptGlobals:
@@ -65,6 +69,7 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
     Args:
         globals_of: the globals that a class or function was defined among.
         reserve: keeps names of the script for values; False where it cannot.
+        is_there: whether the script has a global of that name by now.
 
     Attributes:
         needed: the script's globals that must be there when the value is read.
@@ -78,11 +83,13 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
         *,
         globals_of: Callable[[Any], Mapping[str, Any]],
         reserve: Callable[[Mapping[str, Any]], bool],
+        is_there: Callable[[str], bool],
     ) -> None:
         self._file = io.BytesIO()
         super().__init__(self._file)
         self._globals_of = globals_of
         self._reserve = reserve
+        self._is_there = is_there
         self._root: Any = None
         self.needed: dict[str, Any] = {}
         self.read: dict[str, Any] = {}
@@ -109,11 +116,13 @@ class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if not path.replace(".", "").isidentifier() or name not in known:
             return None
         try:
-            is_there = attrgetter(path)(types.SimpleNamespace(**{name: known[name]})) is value
+            has_path = attrgetter(path)(types.SimpleNamespace(**{name: known[name]})) is value
         except AttributeError:
             return None
         # What is a part of the value itself cannot be there before it.
-        if not is_there or known[name] is self._root or not self._reserve({name: known[name]}):
+        if not has_path or known[name] is self._root or not self._is_there(name):
+            return None
+        if not self._reserve({name: known[name]}):
             return None
         self.needed[name] = self.read[name] = known[name]
         return path

@@ -414,6 +414,46 @@ def test_pickled_values_share_what_they_share_in_the_notebook() -> None:
     assert _result(script_of(train, given, {}, world_size=1, file="it.py")) == (True, True, True)
 
 
+def test_decorated_functions_are_copied_and_others_that_wrap_are_pickled() -> None:
+    train = _function(
+        """
+        import functools
+        from typing import NewType
+        def twice(function):
+            @functools.wraps(function)
+            def doubled(x):
+                return 2 * function(x)
+            return doubled
+        @functools.lru_cache
+        def vocab(n):
+            return n + STEP
+        @twice
+        def two(x):
+            return x
+        def one(x):
+            return x
+        one = twice(one)
+        four = twice(two)
+        halves = functools.cache(lambda x: x / 2)
+        @functools.singledispatch
+        def area(side):
+            return 0
+        @area.register
+        def _(side: int):
+            return side * side
+        Count = [NewType("Count", int)][0]
+        def train(n: Count, *functions):
+            return [f(n) for f in (vocab, one, two, four, halves, area, Count, *functions)]
+        """,
+        STEP=5,
+    )
+    known = train.__globals__
+    text = script_of(train, (3, known["vocab"], known["four"]), {}, world_size=1, file="it.py")
+    assert _result(text) == train(3, known["vocab"], known["four"])
+    assert "@functools.lru_cache\ndef vocab" in text
+    assert "@twice\ndef two" in text
+
+
 def _run(*command: str, **variables: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(
