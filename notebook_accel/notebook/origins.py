@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.launch.control.export import Origin, Origins, is_public_name
 from notebook_accel.notebook.failed_cells import failed_cells
 from notebook_accel.notebook.sources import cell_numbers, cell_sources
-from notebook_accel.notebook.used_names import LAUNCHERS, CellNames, called, names_of
+from notebook_accel.notebook.used_names import LAUNCHERS, CellNames, called, names_of, only_looks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -210,7 +210,8 @@ class _Statement:
 
     @property
     def _looks(self) -> bool:
-        return isinstance(self.node, ast.Expr) and not self.names.changed
+        is_expression = isinstance(self.node, ast.Expr) and not self.names.changed
+        return is_expression and only_looks(self.node)
 
     @property
     def _launches(self) -> bool:

@@ -20,9 +20,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["LAUNCHERS", "CellNames", "called", "is_history", "names_of", "without_watcher"]
+__all__ = [
+    "LAUNCHERS",
+    "CellNames",
+    "called",
+    "is_history",
+    "names_of",
+    "only_looks",
+    "without_watcher",
+]
 
 # IPython's own names for what was typed and shown.
 _HISTORY = re.compile(r"_+|_i+|_i?\d+|_[iods]h|_exit_code|In|Out")
@@ -31,6 +39,24 @@ _IDENTIFIER = re.compile(r"[^\W\d]\w*")
 _WATCHER = re.compile(r"\A\s*%%(time|capture|prun)\b[^\n]*\n")
 # Functions that change nothing that they are given.
 _ONLY_LOOK = frozenset(dir(builtins)) - {"delattr", "next", "setattr"} | {"display"}
+# Methods of models, tensors, containers, tables and text that change nothing.
+_LOOKING = """
+    buffers children get_parameter get_submodule modules named_buffers named_children named_modules
+    named_parameters parameters state_dict
+    abs all allclose any argmax argmin clone detach dim element_size equal item max mean min norm
+    numel numpy round size std sum tolist unique var
+    copy count get index items keys values
+    describe head info nunique sample tail value_counts
+    endswith format join lower split splitlines startswith strip title upper
+"""
+_LOOKING_METHODS = frozenset(_LOOKING.split())
+# Methods that change their owner, and whose value is often taken all the same.
+_CHANGING = """
+    eval fit fit_transform load_state_dict partial_fit pop popitem popleft send setdefault step
+    train
+    add_ clamp_ copy_ div_ mul_ requires_grad_ sub_ zero_
+"""
+_CHANGING_METHODS = frozenset(_CHANGING.split())
 # Functions whose ranks have copies of what they are given.
 LAUNCHERS = ("debug_launcher", "notebook_launcher")
 
@@ -55,7 +81,8 @@ class CellNames:
         certain: of those, the ones that it has assigned whenever it comes to its end;
             loops are taken to run.
         changed: those whose values it changes at its top: it assigns a part of them, or has a call
-            that stands alone and whose value nobody takes.
+            in an expression that stands alone, whose value nobody takes; of other calls count those
+            of ``next`` and of methods such as ``pop``.
         sets_seed: whether such a call sets the seed of random numbers, which have no name.
     """
 
@@ -144,14 +171,16 @@ class _Reader:
             self.changed |= _stands_for(node.iter)
 
     def _note_call(self, node: ast.stmt) -> None:
-        """Note what a call is there to change whose value nobody takes."""
+        """Note what the calls of a statement are there to change."""
         value = node.value if isinstance(node, ast.Expr) else None
         # ``_ = torch.manual_seed(0)`` only keeps it from being shown.
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_":
             value = node.value
-        if isinstance(value, ast.Call):
-            self.changed |= _changed_by(value)
-            self.sets_seed |= "seed" in called(value)
+        if value is not None:
+            self.changed |= _changed_in(value, _changed_by)
+            self.sets_seed |= isinstance(value, ast.Call) and "seed" in called(value)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value:
+            self.changed |= _changed_in(node.value, _changed_though_taken)
 
     def _read(self, node: ast.AST, own: set[str], skip: Iterable[ast.AST] = ()) -> None:
         """Note the names that a node reads, functions inside of it included."""
@@ -268,6 +297,48 @@ def called(call: ast.Call) -> str:
     return ast.unparse(call.func).rpartition(".")[2]
 
 
+def only_looks(node: ast.AST) -> bool:
+    """Whether no call in a statement can change or teach anything: ``print(len(model.layers))``."""
+    return all(_is_look(part) for part in ast.walk(node) if isinstance(part, ast.Call))
+
+
+def _is_look(call: ast.Call) -> bool:
+    known = _LOOKING_METHODS if isinstance(call.func, ast.Attribute) else _ONLY_LOOK
+    return called(call) in known
+
+
+def _changed_in(node: ast.AST, by: Callable[[ast.Call], set[str]]) -> set[str]:
+    """The names whose values the calls in an expression change, each as ``by`` tells.
+
+    print(fit(model))                        model
+    [freeze(p) for p in net.parameters()]    net
+    """
+    if isinstance(node, ast.Lambda) or (isinstance(node, ast.Call) and called(node) in LAUNCHERS):
+        return set()
+    found = {name for child in ast.iter_child_nodes(node) for name in _changed_in(child, by)}
+    if isinstance(node, ast.Call):
+        found |= by(node)
+    for part in reversed(node.generators if isinstance(node, _COMPREHENSIONS) else []):
+        own = _names_in(part.target)
+        if own & found:
+            found = (found - own) | _stands_for(part.iter)
+    return found
+
+
+def _changed_though_taken(call: ast.Call) -> set[str]:
+    """The names whose values a call changes for certain, though its own value is taken.
+
+    last = rows.pop()          rows
+    batch = next(batches)      batches
+    model = Net(size).eval()   nothing: what it changes is new
+    """
+    name = called(call)
+    if not isinstance(call.func, ast.Attribute):
+        return _all_stand_for(call.args[:1]) if name == "next" else set()
+    is_of_name = not any(isinstance(part, ast.Call) for part in ast.walk(call.func.value))
+    return _stands_for(call.func.value) if is_of_name and name in _CHANGING_METHODS else set()
+
+
 def _changed_by(call: ast.Call) -> set[str]:
     """The names whose values a call changes, or may change, whose own value nobody takes.
 
@@ -276,13 +347,12 @@ def _changed_by(call: ast.Call) -> set[str]:
     init.zeros_(weight)        init, weight: torch ends names so of what changes its arguments
     print(model)               nothing
     """
-    name = called(call)
-    if name in LAUNCHERS:
+    if _is_look(call):
         return set()
     if isinstance(call.func, ast.Attribute):
-        given = _arguments(call) if name.endswith("_") else []
+        given = _arguments(call) if called(call).endswith("_") else []
         return _stands_for(call.func.value) | _all_stand_for(given)
-    return set() if name in _ONLY_LOOK else _all_stand_for(_arguments(call))
+    return _all_stand_for(_arguments(call))
 
 
 def _names_for_ipython(call: ast.Call) -> set[str]:

@@ -89,6 +89,14 @@ def notebook() -> Iterator[Notebook]:
         (["it = Net()", "other = it.parts"], "it = Net()"),
         # Of what learns, any use counts but these.
         (["it = Learns()", "other = it.parts"], None),
+        (["it = Learns()", "print(fit(it))"], None),
+        (["it = Learns()", "fit({'net': it})"], None),
+        (["it = Learns()", "[p.zero_() for p in it.parts]"], None),
+        (["it = Learns()", "it(1), 3"], None),
+        (["it = Learns()", "sum(p.numel() for p in it.parameters())"], "it = Learns()"),
+        (["it = make()", "last = it.pop()"], None),
+        (["n = 2; it = dict(make=n).setdefault(1, n)"], "it = dict(make=n).setdefault(1, n)"),
+        (["it = make()", "last = len(it)", "print(it.index(it[0]))"], "it = make()"),
         (
             ["it = Learns()", "print(it)\nit", "run = notebook_launcher(train, (it,))"],
             "it = Learns()",
