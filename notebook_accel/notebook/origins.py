@@ -109,6 +109,9 @@ class _CellOrigins(Origins):
                 return self._origin(made.text, made.names, order) if made.makes_values else None
         return None
 
+    def changed_parts(self, name: str) -> set[str]:
+        return {part for one in self._statements for part in one.parts_changed_of(name)}
+
     def of_seed(self) -> Origin | None:
         if self._launch is None or self._launch_order is None:
             return None
@@ -208,6 +211,15 @@ class _Statement:
             return False
         return name in self.names.used
 
+    def parts_changed_of(self, name: str) -> set[str]:
+        """The attributes of that name which it may change: ``f`` of ``Net`` in ``Net.f = g``.
+
+        What a definition changes whenever it is called is not seen.
+        """
+        if isinstance(self.node, _DEFINITIONS) or name not in self.names.used | self.names.changed:
+            return set()
+        return {part for node in ast.walk(self.node) for part in _parts_changed(node, name)}
+
     @property
     def _looks(self) -> bool:
         is_expression = isinstance(self.node, ast.Expr) and not self.names.changed
@@ -217,6 +229,24 @@ class _Statement:
     def _launches(self) -> bool:
         calls = _calls(self.node) if isinstance(self.node, _SIMPLE) else []
         return any(called(call) in LAUNCHERS for call in calls)
+
+
+def _parts_changed(node: ast.AST, name: str) -> Iterator[str]:
+    """The attributes of that name which this one node changes, by assignment or call."""
+    changed: ast.AST | None = None
+    if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+        changed = node
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        changed = node.func.value
+    elif isinstance(node, ast.Call) and called(node) == "setattr" and len(node.args) == 3:
+        owner, part, _ = node.args
+        if isinstance(owner, ast.Name) and owner.id == name and isinstance(part, ast.Constant):
+            yield str(part.value)
+    while isinstance(changed, (ast.Attribute, ast.Subscript)):
+        inner = changed.value
+        if isinstance(changed, ast.Attribute) and isinstance(inner, ast.Name) and inner.id == name:
+            yield changed.attr
+        changed = inner
 
 
 def _statements(shell: InteractiveShell) -> list[_Statement]:

@@ -9,8 +9,10 @@ from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
+from notebook_accel.launch.control.export import script_of
 from notebook_accel.notebook.failed_cells import watch_cells
 from notebook_accel.notebook.origins import origins_of_launch
+from notebook_accel.notebook.sources import cell_sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,6 +53,19 @@ class Notebook:
     def text_of_global(self, name: str) -> str | None:
         origins = origins_of_launch(self.shell, print)()
         return text_of(origins.of_global(name, self.shell.user_ns[name]))
+
+    def result_of_script(self) -> Any:
+        """What ``train()`` gives in the script that is exported now."""
+        shell = self.shell
+        origins = origins_of_launch(shell, print)()
+        sources = cell_sources(shell)
+        train = shell.user_ns["train"]
+        text = script_of(
+            train, (), {}, world_size=1, file="it.py", sources=sources, origins=origins
+        )
+        names: dict[str, Any] = {"__name__": "it"}
+        exec(text, names)
+        return names["train"]()
 
     def text_of_argument(self, launch: int, key: int | str) -> str | None:
         return text_of(self.launches[launch]().of_argument(key))
@@ -148,3 +163,29 @@ def test_the_seed_is_the_newest_before_the_launch(notebook: Notebook) -> None:
     assert text_of(notebook.launches[0]().of_seed()) == "set_seed(SEED)"
     notebook.run("SEED = 5")
     assert notebook.launches[0]().of_seed() is None, "nor an older one, which was not in force"
+
+
+def test_what_a_class_or_function_was_given_after_its_statement_is_in_the_script(
+    notebook: Notebook,
+) -> None:
+    notebook.run(
+        """class Node:
+    limit, rows, kinds = 3, [], {}
+    def __init__(self): self.n = Node.limit
+    def f(self): return 1
+    def same(self): return 2
+class Leaf(Node):
+    begun = list(Node.kinds)""",
+        """def train():
+    found = node.n, node.f(), Node.f(node), Node.h(node), node.same(), Node.rows
+    return *found, Node.kinds == {'leaf': Leaf}, Leaf.begun, train.lr""",
+        "def plus(self): return self.n + WIDTH\nWIDTH = 40",
+        "Node.f = plus\nNode.limit += 2; Node.rows.append(1)",
+        "if WIDTH:\n    setattr(Node, 'h', lambda self: WIDTH)",
+        "Node.kinds['leaf'] = Leaf\ntrain.lr = 3",
+        "node = Node()",
+        "node.same(); Node.same(node)",
+    )
+    known = notebook.shell.user_ns["train"]()
+    assert known == (5, 45, 45, 40, 2, [1], True, [], 3)
+    assert notebook.result_of_script() == known

@@ -72,6 +72,10 @@ class Origins:
         """The statement that made the value which the notebook has under that name, as it is."""
         return None
 
+    def changed_parts(self, name: str) -> set[str]:
+        """The attributes of a class or function of that name that statements may have changed."""
+        return set()
+
     def of_seed(self) -> Origin | None:
         """The statement before the launch that set the seed of random numbers."""
         return None
@@ -142,12 +146,14 @@ class _Definition:
         needed: those of them that it looks up while the statement runs: decorators, bases,
             defaults, and what the body of a class does.
         order: its place after the functions and classes; theirs is `_FIRST`.
+        owner: where it gives an attribute to a function or class, the name of that.
     """
 
     source: str
     read: frozenset[str]
     needed: frozenset[str]
     order: int
+    owner: str = ""
 
 
 @dataclass
@@ -267,7 +273,27 @@ class _Script:
             return False
         self.definitions[value.__name__] = _Definition(source, read, needed, order=_FIRST)
         self._define_all(used)
+        self._change_parts(value, source)
         return True
+
+    def _change_parts(self, value: Any, source: str) -> None:
+        """Give a definition the attributes that it was given after its statement."""
+        own = vars(value)
+        names = self.origins.changed_parts(value.__name__) & own.keys()
+        # A function has none at first, where no decorator gives it some.
+        if not isinstance(value, type) and not source.startswith("@"):
+            names |= own.keys()
+        for name in sorted(names):
+            part, path = own[name], f"{value.__name__}.{name}"
+            if getattr(part, "__qualname__", None) == path or not name.isidentifier():
+                continue
+            text = self.value(path, part)
+            read = frozenset(_globals_read(symtable.symtable(text, "", "eval")))
+            needed = read | {value.__name__}
+            statement = f"{path} = {text}"
+            self.definitions[path] = _Definition(
+                statement, needed, needed, order=_FIRST, owner=value.__name__
+            )
 
     def _sources(self) -> list[str]:
         """The definitions, each after those that must be there when its statement runs.
@@ -285,15 +311,21 @@ class _Script:
             if name in begun or name not in self.definitions:
                 return
             begun.add(name)
-            needed = self.definitions[name].needed
-            for used in sorted(needed):
+            definition = self.definitions[name]
+            for used in sorted(definition.needed):
                 write(used)
-            for used in sorted(self._reached(needed, attrgetter("read"))):
-                if not self._reached({used}, attrgetter("needed")) & (begun - written.keys()):
-                    write(used)
-            written[name] = self.definitions[name].source
+            # An attribute that is given to a class calls nothing of the class.
+            called = definition.needed - {definition.owner}
+            write_ready(self._reached(called, attrgetter("read")))
+            written[name] = definition.source
             if name in self.pickled:
                 written[name] = f"{name} = {pickler.text_of(self.pickled[name])}"
+            write_ready(path for path, one in self.definitions.items() if one.owner == name)
+
+        def write_ready(names: Iterable[str]) -> None:
+            for used in sorted(names):
+                if not self._reached({used}, attrgetter("needed")) & (begun - written.keys()):
+                    write(used)
 
         # What was found last is used by what was found before it; the sort keeps that order.
         found = reversed(self.definitions)
