@@ -24,12 +24,10 @@ from typing import TYPE_CHECKING
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.notebook.cell_function import PROVIDED
-from notebook_accel.notebook.used_names import is_history, names_of, without_watcher
+from notebook_accel.notebook.used_names import CellNames, is_history, names_of, without_watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from notebook_accel.notebook.used_names import CellNames
 
 __all__ = ["LeftOut", "script_of_cell"]
 
@@ -53,10 +51,12 @@ _MADE_BY = {
 
 @dataclass(frozen=True)
 class _Part:
-    """A cell in the script: its label, its text as Python, and whether the session ran it."""
+    """A cell in the script: its number, its text as Python, its names, and whether the session ran
+    it."""
 
-    label: str
+    number: int
     text: str
+    names: CellNames
     is_of_session: bool
 
 
@@ -104,9 +104,9 @@ def script_of_cell(
             can.
     """
     text = without_watcher(text)
-    parts = [_Part(f"In[{number}]", _shown_at_the_end(_plain(text)), is_of_session=True)]
-    needed = set(names_of(transform(text)).used)
-    assigned: set[str] = set()
+    names = names_of(transform(text))
+    parts = [_Part(number, _shown_at_the_end(_plain(text)), names, is_of_session=True)]
+    needed = set(names.used)
     first_of_session = min(session_cells, default=number)
     # The session has these from its start, whatever the notebook called so before.
     at_hand: set[str] = set()
@@ -120,17 +120,25 @@ def script_of_cell(
         names = names_of(transform(raw))
         is_wanted = _is_wanted(names, needed, has_failed=earlier in failed)
         if is_of_session or (is_wanted and not raw.lstrip().startswith("%%")):
-            parts.append(_Part(f"In[{earlier}]", _plain(raw), is_of_session))
+            parts.append(_Part(earlier, _plain(raw), names, is_of_session))
             # An assignment that depends on something leaves the one before it needed.
             needed = (needed - names.certain) | names.used
-            assigned |= names.assigned
     parts.reverse()
+    lost = {
+        other: (names_of(transform(without_watcher(cell.text))).assigned, cell.why)
+        for other, cell in left_out.items()
+    }
+    parts, also_lost = _without_lost(parts, lost, file)
+    needed = set()
+    for part in reversed(parts):
+        needed = (needed - part.names.certain) | part.names.used
+    assigned = frozenset().union(*(part.names.assigned for part in parts))
     unknown = needed - assigned - {"display", *PROVIDED, *vars(builtins)}
     for name in sorted(unknown):
-        for other, cell in left_out.items():
-            if name in names_of(transform(without_watcher(cell.text))).assigned:
+        for other, (names_of_other, why) in {**lost, **also_lost}.items():
+            if name in names_of_other:
                 raise ConfigError(
-                    f"--write {file}: `{name}` is assigned by In[{other}], which {cell.why} and is "
+                    f"--write {file}: `{name}` is assigned by In[{other}], which {why} and is "
                     "left out: run that cell once more, on all ranks and to its end, or assign "
                     f"`{name}` in this one"
                 )
@@ -166,8 +174,56 @@ def _is_wanted(names: CellNames, needed: set[str], *, has_failed: bool) -> bool:
     return has_changed and not has_failed
 
 
+# The names that a cell assigns which is left out, and why it is.
+_Lost = tuple[frozenset[str], str]
+
+
+def _without_lost(
+    parts: Sequence[_Part], lost: Mapping[int, _Lost], file: str
+) -> tuple[list[_Part], dict[int, _Lost]]:
+    """The parts, without cells that read what only cells before them assign that are left out.
+
+    A later cell may assign it: the failed one that was mended and run again.
+
+    Args:
+        parts: in their order; the last one is the cell that is written.
+        lost: the cells that are left out, by number.
+        file: the name that they call the script.
+
+    Returns:
+        The parts, with a comment for each cell that is left out here; and these cells.
+
+    Raises:
+        ConfigError: such a cell also changes something.
+    """
+    kept: list[_Part] = []
+    left_out: dict[int, _Lost] = {}
+    known: set[str] = set()
+    for part in parts[:-1]:
+        missing = {
+            name: other
+            for other, (names, _) in {**lost, **left_out}.items()
+            for name in part.names.used & names - known
+            if other < part.number
+        }
+        if not missing:
+            kept.append(part)
+            known |= part.names.assigned
+            continue
+        name = min(missing)
+        why = f"uses `{name}` of In[{missing[name]}]"
+        if part.names.changed - missing.keys():
+            raise ConfigError(
+                f"--write {file}: In[{part.number}] {why}, which is left out; `%accelerate "
+                "restart`, and run the session's cells once more"
+            )
+        left_out[part.number] = (part.names.assigned, why)
+        kept.append(_Part(part.number, f"# Left out: it {why}.", CellNames(), part.is_of_session))
+    return [*kept, parts[-1]], left_out
+
+
 def _block(part: _Part) -> str:
-    return f"# ---- {part.label}\n{part.text.strip()}\n"
+    return f"# ---- In[{part.number}]\n{part.text.strip()}\n"
 
 
 def _provided(needed: Collection[str], mixed_precision: str | None) -> list[str]:

@@ -25,6 +25,13 @@ def script(text: str, *inputs: str, **changes: Any) -> str:
     return script_of_cell(text, **{**given, **changes})
 
 
+def ran(text: str) -> dict[str, Any]:
+    """The names of a script that has run."""
+    names: dict[str, Any] = {}
+    exec(text, names)
+    return names
+
+
 def test_a_script_has_the_cells_that_are_needed_and_no_others() -> None:
     text = script("use(b)\n", "import math", "a = math.pi", "c = 1", "b = a", "def use(x): ...")
     assert text.startswith('"""Cell In[6] of a notebook')
@@ -178,3 +185,33 @@ def test_what_no_cell_makes_is_named() -> None:
     assert "data = 2" in script("data", "%%accelerate\n", "data = 2", left_out=left_out)
     with pytest.raises(ConfigError, match=r"at `await it\(\);`: a cell can have what a script"):
         script("await it();")
+
+
+def test_what_a_failed_cell_assigns_may_be_assigned_anew() -> None:
+    left_out = {1: LeftOut("model = 4\noops", "did not end well")}
+    for own in (
+        "model = 5",
+        "if 1:\n    model = 5\nelse:\n    model = 6",
+        "for model in [5]: pass",
+    ):
+        cell = f"def train(model):\n    return model\n{own}\nfound = train(model)"
+        assert ran(script(cell, "%%accelerate\n", left_out=left_out))["found"] == 5
+
+
+def test_a_cell_that_reads_what_a_failed_one_assigned_is_left_out() -> None:
+    left_out = {1: LeftOut("data = [1]\noops", "did not end well")}
+    cells = {2: "print(data)\nn = len(data)", 3: "m = n", 4: "data = [1, 2]", 5: "k = len(data)"}
+    inputs = [f"%%accelerate\n{cells.get(number, '')}" for number in range(1, 6)]
+    text = script("found = data, k", *inputs, left_out=left_out, session_cells=cells)
+    assert ran(text)["found"] == ([1, 2], 2)
+    assert "# ---- In[2]\n# Left out: it uses `data` of In[1].\n" in text
+    assert "# ---- In[3]\n# Left out: it uses `n` of In[2].\n" in text
+    with pytest.raises(
+        ConfigError, match=r"`n` is assigned by In\[2\], which uses `data` of In\[1\]"
+    ):
+        script("found = n", *inputs, left_out=left_out, session_cells=cells)
+    cells[2] = "model = k = 1\nmodel.fit(data)"
+    with pytest.raises(
+        ConfigError, match=r"In\[2\] uses `data` of In\[1\], which is left out; `%acc"
+    ):
+        script("found = data, k", *inputs, left_out=left_out, session_cells=cells)
