@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,8 +37,8 @@ Run it with: torchrun --nproc_per_node={world_size} {file}
 
 from __future__ import annotations
 '''
-# ``%time f()``, ``!ls``, ``name?``.
-_IPYTHON_LINE = re.compile(r"^([ \t]*)([!%?].*|[\w.]+\?\??[ \t]*)$", re.MULTILINE)
+# Magics that run the statement beside them once, and look on.
+_WATCHERS = ("prun", "time")
 # What is changed through these counts for every script: variables, folders, the search path.
 _OF_THE_PROCESS = frozenset(["os", "sys"])
 _MADE_BY = {
@@ -104,8 +103,9 @@ def script_of_cell(
             can.
     """
     text = without_watcher(text)
-    names = names_of(transform(text))
-    parts = [_Part(number, _shown_at_the_end(_plain(text)), names, is_of_session=True)]
+    names = _names(text, transform)
+    last = _shown_at_the_end(_plain(text, transform))
+    parts = [_Part(number, last, names, is_of_session=True)]
     needed = set(names.used)
     first_of_session = min(session_cells, default=number)
     # The session has these from its start, whatever the notebook called so before.
@@ -117,15 +117,15 @@ def script_of_cell(
         is_of_session = earlier in session_cells
         raw = session_cells.get(earlier, inputs[earlier] if earlier < len(inputs) else "")
         raw = without_watcher(raw)
-        names = names_of(transform(raw))
+        names = _names(raw, transform)
         is_wanted = _is_wanted(names, needed, has_failed=earlier in failed)
-        if is_of_session or (is_wanted and not raw.lstrip().startswith("%%")):
-            parts.append(_Part(earlier, _plain(raw), names, is_of_session))
+        if is_of_session or is_wanted:
+            parts.append(_Part(earlier, _plain(raw, transform), names, is_of_session))
             # An assignment that depends on something leaves the one before it needed.
             needed = (needed - names.certain) | names.used
     parts.reverse()
     lost = {
-        other: (names_of(transform(without_watcher(cell.text))).assigned, cell.why)
+        other: (_names(without_watcher(cell.text), transform).assigned, cell.why)
         for other, cell in left_out.items()
     }
     parts, also_lost = _without_lost(parts, lost, file)
@@ -238,17 +238,20 @@ def _provided(needed: Collection[str], mixed_precision: str | None) -> list[str]
     return ["\n".join([*lines, ""])] if lines else []
 
 
-def _plain(text: str) -> str:
+def _names(text: str, transform: Callable[[str], str]) -> CellNames:
+    """The names of a cell, without those of its magics."""
+    return names_of(_without_magics(transform(text)))
+
+
+def _plain(text: str, transform: Callable[[str], str]) -> str:
     """The text as a file of Python may have it: without IPython's lines and future imports."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        text = _IPYTHON_LINE.sub(r"\1pass  # left out: \2", text)
-        try:
-            tree = ast.parse(text)
-        except SyntaxError:
-            # The whole script is compiled, and says what is wrong.
+    if not _is_python(text):
+        plain = _without_magics(transform(text))
+        if not _is_python(plain) or "get_ipython()" in plain:
+            # The whole script is compiled, and says what is wrong: ``files = !ls``.
             return text
+        text = plain
+    tree = ast.parse(text)
     # Not splitlines(): a form feed ends no line.
     lines = text.split("\n")
     for node in tree.body:
@@ -257,6 +260,57 @@ def _plain(text: str) -> str:
                 (node.end_lineno or 0) - node.lineno + 1
             )
     return "\n".join(lines)
+
+
+def _without_magics(text: str) -> str:
+    """The text without the calls that IPython made of its own syntax, each a line of its own.
+
+    Of ``%time f()`` stays what it times.
+    """
+    if not _is_python(text):
+        return text
+    lines = text.split("\n")
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Expr) or (magic := _magic(node.value)) is None:
+            continue
+        name, rest = magic
+        is_kept = name in _WATCHERS and "\n" not in rest and _is_python(rest)
+        line = rest if is_kept else f"pass  # left out: {_typed(name, rest)}"
+        count = (node.end_lineno or node.lineno) - node.lineno
+        blank = [""] * count
+        lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + line, *blank]
+    return "\n".join(lines)
+
+
+def _magic(call: ast.expr) -> tuple[str, str] | None:
+    """The magic that IPython made a call of, and the text after it; None for any other call."""
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return None
+    texts = [str(part.value) for part in call.args if isinstance(part, ast.Constant)]
+    if ast.unparse(call.func.value) != "get_ipython()" or len(texts) != len(call.args):
+        return None
+    name = call.func.attr
+    if name in ("system", "getoutput"):
+        return "!", texts[0]
+    if name == "run_line_magic":
+        return texts[0], texts[1]
+    return (f"%{texts[0]}", texts[1]) if name == "run_cell_magic" else None
+
+
+def _typed(name: str, rest: str) -> str:
+    """A magic in one line, about as it was typed."""
+    if name in ("pinfo", "pinfo2"):
+        return f"{rest}?"
+    text = f"!{rest}" if name == "!" else f"%{name} {rest}"
+    return " ".join(text.split())
+
+
+def _is_python(text: str) -> bool:
+    """Whether the text is of Python alone, and says something."""
+    try:
+        return bool(ast.parse(text).body)
+    except SyntaxError:
+        return False
 
 
 def _shown_at_the_end(text: str) -> str:

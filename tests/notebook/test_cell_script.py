@@ -215,3 +215,21 @@ def test_a_cell_that_reads_what_a_failed_one_assigned_is_left_out() -> None:
         ConfigError, match=r"In\[2\] uses `data` of In\[1\], which is left out; `%acc"
     ):
         script("found = data, k", *inputs, left_out=left_out, session_cells=cells)
+
+
+def test_a_statement_that_a_magic_times_is_there() -> None:
+    timed = "%time rows.append(1)\nif rows:\n    %prun -l 3 rows\n    %time n = 2; m = 3"
+    text = script("%time rows.append(n)\nfound = rows\n%timeit rows.append(5)", "rows = []", timed)
+    assert ran(text)["found"] == [1, 2]
+    assert "    pass  # left out: %prun -l 3 rows\n" in text
+    assert text.endswith("pass  # left out: %timeit rows.append(5)\n")
+    assert "In[2]" in script("rows", "rows = []", "%time rows.append(1)")
+
+
+def test_texts_that_look_like_lines_of_ipython_are_kept() -> None:
+    text = script("%cd ..\nfound = '''\n!ls\n%time\nwhat?\n'''\n!ls \\\n -a\nfound??")
+    assert ran(text)["found"] == "\n!ls\n%time\nwhat?\n"
+    assert text.count("pass  # left out: ") == 3
+    assert "left out: found?" in text
+    with pytest.raises(ConfigError, match="at `files = !ls`"):
+        script("files", "files = !ls")
