@@ -107,6 +107,7 @@ def script_of_cell(
     last = _shown_at_the_end(_plain(text, transform))
     parts = [_Part(number, last, names, is_of_session=True)]
     needed = set(names.used)
+    packages = set(map(_root, _imported(text, transform)))
     first_of_session = min(session_cells, default=number)
     # The session has these from its start, whatever the notebook called so before.
     at_hand: set[str] = set()
@@ -117,10 +118,13 @@ def script_of_cell(
         is_of_session = earlier in session_cells
         raw = session_cells.get(earlier, inputs[earlier] if earlier < len(inputs) else "")
         raw = without_watcher(raw)
-        names = _names(raw, transform)
+        names, imported = _names(raw, transform), _imported(raw, transform)
         is_wanted = _is_wanted(names, needed, has_failed=earlier in failed)
+        # An import of the package later on did not undo that of its part.
+        is_wanted |= any(_root(module) in packages for module in imported if "." in module)
         if is_of_session or is_wanted:
             parts.append(_Part(earlier, _plain(raw, transform), names, is_of_session))
+            packages |= needed & set(map(_root, imported))
             # An assignment that depends on something leaves the one before it needed.
             needed = (needed - names.certain) | names.used
     parts.reverse()
@@ -241,6 +245,20 @@ def _provided(needed: Collection[str], mixed_precision: str | None) -> list[str]
 def _names(text: str, transform: Callable[[str], str]) -> CellNames:
     """The names of a cell, without those of its magics."""
     return names_of(_without_magics(transform(text)))
+
+
+def _imported(text: str, transform: Callable[[str], str]) -> list[str]:
+    """The modules that a cell imports under their own names: ``a.b`` of ``import a.b``."""
+    try:
+        tree = ast.parse(transform(text))
+    except SyntaxError:
+        return []
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+    return [part.name for node in imports for part in node.names if part.asname is None]
+
+
+def _root(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _plain(text: str, transform: Callable[[str], str]) -> str:

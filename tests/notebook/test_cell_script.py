@@ -233,3 +233,13 @@ def test_texts_that_look_like_lines_of_ipython_are_kept() -> None:
     assert "left out: found?" in text
     with pytest.raises(ConfigError, match="at `files = !ls`"):
         script("files", "files = !ls")
+
+
+def test_a_part_of_a_package_is_imported_though_the_package_is_imported_later() -> None:
+    imports = ["import wsgiref.util", "%cd .\nimport xml.dom.minidom", "x = 1", "import wsgiref"]
+    text = script("wsgiref.util, xml", *imports, "import xml")
+    for line in ("import wsgiref.util", "import xml.dom.minidom"):
+        assert f"{line}\n" in text
+    assert "x = 1" not in text
+    assert "In[1]" in script("import wsgiref\nwsgiref.util", "import wsgiref.util")
+    assert "In[1]" not in script("wsgiref", "import wsgiref.util", "wsgiref = 3")

@@ -54,17 +54,20 @@ class Notebook:
         origins = origins_of_launch(self.shell, print)()
         return text_of(origins.of_global(name, self.shell.user_ns[name]))
 
-    def result_of_script(self) -> Any:
-        """What ``train()`` gives in the script that is exported now."""
+    def script(self) -> str:
+        """The script of ``train()`` that is exported now."""
         shell = self.shell
         origins = origins_of_launch(shell, print)()
         sources = cell_sources(shell)
         train = shell.user_ns["train"]
-        text = script_of(
+        return script_of(
             train, (), {}, world_size=1, file="it.py", sources=sources, origins=origins
         )
+
+    def result_of_script(self) -> Any:
+        """What ``train()`` gives in that script."""
         names: dict[str, Any] = {"__name__": "it"}
-        exec(text, names)
+        exec(compile(self.script(), "it.py", "exec", dont_inherit=True), names)
         return names["train"]()
 
     def text_of_argument(self, launch: int, key: int | str) -> str | None:
@@ -189,3 +192,16 @@ class Leaf(Node):
     known = notebook.shell.user_ns["train"]()
     assert known == (5, 45, 45, 40, 2, [1], True, [], 3)
     assert notebook.result_of_script() == known
+
+
+def test_parts_of_packages_that_cells_import_are_imported(notebook: Notebook) -> None:
+    notebook.run(
+        "import importlib.machinery, wsgiref.util\nfrom xml import dom",
+        "%xmode Plain\nimport wsgiref, xml.sax.saxutils",
+        "def train(): return wsgiref.util.guess_scheme({}), xml.sax.saxutils.escape('<'), dom",
+    )
+    text = notebook.script()
+    for line in ("import wsgiref.util\n", "import xml.sax.saxutils\n"):
+        assert line in text
+    assert "importlib" not in text
+    assert "import wsgiref\n" not in text

@@ -185,8 +185,10 @@ class _Script:
         self.defined.add(name)
         if isinstance(value, types.ModuleType):
             module = value.__name__
-            line = f"import {module}" if module == name else f"import {module} as {name}"
-            self.imports[line] = None
+            lines = [f"import {module} as {name}"]
+            if module == name:
+                lines = [f"import {part}" for part in self._submodules_of(name) or [name]]
+            self.imports |= dict.fromkeys(lines)
         elif is_public_name(value):
             own = value.__qualname__
             alias = own if own == name else f"{own} as {name}"
@@ -231,6 +233,18 @@ class _Script:
         origin = self.origins.of_seed() if self.makes_values else None
         if origin is not None and self.reserve(origin.names):
             self._copy_statement(origin.text, origin, _SEED)
+
+    def _submodules_of(self, package: str) -> list[str]:
+        """What cells import by ``import package.part``, which assigns the package alone."""
+        imported = {
+            part.name
+            for text in self.cells
+            for node in ast.walk(_parsed(text))
+            if isinstance(node, ast.Import)
+            for part in node.names
+            if part.asname is None and part.name.startswith(f"{package}.")
+        }
+        return sorted(imported & sys.modules.keys())
 
     def _define_all(self, names: Mapping[str, Any]) -> None:
         for name, value in names.items():
@@ -422,6 +436,14 @@ def _source(value: Any, cells: Sequence[str]) -> str | None:
     return source if is_made_by_it else None
 
 
+def _parsed(text: str) -> ast.Module:
+    """The statements of a cell; none of one with a magic, which is no Python."""
+    try:
+        return ast.parse(text)
+    except SyntaxError:
+        return ast.Module(body=[], type_ignores=[])
+
+
 def _class_in_cells(value: type, cells: Sequence[str]) -> str | None:
     """The class statement in a cell; ``inspect`` finds classes only in modules that have a file."""
     for function in _functions(value):
@@ -435,11 +457,7 @@ def _class_in_cells(value: type, cells: Sequence[str]) -> str | None:
 
 def _class_statement(text: str, name: str, line: int | None = None) -> str | None:
     """The last statement at the top of ``text`` that makes the class, around ``line`` if given."""
-    try:
-        body = ast.parse(text).body
-    except SyntaxError:  # a cell with a magic is no Python
-        return None
-    for node in reversed(body):
+    for node in reversed(_parsed(text).body):
         if isinstance(node, ast.ClassDef) and node.name == name:
             first = min([node.lineno, *(part.lineno for part in node.decorator_list)])
             if line is None or first <= line <= (node.end_lineno or first):
