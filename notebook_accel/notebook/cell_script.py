@@ -19,7 +19,7 @@ from __future__ import annotations
 import ast
 import builtins
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.notebook.cell_function import PROVIDED
@@ -27,6 +27,7 @@ from notebook_accel.notebook.used_names import CellNames, is_history, names_of, 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
 __all__ = ["LeftOut", "script_of_cell"]
 
@@ -34,8 +35,6 @@ _HEAD = '''"""{label} of a notebook, with the cells that it needs.
 
 Run it with: torchrun --nproc_per_node={world_size} {file}
 """
-
-from __future__ import annotations
 '''
 # Magics that run the statement beside them once, and look on.
 _WATCHERS = ("prun", "time")
@@ -108,6 +107,7 @@ def script_of_cell(
     parts = [_Part(number, last, names, is_of_session=True)]
     needed = set(names.used)
     packages = set(map(_root, _imported(text, transform)))
+    from_future = _from_future(text, transform)
     first_of_session = min(session_cells, default=number)
     # The session has these from its start, whatever the notebook called so before.
     at_hand: set[str] = set()
@@ -118,6 +118,8 @@ def script_of_cell(
         is_of_session = earlier in session_cells
         raw = session_cells.get(earlier, inputs[earlier] if earlier < len(inputs) else "")
         raw = without_watcher(raw)
+        # IPython keeps these for all cells that come later.
+        from_future |= _from_future(raw, transform)
         names, imported = _names(raw, transform), _imported(raw, transform)
         is_wanted = _is_wanted(names, needed, has_failed=earlier in failed)
         # An import of the package later on did not undo that of its part.
@@ -133,28 +135,13 @@ def script_of_cell(
         for other, cell in left_out.items()
     }
     parts, also_lost = _without_lost(parts, lost, file)
-    needed = set()
-    for part in reversed(parts):
-        needed = (needed - part.names.certain) | part.names.used
-    assigned = frozenset().union(*(part.names.assigned for part in parts))
-    unknown = needed - assigned - {"display", *PROVIDED, *vars(builtins)}
-    for name in sorted(unknown):
-        for other, (names_of_other, why) in {**lost, **also_lost}.items():
-            if name in names_of_other:
-                raise ConfigError(
-                    f"--write {file}: `{name}` is assigned by In[{other}], which {why} and is "
-                    "left out: run that cell once more, on all ranks and to its end, or assign "
-                    f"`{name}` in this one"
-                )
-    missing = sorted(name for name in unknown if name in namespace and not is_history(name))
-    if missing:
-        raise ConfigError(
-            f"--write {file}: no cell of this notebook assigns `{'`, `'.join(missing)}`, which the "
-            "script needs; assign it in a cell, or in this one"
-        )
+    needed = _needed_before(parts)
+    _refuse_unassigned(parts, needed, {**lost, **also_lost}, namespace, file)
     first = next(index for index, part in enumerate(parts) if part.is_of_session)
     head = _HEAD.format(label=f"Cell In[{number}]", world_size=world_size, file=file)
     blocks = [head]
+    if from_future:
+        blocks.append(f"from __future__ import {', '.join(sorted(from_future))}\n")
     blocks += [_block(part) for part in parts[:first]]
     blocks += _provided(at_hand | (needed & {"display", *PROVIDED}), mixed_precision)
     blocks += [_block(part) for part in parts[first:]]
@@ -226,6 +213,40 @@ def _without_lost(
     return [*kept, parts[-1]], left_out
 
 
+def _needed_before(parts: Sequence[_Part]) -> set[str]:
+    """The names that the parts use, and do not assign before."""
+    needed: set[str] = set()
+    for part in reversed(parts):
+        needed = (needed - part.names.certain) | part.names.used
+    return needed
+
+
+def _refuse_unassigned(
+    parts: Sequence[_Part],
+    needed: AbstractSet[str],
+    lost: Mapping[int, _Lost],
+    namespace: Collection[str],
+    file: str,
+) -> None:
+    """Raise a ConfigError where a needed name is there in the notebook, and not in the script."""
+    assigned = frozenset().union(*(part.names.assigned for part in parts))
+    unknown = needed - assigned - {"display", *PROVIDED, *vars(builtins)}
+    for name in sorted(unknown):
+        for other, (names, why) in lost.items():
+            if name in names:
+                raise ConfigError(
+                    f"--write {file}: `{name}` is assigned by In[{other}], which {why} and is "
+                    "left out: run that cell once more, on all ranks and to its end, or assign "
+                    f"`{name}` in this one"
+                )
+    missing = sorted(name for name in unknown if name in namespace and not is_history(name))
+    if missing:
+        raise ConfigError(
+            f"--write {file}: no cell of this notebook assigns `{'`, `'.join(missing)}`, which the "
+            "script needs; assign it in a cell, or in this one"
+        )
+
+
 def _block(part: _Part) -> str:
     return f"# ---- In[{part.number}]\n{part.text.strip()}\n"
 
@@ -249,12 +270,25 @@ def _names(text: str, transform: Callable[[str], str]) -> CellNames:
 
 def _imported(text: str, transform: Callable[[str], str]) -> list[str]:
     """The modules that a cell imports under their own names: ``a.b`` of ``import a.b``."""
+    imports = [node for node in _nodes(text, transform) if isinstance(node, ast.Import)]
+    return [part.name for node in imports for part in node.names if part.asname is None]
+
+
+def _from_future(text: str, transform: Callable[[str], str]) -> set[str]:
+    """What a cell imports from ``__future__``."""
+    nodes = _nodes(text, transform)
+    return {part.name for node in nodes if _is_future(node) for part in node.names}
+
+
+def _is_future(node: ast.AST) -> TypeGuard[ast.ImportFrom]:
+    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
+
+
+def _nodes(text: str, transform: Callable[[str], str]) -> list[ast.AST]:
     try:
-        tree = ast.parse(transform(text))
+        return [*ast.walk(ast.parse(transform(text)))]
     except SyntaxError:
         return []
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
-    return [part.name for node in imports for part in node.names if part.asname is None]
 
 
 def _root(module: str) -> str:
@@ -269,14 +303,14 @@ def _plain(text: str, transform: Callable[[str], str]) -> str:
             # The whole script is compiled, and says what is wrong: ``files = !ls``.
             return text
         text = plain
-    tree = ast.parse(text)
     # Not splitlines(): a form feed ends no line.
     lines = text.split("\n")
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
-            lines[node.lineno - 1 : node.end_lineno] = [""] * (
-                (node.end_lineno or 0) - node.lineno + 1
-            )
+    for node in filter(_is_future, ast.parse(text).body):
+        first, last = node.lineno - 1, node.end_lineno or node.lineno
+        before = lines[first].encode()[: node.col_offset].decode()
+        # Another statement may stand in the same line.
+        after = lines[last - 1].encode()[node.end_col_offset :].decode().lstrip("; \t")
+        lines[first:last] = [before + after, *[""] * (last - first - 1)]
     return "\n".join(lines)
 
 

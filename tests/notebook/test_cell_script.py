@@ -28,7 +28,7 @@ def script(text: str, *inputs: str, **changes: Any) -> str:
 def ran(text: str) -> dict[str, Any]:
     """The names of a script that has run."""
     names: dict[str, Any] = {}
-    exec(text, names)
+    exec(compile(text, "it.py", "exec", dont_inherit=True), names)
     return names
 
 
@@ -243,3 +243,17 @@ def test_a_part_of_a_package_is_imported_though_the_package_is_imported_later() 
     assert "x = 1" not in text
     assert "In[1]" in script("import wsgiref\nwsgiref.util", "import wsgiref.util")
     assert "In[1]" not in script("wsgiref", "import wsgiref.util", "wsgiref = 3")
+
+
+def test_annotations_are_kept_as_text_where_a_cell_says_so() -> None:
+    cell = "class A:\n    n: int\nfound = A.__annotations__['n']"
+    text = script(cell, "x = 1")
+    assert ran(text)["found"] is int
+    assert "__future__" not in text
+    for said in ("from __future__ import annotations", "%cd .\nfrom __future__ import annotations"):
+        assert ran(script(cell, said))["found"] == "int"
+        assert ran(script(f"{said}\n{cell}", "x = 1"))["found"] == "int"
+    line = "'é'; from __future__ import annotations, division ; import math; k = 1 # all"
+    text = script(f"{line}\nfound = math.floor(k)")
+    assert ran(text)["found"] == 1
+    assert "\nfrom __future__ import annotations, division\n" in text

@@ -205,3 +205,19 @@ def test_parts_of_packages_that_cells_import_are_imported(notebook: Notebook) ->
         assert line in text
     assert "importlib" not in text
     assert "import wsgiref\n" not in text
+
+
+def test_annotations_are_kept_as_text_where_a_cell_says_so(notebook: Notebook) -> None:
+    notebook.run(
+        "from dataclasses import dataclass, fields",
+        "class Part: ...",
+        "@dataclass\nclass Config:\n    n: int = 0\n    part: Part | None = None",
+        "def train(given: Config | None = None):\n    return [one.type for one in fields(Config)]",
+    )
+    assert notebook.result_of_script()[0] is int
+    assert "__future__" not in notebook.script()
+    # As ran twice, the second time with a word on the other.
+    notebook.run("class Part:\n    def of(self) -> Config: ...")
+    assert "__future__" in notebook.script()
+    notebook.run("from __future__ import annotations", "class Part: ...")
+    assert "__future__" in notebook.script()

@@ -6,6 +6,7 @@ pickled.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import inspect
@@ -108,22 +109,17 @@ def script_of(
     refusal = getattr(function, _NO_SCRIPT, None)
     if refusal is not None:
         raise NotebookAccelError(refusal)
-    origins = origins or Origins()
-    script = _Script(cells=[source.text for source in sources], origins=origins)
     name = getattr(function, "__name__", "function")
-    called = script.value(name, function)
-    given = [
-        script.value(f"args[{index}]", arg, origins.of_argument(index))
-        for index, arg in enumerate(args)
-    ]
-    named = {
-        key: script.value(key, value, origins.of_argument(key)) for key, value in kwargs.items()
-    }
-    given += [f"{key}={text}" for key, text in named.items() if _is_name(key)]
-    given += [f"**{{{key!r}: {text}}}" for key, text in named.items() if not _is_name(key)]
-    script.add_seed()
     head = _HEAD.format(name=name, world_size=world_size, file=file)
-    return script.text(head, f"{called}({', '.join(given)})")
+    cells = [source.text for source in sources]
+    future = _FUTURE if _keeps_annotations(function, cells) else ""
+    script = _Script(cells=cells, origins=origins or Origins(), future=future)
+    text = script.text(head, script.call(function, args, kwargs))
+    if script.has_circle and not future:
+        # Cells that ran more than once may name each other in their annotations.
+        script = _Script(cells=cells, origins=origins or Origins(), future=_FUTURE)
+        text = script.text(head, script.call(function, args, kwargs))
+    return text
 
 
 def _is_name(key: str) -> bool:
@@ -158,10 +154,18 @@ class _Definition:
 
 @dataclass
 class _Script:
-    """Parts of the script, in the order in which they are written."""
+    """Parts of the script, in the order in which they are written.
+
+    Attributes:
+        cells: the notebook's, newest first.
+        origins: where the values came from.
+        future: the import by which annotations are kept as text, where the notebook has it.
+        has_circle: whether definitions need each other while their statements run.
+    """
 
     cells: Sequence[str]
     origins: Origins
+    future: str
     imports: dict[str, None] = field(default_factory=dict)
     values: list[str] = field(default_factory=list)
     definitions: dict[str, _Definition] = field(default_factory=dict)
@@ -170,6 +174,25 @@ class _Script:
     defined: set[str] = field(default_factory=set)
     pickled: dict[str, Any] = field(default_factory=dict)
     makes_values: bool = False
+    has_circle: bool = False
+
+    def call(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str:
+        """The call of the function, which the script makes at its end."""
+        called = self.value(getattr(function, "__name__", "function"), function)
+        given = [
+            self.value(f"args[{index}]", arg, self.origins.of_argument(index))
+            for index, arg in enumerate(args)
+        ]
+        named = {
+            key: self.value(key, value, self.origins.of_argument(key))
+            for key, value in kwargs.items()
+        }
+        given += [f"{key}={text}" for key, text in named.items() if _is_name(key)]
+        given += [f"**{{{key!r}: {text}}}" for key, text in named.items() if not _is_name(key)]
+        self._add_seed()
+        return f"{called}({', '.join(given)})"
 
     def reserve(self, names: Mapping[str, Any]) -> bool:
         """Keep these names for these values; False where another value has one of them."""
@@ -228,7 +251,7 @@ class _Script:
         self._pickle(name, value, label)
         return name
 
-    def add_seed(self) -> None:
+    def _add_seed(self) -> None:
         """Set the seed as the notebook did, where the script makes values: they may be random."""
         origin = self.origins.of_seed() if self.makes_values else None
         if origin is not None and self.reserve(origin.names):
@@ -278,8 +301,8 @@ class _Script:
     def _copy_source(self, value: Any, source: str) -> bool:
         """Copy a definition; False where it reads a global that is another one in the script."""
         read = frozenset(_globals_read(symtable.symtable(source, "", "exec")))
-        # Under the import that the script begins with, annotations are not looked up.
-        table = symtable.symtable(_FUTURE + source, "", "exec")
+        # Under that import annotations are not looked up.
+        table = symtable.symtable(self.future + source, "", "exec")
         needed = frozenset(_globals_read(table, at_once=True))
         known = _globals_of(value)
         used = {name: known[name] for name in sorted(read & known.keys())}
@@ -331,6 +354,7 @@ class _Script:
             # An attribute that is given to a class calls nothing of the class.
             called = definition.needed - {definition.owner}
             write_ready(self._reached(called, attrgetter("read")))
+            self.has_circle |= bool(definition.needed & self.definitions.keys() - written.keys())
             written[name] = definition.source
             if name in self.pickled:
                 written[name] = f"{name} = {pickler.text_of(self.pickled[name])}"
@@ -365,7 +389,7 @@ class _Script:
         load = LOAD if self.pickled else ""
         parts = [
             head,
-            _FUTURE,
+            self.future,
             "\n".join(sorted(self.imports)),
             load,
             "\n".join(self.values),
@@ -373,6 +397,21 @@ class _Script:
             f'\nif __name__ == "__main__":\n    {call}\n',
         ]
         return "\n".join(part for part in parts if part.strip())
+
+
+def _keeps_annotations(function: Callable[..., Any], cells: Iterable[str]) -> bool:
+    """Whether the notebook keeps annotations as text, by an import from ``__future__``."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    is_public = is_public_name(function)
+    if code is not None and not is_public and code.co_flags & __future__.annotations.compiler_flag:
+        return True
+    imports = [node for text in cells for node in _parsed(text).body]
+    return any(
+        isinstance(node, ast.ImportFrom)
+        and node.module == "__future__"
+        and any(part.name == "annotations" for part in node.names)
+        for node in imports
+    )
 
 
 def is_public_name(value: Any) -> bool:
