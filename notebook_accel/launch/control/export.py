@@ -11,11 +11,9 @@ import __future__
 import ast
 import inspect
 import keyword
-import linecache
 import re
 import symtable
 import sys
-import textwrap
 import types
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -23,9 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch.control.script_pickles import LOAD, ScriptPickler, is_definition
+from notebook_accel.launch.control.script_sources import (
+    globals_of,
+    globals_read,
+    parsed,
+    source_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from notebook_accel.launch.payload import CellSource
 
@@ -39,8 +43,6 @@ _HEAD = '''"""{name}, exported from a notebook.
 Run it with: torchrun --nproc_per_node={world_size} {file}
 """
 '''
-# As symbol tables name them, between angle brackets or not.
-_COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp", "genexpr")
 _FUTURE = "from __future__ import annotations\n"
 
 
@@ -219,7 +221,7 @@ class _Script:
         elif (
             is_definition(value)
             and getattr(value, "__name__", None) == name
-            and (source := _source(value, self.cells))
+            and (source := source_of(value, self.cells))
             and self._copy_source(value, source)
         ):
             return
@@ -236,7 +238,7 @@ class _Script:
             return repr(value)
         name = getattr(value, "__name__", "") if is_definition(value) else ""
         has_name = name.isidentifier()
-        has_text = has_name and (is_public_name(value) or _source(value, self.cells) is not None)
+        has_text = has_name and (is_public_name(value) or source_of(value, self.cells) is not None)
         # Several functions of one name may be made by one text: ``make_loss(1.0), make_loss(2.0)``.
         if not has_text and origin is not None and self.reserve(origin.names):
             self.makes_values = True
@@ -262,7 +264,7 @@ class _Script:
         imported = {
             part.name
             for text in self.cells
-            for node in ast.walk(_parsed(text))
+            for node in ast.walk(parsed(text))
             if isinstance(node, ast.Import)
             for part in node.names
             if part.asname is None and part.name.startswith(f"{package}.")
@@ -296,15 +298,15 @@ class _Script:
         self._define_all(pickler.read)
 
     def _pickler(self, is_there: Callable[[str], bool]) -> ScriptPickler:
-        return ScriptPickler(globals_of=_globals_of, reserve=self.reserve, is_there=is_there)
+        return ScriptPickler(globals_of=globals_of, reserve=self.reserve, is_there=is_there)
 
     def _copy_source(self, value: Any, source: str) -> bool:
         """Copy a definition; False where it reads a global that is another one in the script."""
-        read = frozenset(_globals_read(symtable.symtable(source, "", "exec")))
+        read = frozenset(globals_read(symtable.symtable(source, "", "exec")))
         # Under that import annotations are not looked up.
         table = symtable.symtable(self.future + source, "", "exec")
-        needed = frozenset(_globals_read(table, at_once=True))
-        known = _globals_of(value)
+        needed = frozenset(globals_read(table, at_once=True))
+        known = globals_of(value)
         used = {name: known[name] for name in sorted(read & known.keys())}
         if not self.reserve(used):
             return False
@@ -325,7 +327,7 @@ class _Script:
             if getattr(part, "__qualname__", None) == path or not name.isidentifier():
                 continue
             text = self.value(path, part)
-            read = frozenset(_globals_read(symtable.symtable(text, "", "eval")))
+            read = frozenset(globals_read(symtable.symtable(text, "", "eval")))
             needed = read | {value.__name__}
             statement = f"{path} = {text}"
             self.definitions[path] = _Definition(
@@ -405,7 +407,7 @@ def _keeps_annotations(function: Callable[..., Any], cells: Iterable[str]) -> bo
     is_public = is_public_name(function)
     if code is not None and not is_public and code.co_flags & __future__.annotations.compiler_flag:
         return True
-    imports = [node for text in cells for node in _parsed(text).body]
+    imports = [node for text in cells for node in parsed(text).body]
     return any(
         isinstance(node, ast.ImportFrom)
         and node.module == "__future__"
@@ -454,93 +456,3 @@ def _public_module(value: Any) -> str:
         if name in dir(module) and getattr(module, name, None) is value:
             return module_name
     return str(value.__module__)
-
-
-def _source(value: Any, cells: Sequence[str]) -> str | None:
-    """The source of a function or class that stands on its own: no closure, no lambda."""
-    made = value if isinstance(value, type) else inspect.unwrap(value)
-    if getattr(made, "__closure__", None) or value.__name__ == "<lambda>":
-        return None
-    try:
-        source = textwrap.dedent(inspect.getsource(value))
-    except (OSError, TypeError):
-        return _class_in_cells(value, cells) if isinstance(value, type) else None
-    # A wrapper is made anew by the decorators of its source, where these alone have made it; what
-    # was registered with one by `functools.singledispatch` stands elsewhere.
-    is_made_by_it = made is value or (
-        source.startswith("@")
-        and _globals_of(value).get(value.__name__) is value
-        and not hasattr(value, "dispatch")
-    )
-    return source if is_made_by_it else None
-
-
-def _parsed(text: str) -> ast.Module:
-    """The statements of a cell; none of one with a magic, which is no Python."""
-    try:
-        return ast.parse(text)
-    except SyntaxError:
-        return ast.Module(body=[], type_ignores=[])
-
-
-def _class_in_cells(value: type, cells: Sequence[str]) -> str | None:
-    """The class statement in a cell; ``inspect`` finds classes only in modules that have a file."""
-    for function in _functions(value):
-        code = function.__code__
-        text = "".join(linecache.getlines(code.co_filename))
-        if source := _class_statement(text, value.__qualname__, code.co_firstlineno):
-            return source
-    found = (_class_statement(text, value.__qualname__) for text in cells)
-    return next((source for source in found if source), None)
-
-
-def _class_statement(text: str, name: str, line: int | None = None) -> str | None:
-    """The last statement at the top of ``text`` that makes the class, around ``line`` if given."""
-    for node in reversed(_parsed(text).body):
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            first = min([node.lineno, *(part.lineno for part in node.decorator_list)])
-            if line is None or first <= line <= (node.end_lineno or first):
-                return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
-    return None
-
-
-def _globals_read(table: symtable.SymbolTable, *, at_once: bool = False) -> Iterator[str]:
-    """The names that a definition looks up among its globals, and not among its own locals.
-
-    Those of functions, classes and comprehensions inside of it are there, and those of its
-    decorators, bases, defaults and annotations.
-
-    Args:
-        table: of the definition.
-        at_once: only those that it looks up while its own statement runs: the body of a class and
-            comprehensions run there and then, that of a function later.
-    """
-    is_top = table.get_type() == "module"
-    for symbol in table.get_symbols():
-        if symbol.is_referenced() and (is_top or symbol.is_global()):
-            yield symbol.get_name()
-    for child in table.get_children():
-        is_now = child.get_type() == "class" or child.get_name().strip("<>") in _COMPREHENSIONS
-        if is_now or not at_once:
-            yield from _globals_read(child, at_once=at_once)
-
-
-def _globals_of(value: Any) -> Mapping[str, Any]:
-    functions = _functions(value)
-    if functions:
-        return functions[0].__globals__
-    return vars(sys.modules[value.__module__])
-
-
-def _functions(value: Any) -> list[types.FunctionType]:
-    """The function itself; of a class those that it defines, not others that it has as values."""
-    if not isinstance(value, type):
-        return [part for part in [inspect.unwrap(value)] if isinstance(part, types.FunctionType)]
-    parts = [inspect.unwrap(part) for part in vars(value).values() if callable(part)]
-    return [
-        part
-        for part in parts
-        if isinstance(part, types.FunctionType)
-        and part.__module__ == value.__module__
-        and part.__qualname__.startswith(f"{value.__qualname__}.")
-    ]
