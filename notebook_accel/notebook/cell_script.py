@@ -11,7 +11,9 @@
 Which of the notebook's cells are needed is read from their names, from the last cell to the first.
 What may change a needed name is there: a cell too many costs time, one too few gives other results
 without a word. Not seen are changes under another name (``optimizer.step()`` changes a model, too;
-those of a loop's elements are seen), and what functions do to names that they are not given.
+those of a loop's elements are seen), what functions do to names that they are not given, and what
+one does whose value is assigned (``losses = fit(model)``; of ``last = rows.pop()`` and its like it
+is seen).
 """
 
 from __future__ import annotations
