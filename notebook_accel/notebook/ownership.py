@@ -69,6 +69,8 @@ class Ownership:
         self._namespace = namespace
         self._hidden = hidden
         self._known: dict[str, _AgreedName] = {}
+        # Globals that the session's functions, classes and objects look up, by their names.
+        self._uses: dict[str, frozenset[str]] = {}
         # Names of the session that not all ranks have.
         self._in_parts: frozenset[str] = frozenset()
         self._num_calls = 0
@@ -103,6 +105,11 @@ class Ownership:
                 self._known[name] = _AgreedName(self._keys_at_call.get(name), None)
                 self._anew.pop(name, None)
 
+    def note_uses(self, uses: Sequence[Mapping[str, frozenset[str]]]) -> None:
+        """Each rank's values under these names look up those globals."""
+        for name in {name for one in uses for name in one}:
+            self._uses[name] = frozenset[str]().union(*(one.get(name, ()) for one in uses))
+
     def note_pulled(self, name: str) -> None:
         """The notebook has the session's object of this name."""
         self._agree(name, _AgreedName(self._key(name), None, is_pulled=True))
@@ -116,13 +123,15 @@ class Ownership:
         """The ranks have no other names than these."""
         kept = frozenset[str]().union(*names)
         self._known = {name: known for name, known in self._known.items() if name in kept}
+        self._uses = {name: used for name, used in self._uses.items() if name in kept}
         self._in_parts = kept.difference(frozenset.intersection(*names))
 
     def plan_push(self, used: Iterable[str], forced: Iterable[str] = ()) -> Push:
         """What must be pushed before a cell runs.
 
         Args:
-            used: names that the cell uses. Those that functions and classes use belong to them.
+            used: names that the cell uses. Those that functions and classes use belong to them,
+                also of functions and classes that live in the session.
             forced: names that are pushed whoever assigned them.
 
         Raises:
@@ -136,9 +145,12 @@ class Ownership:
         waiting = [*used, *forced]
         while waiting:
             name = waiting.pop()
-            if name in seen or not self.is_ours(name):
+            if name in seen:
                 continue
             seen.add(name)
+            if not self.is_ours(name):
+                waiting += self._uses.get(name, ())
+                continue
             known = self._known.get(name)
             is_newer = (
                 known is None
@@ -147,6 +159,7 @@ class Ownership:
                 or self._key(name) != known.key
             )
             if not is_newer and known is not None and known.digest is None:
+                waiting += self._uses.get(name, ())
                 if known.is_pulled or name not in self._in_parts:
                     continue
                 fills.add(name)

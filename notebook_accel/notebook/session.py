@@ -356,6 +356,7 @@ class NotebookSession:
         if len(answers) < len(self.session.processes):
             return
         self._owners.note_session_assigned({name for one in answers for name in one.assigned})
+        self._owners.note_uses([one.uses for one in answers])
         names = [one.names.union(PROVIDED) for one in answers]
         self.names = frozenset[str]().union(*names)
         self._owners.keep_only(names)

@@ -21,6 +21,7 @@ __all__ = [
     "class_body_names",
     "fill_main",
     "fresh_main",
+    "global_names",
     "install_sources",
     "label_of",
     "main_namespace",
@@ -125,9 +126,14 @@ def _walk_class_bodies(code: types.CodeType) -> Iterator[str]:
         yield from _walk_class_bodies(inner)
 
 
-def _looked_up(code: types.CodeType) -> Iterator[str]:
-    return (
-        step.argval
-        for step in dis.get_instructions(code)
-        if step.opname in ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
-    )
+@lru_cache(maxsize=1024)
+def global_names(code: types.CodeType) -> frozenset[str]:
+    """Names that ``code`` looks up among the globals, or may look up there; those of functions
+    and classes inside of it too."""
+    inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return frozenset(_looked_up(code, "LOAD_GLOBAL")).union(*map(global_names, inner))
+
+
+def _looked_up(code: types.CodeType, *operations: str) -> Iterator[str]:
+    wanted = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", *operations)
+    return (step.argval for step in dis.get_instructions(code) if step.opname in wanted)

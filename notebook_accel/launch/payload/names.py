@@ -36,7 +36,7 @@ class NameFacts:
 
     Attributes:
         digest: differs where the value has changed.
-        names: of the notebook's globals that its functions and classes use.
+        names: of globals that its functions and classes use, whether the notebook has them or not.
         num_bytes: of the memory of its tensors and arrays.
     """
 
@@ -61,7 +61,7 @@ def look_at(name: str, value: object) -> NameFacts:
 
 
 def names_used(value: object) -> frozenset[str]:
-    """The names of the notebook's globals that functions and classes in ``value`` use.
+    """The names of globals that functions and classes in ``value`` use, as ``NameFacts.names``.
 
     Raises:
         Exception: whatever is raised where it cannot be pickled.

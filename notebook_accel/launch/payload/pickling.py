@@ -401,7 +401,7 @@ class SessionPickler(CallPickler):
     them are sent as well is decided name by name, since a name may belong to the ranks.
 
     Attributes:
-        names: of the notebook's globals that what was pickled uses.
+        names: of globals that what was pickled uses, the notebook's or those of the ranks.
     """
 
     def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None = None) -> None:
@@ -411,7 +411,7 @@ class SessionPickler(CallPickler):
     def _note_globals(self, function: types.FunctionType, used: dict[str, Any]) -> None:
         super()._note_globals(function, used)
         if function.__globals__ is cells.main_namespace():
-            self.names.update(used)
+            self.names.update(used, cells.global_names(function.__code__))
             used.clear()
 
 

@@ -15,7 +15,7 @@ from notebook_accel.launch import rank
 from notebook_accel.notebook.worker.post_mortem import PostMortem
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from notebook_accel.launch.payload import CellSource
 
@@ -60,12 +60,14 @@ class NamesOutcome:
     Attributes:
         assigned: names that refer to other objects now; the rank assigned them.
         names: all that there are.
+        uses: names that the code of those looks up, where that may have changed.
         pulled: values that were asked for.
         last_push: number of the call that brought names of the notebook last; 0 for none.
     """
 
     assigned: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
+    uses: Mapping[str, frozenset[str]] = field(default_factory=dict)
     pulled: Mapping[str, Any] = field(default_factory=dict)
     last_push: int = 0
 
@@ -106,10 +108,10 @@ class NamesCall:
         namespace.push(names, self.fills)
         return NamesOutcome(**self.report(namespace))
 
-    def report(self, namespace: Any) -> dict[str, Any]:
+    def report(self, namespace: Any, mentions: Iterable[str] = ()) -> dict[str, Any]:
         """What this rank answers, as arguments of an outcome."""
         is_asked = self.pull_from in (None, rank.current().rank)
-        report: dict[str, Any] = namespace.report(self.pull if is_asked else ())
+        report: dict[str, Any] = namespace.report(self.pull if is_asked else (), mentions)
         return report
 
 
@@ -157,7 +159,7 @@ class CellCall(NamesCall):
         value = None
         if self.ranks is None or rank.current().rank in self.ranks:
             value = namespace.shell.run(self.text, self.source, self.first_line)
-        return CellOutcome(value=value, **self.report(namespace))
+        return CellOutcome(value=value, **self.report(namespace, self.mentions))
 
 
 @dataclass(kw_only=True)

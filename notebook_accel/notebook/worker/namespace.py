@@ -7,12 +7,15 @@ here since the notebook was told last.
 from __future__ import annotations
 
 import functools
-import sys
 import types
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from notebook_accel.launch import rank
+from notebook_accel.launch.payload.cells import global_names
 from notebook_accel.notebook.used_names import is_history
 from notebook_accel.notebook.worker.shell import RankShell, make_shell
 
@@ -77,23 +80,26 @@ class Namespace:
         if renews_group:
             for line in import_module("notebook_accel.training.renewal").renew_group():
                 rank.current().notice(line)
-        mentions = [*mentions, *_names_in(function)]
+        mentions = [*mentions, *globals_used(function, self._names)]
         if _ACCELERATOR not in self._names and self._may_use(mentions, _ACCELERATOR):
             self._names[_ACCELERATOR] = getattr(import_module(_TRAINING), _ACCELERATOR)
             self._reported[_ACCELERATOR] = id(self._names[_ACCELERATOR])
 
-    def report(self, pull: Iterable[str] = ()) -> dict[str, Any]:
+    def report(self, pull: Iterable[str] = (), mentions: Iterable[str] = ()) -> dict[str, Any]:
         """What changed since the last report, as arguments of a ``NamesOutcome``.
 
         Args:
             pull: names of values to give.
+            mentions: names whose code may have changed though they were not assigned.
         """
         now = self._objects()
         assigned = frozenset(name for name, key in now.items() if self._reported.get(name) != key)
         self._reported = now
+        told = assigned.union(mentions).intersection(now)
         return {
             "assigned": assigned,
             "names": frozenset(now),
+            "uses": {name: globals_used(self._names[name], self._names) for name in told},
             "pulled": {name: self._names[name] for name in pull if name in self._names},
             "last_push": self._last_push,
         }
@@ -117,30 +123,56 @@ class Namespace:
                 return True
             if mention not in seen:
                 seen.add(mention)
-                waiting += _names_in(self._names.get(mention))
+                waiting += globals_used(self._names.get(mention), self._names)
         return False
 
 
-def _names_in(value: Any) -> list[str]:
-    """The names that the notebook's code mentions: of a function, a class, or an object of one."""
-    while isinstance(value, functools.partial):
-        value = value.func
-    if isinstance(value, types.MethodType):
-        value = value.__self__
-    if not isinstance(value, (types.FunctionType, type)):
-        value = type(value)
-    main = sys.modules["__main__"].__name__
-    definitions = value.__mro__ if isinstance(value, type) else [value]
-    parts = [
-        part
-        for one in definitions
-        if one.__module__ == main
-        for part in (vars(one).values() if isinstance(one, type) else [one])
-    ]
-    codes = [part.__code__ for part in parts if isinstance(part, types.FunctionType)]
-    found: list[str] = []
-    while codes:
-        code = codes.pop()
-        found += code.co_names
-        codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-    return found
+def globals_used(value: Any, namespace: Mapping[str, Any]) -> frozenset[str]:
+    """The names that the code of a function, a class or an object of one looks up in ``namespace``.
+
+    What it wraps is looked at too: what a closure holds, a ``partial``, the modules of a model.
+    """
+    found: set[str] = set()
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        # isinstance() would ask an object that stands for another one, which may raise.
+        if issubclass(type(part), type):
+            own = [one for one in part.__mro__ if one.__module__ == namespace["__name__"]]
+            waiting += [member for one in own for member in vars(one).values()]
+            continue
+        if issubclass(type(part), types.FunctionType) and part.__globals__ is namespace:
+            found |= global_names(part.__code__)
+        waiting += _wrapped(part)
+    return frozenset(found)
+
+
+def _wrapped(value: Any) -> list[Any]:
+    """What else may run where an object is used: what it wraps, or its class."""
+    kind = type(value)
+    if issubclass(kind, types.FunctionType):
+        return [held for cell in value.__closure__ or () for held in _contents(cell)]
+    if issubclass(kind, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if issubclass(kind, types.MethodType):
+        return [value.__func__, value.__self__]
+    if issubclass(kind, (staticmethod, classmethod)):
+        return [value.__func__]
+    if issubclass(kind, property):
+        return [value.fget, value.fset, value.fdel]
+    if issubclass(kind, torch.nn.Module):
+        # A module whose __init__ has not run, or has failed, cannot list its own.
+        with suppress(AttributeError):
+            return list({type(module) for module in value.modules()})
+    return [kind]
+
+
+def _contents(cell: types.CellType) -> list[Any]:
+    """What a variable of a closure holds; nothing where it was not assigned yet."""
+    with suppress(ValueError):
+        return [cell.cell_contents]
+    return []

@@ -1,0 +1,73 @@
+"""Which names of the notebook reach the ranks of ``%%accelerate``, in a real kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.kernel.notebooks import open_notebook
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.kernel.notebooks import Notebook
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """One notebook with one session of two ranks for the tests of this file."""
+    environment = {"NOTEBOOK_ACCEL_RUNS": str(tmp_path_factory.mktemp("runs"))}
+    with open_notebook(environment) as notebook:
+        notebook.run("%load_ext notebook_accel\nimport torch, functools")
+        notebook.run("%%accelerate -n 2\npass")
+        yield notebook
+
+
+def test_what_lives_in_the_session_uses_the_newest_names_of_the_notebook(book: Notebook) -> None:
+    book.run("""
+        lr = 1
+        def helper(): return "old"
+        def through(): return of_ranks()
+    """)
+    book.run("""
+        %%accelerate
+        def of_ranks(): return lr, helper()
+        class Trainer:
+            def go(self): return of_ranks()
+            @classmethod
+            def go_alike(cls): return lr, helper()
+            @property
+            def gone(self): return (lambda: (lr, helper()))()
+        class Net(torch.nn.Module):
+            def forward(self): return lr, helper()
+        trainer, mine = Trainer(), "of the session"
+        step = functools.partial(trainer.go)
+        no_grad = torch.no_grad()(lambda: (lr, helper(), mine))
+        net = torch.nn.Sequential(Net())
+    """)
+    book.run("lr, mine_too = 2, 0\ndef helper(): return 'new'")
+    for call in (
+        "of_ranks()",
+        "trainer.go()",
+        "Trainer.go_alike()",
+        "trainer.gone",
+        "step()",
+        "no_grad()[:2]",
+        "net[0]()",
+        "through()",
+    ):
+        book.run("lr = lr + 1")
+        newest = book.run("lr; print(lr)").strip()
+        assert book.run(f"%%accelerate\n{call}") == f"ranks 0-1: ({newest}, 'new')\n", call
+    # What the session has assigned itself stays, also below a function that it has.
+    book.run("%%accelerate\nlr = 'of the session'")
+    assert book.run("%%accelerate\nof_ranks()[0]") == "ranks 0-1: 'of the session'\n"
+    # A method that was put in later counts, too.
+    book.run("%%accelerate\nTrainer.go = lambda self: put_in")
+    book.run("put_in = 'put in'")
+    assert book.run("%%accelerate\nTrainer().go()") == "ranks 0-1: 'put in'\n"
+    # Not what only has the name of an attribute.
+    book.run("%%accelerate\ndef reads(one): return one.generator")
+    book.run("generator = (i for i in [1])")
+    assert book.run("%%accelerate\nreads(type('One', (), {'generator': 5}))") == "ranks 0-1: 5\n"
