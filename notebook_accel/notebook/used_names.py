@@ -6,7 +6,8 @@
     rows.append(total)       uses rows and changes it
 
 What a cell does by ``exec`` or by magics is not seen, apart from names that stand in the text of a
-magic: in ``%time f(x)`` are ``f`` and ``x``.
+magic: in ``%time f(x)`` are ``f`` and ``x``. Which names in functions, classes and comprehensions
+are their own, and which are the cell's, Python's ``symtable`` knows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import builtins
 import re
 import symtable
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +36,10 @@ __all__ = [
 
 # IPython's own names for what was typed and shown.
 _HISTORY = re.compile(r"_+|_i+|_i?\d+|_[iods]h|_exit_code|In|Out")
-_IDENTIFIER = re.compile(r"[^\W\d]\w*")
+# A name, but not the letters before a text, as in f"{x}".
+_IDENTIFIER = re.compile(r"(?:(?<!\$)\b[rbfuRBFU]{1,2}(?=['\"]))|\b([^\W\d]\w*)")
+# In the place of which IPython puts a value.
+_EXPANDED = re.compile(r"\{[^{}]*\}|\$\w+")
 # Magics that run the rest of the cell as it is, and look on.
 _WATCHER = re.compile(r"\A\s*%%(time|capture|prun)\b[^\n]*\n")
 # Functions that change nothing that they are given.
@@ -100,16 +105,13 @@ def names_of(text: str) -> CellNames:
     """
     try:
         tree = ast.parse(text)
-        looked_up = set(_looked_up(symtable.symtable(text, "", "exec")))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        reader = _Reader(symtable.symtable(text, "", "exec"))
+    except _NO_PYTHON:
         return CellNames()
-    reader = _Reader()
     certain: set[str] = set()
     reader.block(tree.body, certain)
-    # The reader does not tell the arguments of a function from the names around it.
-    used = (reader.used & looked_up) | reader.named_for_ipython
     return CellNames(
-        used=frozenset(used),
+        used=frozenset(reader.used),
         assigned=frozenset(reader.assigned),
         certain=frozenset(certain),
         changed=frozenset(reader.changed),
@@ -118,11 +120,12 @@ def names_of(text: str) -> CellNames:
 
 
 def _looked_up(table: symtable.SymbolTable) -> Iterator[str]:
-    """Names that are looked up among the globals, by the cell or by functions in it."""
-    is_top = table.get_type() == "module"
+    """Names that a function, a class or a comprehension looks up among the globals."""
+    is_class = table.get_type() == "class"
     for symbol in table.get_symbols():
-        # A statement such as ``x += 1`` reads what it assigns.
-        if is_top or (symbol.is_global() and symbol.is_referenced()):
+        # A class that assigns a name may have looked it up among the globals before: ``lr = lr``.
+        may_be_global = symbol.is_global() or (is_class and symbol.is_local())
+        if may_be_global and symbol.is_referenced():
             yield symbol.get_name()
     for child in table.get_children():
         yield from _looked_up(child)
@@ -130,14 +133,25 @@ def _looked_up(table: symtable.SymbolTable) -> Iterator[str]:
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# What has names of its own.
+_SCOPES = (*_FUNCTIONS, ast.ClassDef, *_COMPREHENSIONS)
+# What parsing a text raises that is none.
+_NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 class _Reader:
-    """Goes through statements in their order, with the names that are certainly there so far."""
+    """Goes through statements in their order, with the names that are certainly there so far.
 
-    def __init__(self) -> None:
+    Args:
+        table: Python's own account of the cell's names.
+    """
+
+    def __init__(self, table: symtable.SymbolTable) -> None:
+        # By the line where a function, class or comprehension at the top of the cell begins.
+        self._looked_up: dict[int, set[str]] = {}
+        for child in table.get_children():
+            self._looked_up.setdefault(child.get_lineno(), set()).update(_looked_up(child))
         self.used: set[str] = set()
-        self.named_for_ipython: set[str] = set()
         self.assigned: set[str] = set()
         self.changed: set[str] = set()
         self.sets_seed = False
@@ -184,17 +198,26 @@ class _Reader:
 
     def _read(self, node: ast.AST, own: set[str], skip: Iterable[ast.AST] = ()) -> None:
         """Note the names that a node reads, functions inside of it included."""
+        read: set[str] = set()
+        declared: set[str] = set()
+        rebound: set[str] = set()
         for part in _walk(node, skip):
-            if isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Store):
-                if part.id not in own:
-                    self.used.add(part.id)
-            elif isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
-                if part.target.id not in own:
-                    self.used.add(part.target.id)
-            elif isinstance(part, ast.Global):
-                self.assigned.update(part.names)
+            if isinstance(part, ast.Global):
+                declared.update(part.names)
             elif isinstance(part, ast.Call):
-                self.named_for_ipython |= _names_for_ipython(part)
+                read |= _names_for_ipython(part)
+            else:
+                rebound |= _rebound(part)
+        for part in _walk_outside(node, skip):
+            if isinstance(part, _SCOPES):
+                read |= self._looked_up.get(part.lineno, set())
+            elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
+                read.add(part.id)
+            else:
+                read |= _rebound(part)
+        self.assigned |= declared
+        # Of ``global n; n += 1`` the table says only that it assigns.
+        self.used |= (read | (declared & rebound)) - own
 
     def _bound(self, node: ast.AST, skip: Iterable[ast.AST] = ()) -> set[str]:
         """The names that a statement assigns here, not those inside of functions and classes.
@@ -223,6 +246,13 @@ class _Reader:
         return found - deleted
 
 
+def _rebound(node: ast.AST) -> set[str]:
+    """The name that must be there for a node to assign or delete it."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        return {node.target.id}
+    return {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del) else set()
+
+
 def _walk(node: ast.AST, skip: Iterable[ast.AST] = ()) -> Iterable[ast.AST]:
     """A node with all that is in it, apart from ``skip``."""
     skipped = set(map(id, skip))
@@ -232,6 +262,24 @@ def _walk(node: ast.AST, skip: Iterable[ast.AST] = ()) -> Iterable[ast.AST]:
         if id(part) not in skipped:
             yield part
             waiting += ast.iter_child_nodes(part)
+
+
+def _walk_outside(node: ast.AST, skip: Iterable[ast.AST] = ()) -> Iterable[ast.AST]:
+    """As :func:`_walk`; of what has names of its own only itself and what is evaluated around it,
+    such as the defaults of a function."""
+    skipped = set(map(id, skip))
+    waiting = [node]
+    while waiting:
+        part = waiting.pop()
+        if id(part) in skipped:
+            continue
+        yield part
+        if isinstance(part, _COMPREHENSIONS):
+            waiting.append(part.generators[0].iter)
+            continue
+        inside: Any = getattr(part, "body", []) if isinstance(part, _SCOPES) else []
+        inside = inside if isinstance(inside, list) else [inside]
+        waiting += [one for one in ast.iter_child_nodes(part) if one not in inside]
 
 
 def _walk_here(node: ast.AST, skip: Iterable[ast.AST] = ()) -> Iterable[ast.AST]:
@@ -366,4 +414,15 @@ def _names_for_ipython(call: ast.Call) -> set[str]:
     # The first of several is the name of a magic.
     texts = [part.value for part in call.args[-2:] if isinstance(part, ast.Constant)]
     texts = texts[1:] if function.attr.endswith("magic") and len(call.args) == 2 else texts
-    return {name for text in texts for name in _IDENTIFIER.findall(str(text))}
+    return {name for text in texts for name in _names_in_magic(str(text))}
+
+
+def _names_in_magic(text: str) -> set[str]:
+    """Names in the text of a magic: Python, or a command into which IPython puts values."""
+    used: frozenset[str] = frozenset()
+    with suppress(*_NO_PYTHON):
+        parts = ast.walk(ast.parse(text))
+        constants = [str(part.value) for part in parts if isinstance(part, ast.Constant)]
+        used = names_of(text).used
+        text = " ".join(_EXPANDED.findall(" ".join(constants)))
+    return {name for name in _IDENTIFIER.findall(text) if name} | used

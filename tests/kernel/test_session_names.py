@@ -71,3 +71,11 @@ def test_what_lives_in_the_session_uses_the_newest_names_of_the_notebook(book: N
     book.run("%%accelerate\ndef reads(one): return one.generator")
     book.run("generator = (i for i in [1])")
     assert book.run("%%accelerate\nreads(type('One', (), {'generator': 5}))") == "ranks 0-1: 5\n"
+
+
+def test_names_that_only_functions_and_texts_have_are_not_pushed(book: Notebook) -> None:
+    book.run("model = f = (i for i in [1])\nrows = 3")
+    text = book.run("%%accelerate\ndef train(model): return model\nmodel = 5\ntrain(model)")
+    assert text == "ranks 0-1: 5\n"
+    book.run("%%accelerate\n%time print(f'{rows:.2f}')")
+    assert "`f` (generator) cannot travel" in book.fails("%%accelerate\ndef g(): return f")
