@@ -33,7 +33,7 @@ from notebook_accel.notebook.post_mortem import debug
 from notebook_accel.notebook.session_hints import SessionHints
 from notebook_accel.notebook.sources import cell_sources
 from notebook_accel.notebook.starting_line import StartingLine
-from notebook_accel.notebook.used_names import names_of
+from notebook_accel.notebook.used_names import names_of, submodules
 from notebook_accel.notebook.values import show_values
 from notebook_accel.notebook.views import choose_view
 from notebook_accel.notebook.worker.calls import (
@@ -55,11 +55,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Run
 
-__all__ = [
-    "CellOptions",
-    "NotebookSession",
-    "num_ranks",
-]
+__all__ = ["CellOptions", "NotebookSession", "num_ranks"]
 
 _DEBUG = "`%accelerate debug` looks into its frames"
 _RESTART = "`%accelerate restart` starts new ranks; the names of the old ones are lost"
@@ -202,6 +198,7 @@ class NotebookSession:
             first_line=first_line,
             label=f"In[{number}]",
             mentions=found.used,
+            imports=submodules(found.dotted, self._shell.user_ns),
             ranks=options.ranks,
             renews_group=self._ends.has_lost_group,
             pull=options.pull,

@@ -17,12 +17,13 @@ import builtins
 import re
 import symtable
 import sys
+import types
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "LAUNCHERS",
@@ -31,6 +32,7 @@ __all__ = [
     "is_history",
     "names_of",
     "only_looks",
+    "submodules",
     "without_watcher",
 ]
 
@@ -82,6 +84,7 @@ class CellNames:
 
     Attributes:
         used: those that the cell reads and has not certainly assigned before.
+        dotted: names with attributes, as they stand anywhere in the cell: "os.path.join".
         assigned: those that it assigns or deletes at its top, or as ``global`` in a function.
         certain: of those, the ones that it has assigned whenever it comes to its end;
             loops are taken to run.
@@ -92,6 +95,7 @@ class CellNames:
     """
 
     used: frozenset[str] = frozenset()
+    dotted: frozenset[str] = frozenset()
     assigned: frozenset[str] = frozenset()
     certain: frozenset[str] = frozenset()
     changed: frozenset[str] = frozenset()
@@ -112,11 +116,30 @@ def names_of(text: str) -> CellNames:
     reader.block(tree.body, certain)
     return CellNames(
         used=frozenset(reader.used),
+        dotted=frozenset(reader.dotted),
         assigned=frozenset(reader.assigned),
         certain=frozenset(certain),
         changed=frozenset(reader.changed),
         sets_seed=reader.sets_seed,
     )
+
+
+def submodules(dotted: Iterable[str], namespace: Mapping[str, Any]) -> frozenset[str]:
+    """The modules that these names reach by a package in ``namespace``.
+
+    ``import xml.dom.minidom`` assigns ``xml`` alone: who is given that has not imported the rest.
+    """
+    found: set[str] = set()
+    for names in dotted:
+        first, *rest = names.split(".")
+        package = namespace.get(first)
+        name = package.__name__ if isinstance(package, types.ModuleType) else ""
+        for part in rest:
+            name = f"{name}.{part}"
+            if sys.modules.get(name) is None:
+                break
+            found.add(name)
+    return frozenset(found)
 
 
 def _looked_up(table: symtable.SymbolTable) -> Iterator[str]:
@@ -152,6 +175,7 @@ class _Reader:
         for child in table.get_children():
             self._looked_up.setdefault(child.get_lineno(), set()).update(_looked_up(child))
         self.used: set[str] = set()
+        self.dotted: set[str] = set()
         self.assigned: set[str] = set()
         self.changed: set[str] = set()
         self.sets_seed = False
@@ -204,10 +228,11 @@ class _Reader:
         for part in _walk(node, skip):
             if isinstance(part, ast.Global):
                 declared.update(part.names)
-            elif isinstance(part, ast.Call):
-                read |= _names_for_ipython(part)
-            else:
-                rebound |= _rebound(part)
+            for text in _texts_for_ipython(part) if isinstance(part, ast.Call) else ():
+                read |= _names_in_magic(text)
+                self.dotted |= names_of(text).dotted
+            self.dotted |= _dotted(part)
+            rebound |= _rebound(part)
         for part in _walk_outside(node, skip):
             if isinstance(part, _SCOPES):
                 read |= self._looked_up.get(part.lineno, set())
@@ -251,6 +276,17 @@ def _rebound(node: ast.AST) -> set[str]:
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
         return {node.target.id}
     return {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del) else set()
+
+
+def _dotted(node: ast.AST) -> set[str]:
+    """The name with its attributes, where the node is one of these."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    if not names or not isinstance(node, ast.Name):
+        return set()
+    return {".".join([node.id, *names])}
 
 
 def _walk(node: ast.AST, skip: Iterable[ast.AST] = ()) -> Iterable[ast.AST]:
@@ -403,18 +439,18 @@ def _changed_by(call: ast.Call) -> set[str]:
     return _all_stand_for(_arguments(call))
 
 
-def _names_for_ipython(call: ast.Call) -> set[str]:
-    """Names in the text of a magic or of a shell line: ``get_ipython().system('ls {folder}')``."""
+def _texts_for_ipython(call: ast.Call) -> list[str]:
+    """The texts of a magic or of a shell line: ``get_ipython().system('ls {folder}')``."""
     function = call.func
     if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Call):
-        return set()
+        return []
     owner = function.value.func
     if not isinstance(owner, ast.Name) or owner.id != "get_ipython":
-        return set()
+        return []
     # The first of several is the name of a magic.
     texts = [part.value for part in call.args[-2:] if isinstance(part, ast.Constant)]
     texts = texts[1:] if function.attr.endswith("magic") and len(call.args) == 2 else texts
-    return {name for text in texts for name in _names_in_magic(str(text))}
+    return list(map(str, texts))
 
 
 def _names_in_magic(text: str) -> set[str]:

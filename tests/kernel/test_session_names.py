@@ -79,3 +79,24 @@ def test_names_that_only_functions_and_texts_have_are_not_pushed(book: Notebook)
     assert text == "ranks 0-1: 5\n"
     book.run("%%accelerate\n%time print(f'{rows:.2f}')")
     assert "`f` (generator) cannot travel" in book.fails("%%accelerate\ndef g(): return f")
+
+
+def test_modules_of_a_package_that_the_notebook_has_are_there(book: Notebook) -> None:
+    book.run("""
+        import wsgiref.util, xml.dom as trees, xml.dom.minidom, xmlrpc.client, sys, types
+        def of_notebook(): return xmlrpc.client.__name__
+        import curses
+        sys.modules["curses.made"] = curses.made = types.ModuleType("curses.made")
+    """)
+    assert book.run("%%accelerate\nwsgiref.util.__name__, of_notebook()") == (
+        "ranks 0-1: ('wsgiref.util', 'xmlrpc.client')\n"
+    )
+    assert book.run("%%accelerate\ndef parse(): return trees.minidom.__name__\nparse()") == (
+        "ranks 0-1: 'xml.dom.minidom'\n"
+    )
+    assert "wsgiref.simple_server" in book.run(
+        "import wsgiref.simple_server\n"
+        "get_ipython().run_cell_magic('accelerate', '', '%time x = wsgiref.simple_server\\nx')"
+    )
+    text = book.fails("%%accelerate\ncurses.made")
+    assert "module 'curses' has no attribute 'made'" in text

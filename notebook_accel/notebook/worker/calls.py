@@ -125,6 +125,7 @@ class CellCall(NamesCall):
         first_line: number of the text's first line there.
         label: what the run is called: "In[3]".
         mentions: names that the cell may use.
+        imports: modules that it reaches by their packages.
         ranks: which ranks run it; None for all.
         renews_group: whether all ranks had a process group in the call before, which did not end
             well: they make it anew first.
@@ -135,6 +136,7 @@ class CellCall(NamesCall):
     first_line: int
     label: str
     mentions: frozenset[str] = frozenset()
+    imports: frozenset[str] = frozenset()
     ranks: frozenset[int] | None = None
     renews_group: bool = False
     _notebook_accel_no_script: ClassVar[str] = (
@@ -156,6 +158,7 @@ class CellCall(NamesCall):
         namespace = _rank_namespace()
         namespace.push(names, self.fills)
         namespace.get_ready(self.mentions, renews_group=self.renews_group)
+        namespace.import_modules(self.imports)
         value = None
         if self.ranks is None or rank.current().rank in self.ranks:
             value = namespace.shell.run(self.text, self.source, self.first_line)

@@ -85,6 +85,16 @@ class Namespace:
             self._names[_ACCELERATOR] = getattr(import_module(_TRAINING), _ACCELERATOR)
             self._reported[_ACCELERATOR] = id(self._names[_ACCELERATOR])
 
+    def import_modules(self, names: Iterable[str]) -> None:
+        """Import what the notebook has imported; what cannot be is missed where the cell uses it.
+
+        Args:
+            names: of modules whose packages the cell finds under names of its own.
+        """
+        for name in names:
+            with suppress(ImportError):
+                import_module(name)
+
     def report(self, pull: Iterable[str] = (), mentions: Iterable[str] = ()) -> dict[str, Any]:
         """What changed since the last report, as arguments of a ``NamesOutcome``.
 
