@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import unicodedata
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
-from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.display import display
 
 from notebook_accel.config import resolve
@@ -156,7 +157,7 @@ class AccelerateMagics(Magics):
             with show_in_short():
                 self._command(line)
             return None
-        options = parse_argstring(self.accelerate, line)
+        options = self.accelerate.parser.parse_args(_split(f"%%accelerate {line}")[1:])
         if options.help:
             print(self.accelerate.__doc__)  # noqa: T201
             return None
@@ -255,10 +256,7 @@ class AccelerateMagics(Magics):
     # ---- %accelerate COMMAND ---------------------------------------------------------------
 
     def _command(self, line: str) -> None:
-        try:
-            name, *arguments = shlex.split(line) or ["status"]
-        except ValueError as error:  # a quote without its end
-            raise UsageError(f"%accelerate {line}: {error}") from None
+        name, *arguments = _split(f"%accelerate {line}")[1:] or ["status"]
         if name in ("-h", "--help"):
             print(self.accelerate.__doc__)  # noqa: T201
             return
@@ -272,12 +270,12 @@ class AccelerateMagics(Magics):
         _COMMANDS[name](self, arguments)
 
     def _start(self, arguments: Sequence[str]) -> None:
-        options = parse_argstring(_start_options, shlex.join(arguments))
+        options = _start_options.parser.parse_args(arguments)
         kernel_session.start_session(self._notebook, *_settings(options))
 
     def _restart(self, arguments: Sequence[str]) -> None:
         running = kernel_session.current_session()
-        options = parse_argstring(_start_options, shlex.join(arguments))
+        options = _start_options.parser.parse_args(arguments)
         config, notices = _settings(options)
         if running is not None and options.config is None:
             changed = {name: value for name, value in _given(options).items() if value is not None}
@@ -300,7 +298,7 @@ class AccelerateMagics(Magics):
             print(f"the ranks of {held.name}, which failed, wait for %accelerate debug")  # noqa: T201
 
     def _pull(self, arguments: Sequence[str]) -> None:
-        options = parse_argstring(_pull_options, shlex.join(arguments))
+        options = _pull_options.parser.parse_args(arguments)
         names = _some_names(options.names)
         self._running().pull(names, rank=None if options.each_rank else options.rank)
 
@@ -427,9 +425,17 @@ def _check_syntax(text: str, filename: str) -> None:
     compile("\n" + text, filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
 
 
+def _split(line: str) -> list[str]:
+    """The words of a line, as a shell splits them; IPython's own way keeps the quotes."""
+    try:
+        return shlex.split(line)
+    except ValueError as error:  # a quote without its end
+        raise UsageError(f"{line}: {error}") from None
+
+
 def _parse_names(text: str | None) -> tuple[str, ...]:
-    """``a,b`` and ``a b`` as names."""
-    names = tuple((text or "").replace(",", " ").split())
+    """``a,b`` and ``a b`` as names, in the form in which Python keeps them."""
+    names = tuple(unicodedata.normalize("NFKC", text or "").replace(",", " ").split())
     for name in names:
         if not name.isidentifier():
             raise UsageError(f"{name!r} is no name of a variable; expected some such as model,loss")

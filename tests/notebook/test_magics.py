@@ -15,6 +15,7 @@ from notebook_accel.notebook import kernel_session, magics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -156,3 +157,34 @@ def test_tab_completes_commands_options_and_names_of_the_session(
     assert offered("%accelerate restart --n") == {"--num-processes"}
     assert {"--ranks", "--bg", "--no-push"} <= offered("%%accelerate --", "\nmodel")
     assert offered("%%accelerate --bg --pull mo", "\nmodel") == {"model"}
+
+
+def test_a_quoted_option_is_what_stands_between_the_quotes(
+    shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(magics, "run_cell", lambda *_args: SimpleNamespace(results=[]))
+    assert shell.run_cell('%%accelerate --fresh --write "my script.py"\nx = 1').success
+    assert [path.name for path in tmp_path.iterdir()] == ["my script.py"]
+    assert "wrote my script.py" in capsys.readouterr().out
+    for line in (
+        "%%accelerate --config 'my settings.yaml'\n1",
+        '%accelerate start --config="my settings.yaml"',
+        "%accelerate config my\\ settings.yaml",
+    ):
+        assert not shell.run_cell(line).success
+        assert "config file 'my settings.yaml'" in "".join(capsys.readouterr())
+    assert not shell.run_cell("%%accelerate --write 'my script.py\n1").success
+    assert "%%accelerate --write 'my script.py: No closing" in "".join(capsys.readouterr())
+
+
+def test_names_are_written_as_python_writes_them(
+    shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, ...]] = []
+    running = SimpleNamespace(push=asked.append, pull=lambda names, rank: asked.append(names))
+    monkeypatch.setattr(kernel_session, "current_session", lambda: running)
+    # A micro sign, which Python keeps as the Greek letter.
+    for line in ("%accelerate push \u00b5,größe", "%accelerate pull \u00b5 größe --rank 1"):
+        assert shell.run_cell(line).success
+    assert asked == [("\u03bc", "größe")] * 2
