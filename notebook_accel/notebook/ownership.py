@@ -24,6 +24,8 @@ __all__ = ["Ownership", "Push"]
 
 # From this size on a push is worth a line: every rank gets a copy of its own.
 _LARGE_BYTES = 100_000_000
+# What IPython puts into a notebook beside its history.
+_IPYTHONS = ("exit", "get_ipython", "open", "quit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,8 @@ class Ownership:
 
     Args:
         namespace: the notebook's.
-        hidden: what of it no person has put there, by name.
+        hidden: what of it IPython does not list, by name: its own, and what startup files,
+            ``%pylab`` and the like have put there for the person.
     """
 
     def __init__(self, namespace: Mapping[str, Any], hidden: Mapping[str, Any]) -> None:
@@ -183,6 +186,8 @@ class Ownership:
         """Whether the notebook has such a name that a person gave."""
         if name not in self._namespace or is_history(name):
             return False
+        if name not in _IPYTHONS and not name.startswith("__"):
+            return True
         return name not in self._hidden or self._hidden[name] is not self._namespace[name]
 
     def _agree(self, name: str, agreed: _AgreedName) -> None:

@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """One notebook with one session of two ranks for the tests of this file."""
-    environment = {"NOTEBOOK_ACCEL_RUNS": str(tmp_path_factory.mktemp("runs"))}
+    profile = tmp_path_factory.mktemp("ipython")
+    startup = profile / "profile_default" / "startup"
+    startup.mkdir(parents=True)
+    (startup / "00.py").write_text("import collections as cs\ndef of_startup(): return cs.__name__")
+    environment = {
+        "NOTEBOOK_ACCEL_RUNS": str(tmp_path_factory.mktemp("runs")),
+        "IPYTHONDIR": str(profile),
+    }
     with open_notebook(environment) as notebook:
         notebook.run("%load_ext notebook_accel\nimport torch, functools")
         notebook.run("%%accelerate -n 2\npass")
@@ -100,3 +107,22 @@ def test_modules_of_a_package_that_the_notebook_has_are_there(book: Notebook) ->
     )
     text = book.fails("%%accelerate\ncurses.made")
     assert "module 'curses' has no attribute 'made'" in text
+
+
+def test_names_of_startup_files_are_the_persons_and_those_of_ipython_are_not(
+    book: Notebook,
+) -> None:
+    assert book.run("%%accelerate\ncs.__name__, of_startup()") == (
+        "ranks 0-1: ('collections', 'collections')\n"
+    )
+    # As %pylab does it.
+    book.run("get_ipython().push({'of_magic': 5}, interactive=False)\n%accelerate push of_magic,cs")
+    assert book.run("%%accelerate --no-push\nof_magic") == "ranks 0-1: 5\n"
+    book.run("%%accelerate\nopen, exit, quit, get_ipython(), In, Out, __name__, __doc__;")
+    for name in ("open", "get_ipython", "In", "__name__"):
+        assert f"the notebook has no `{name}`" in book.fails(f"%accelerate push {name}")
+    book.run("open = 3")
+    assert book.run("%%accelerate\nopen") == "ranks 0-1: 3\n"
+    book.run("%%accelerate\nopen = 4")
+    assert book.run("%%accelerate\nopen") == "ranks 0-1: 4\n"
+    book.run("del open")

@@ -120,7 +120,9 @@ class Namespace:
         return {
             name: id(value)
             for name, value in self._names.items()
-            if name not in hidden and not name.startswith("__") and not is_history(name)
+            if not (name in hidden and hidden[name] is value)
+            and not name.startswith("__")
+            and not is_history(name)
         }
 
     def _may_use(self, mentions: Iterable[str], name: str) -> bool:
