@@ -295,7 +295,7 @@ class NotebookSession:
         notices: Sequence[str] = (),
     ) -> Run:
         """Send a request with the names that go along; waits for it with ``block``."""
-        request.fills = push.fills
+        request.fills, request.forgets = push.fills, push.forgets
         sources = cell_sources(self._shell)
         self._owners.note_call()
         self._ends.about_to_send(

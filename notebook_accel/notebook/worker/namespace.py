@@ -55,8 +55,13 @@ class Namespace:
         self._names.update({name: getattr(training, name) for name in _AT_ONCE})
         self._reported = self._objects()
 
-    def push(self, names: Mapping[str, Any], fills: Collection[str] = ()) -> None:
-        """Take names of the notebook; those in ``fills`` only where there are none."""
+    def push(
+        self, names: Mapping[str, Any], fills: Collection[str] = (), forgets: Iterable[str] = ()
+    ) -> None:
+        """Take names of the notebook, those in ``fills`` only where there are none; drop others."""
+        for name in forgets:
+            self._names.pop(name, None)
+            self._reported.pop(name, None)
         if names:
             self._last_push = rank.current().call
         names = {
