@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from dataclasses import dataclass
 from types import FunctionType
@@ -78,13 +79,22 @@ def as_code(config: LaunchConfig, function: str | None, arguments: str) -> str:
     Raises:
         SyntaxError: ``arguments`` is no list of arguments.
     """
-    settings = "".join(f"    {name}={value!r},\n" for name, value in config.to_dict().items())
+    given = config.to_dict().items()
+    settings = "".join(f"    {name}={_expression(value)},\n" for name, value in given)
     made = f"LaunchConfig(\n{settings})" if settings else "LaunchConfig()"
     call = f"notebook_launcher({function or 'train'}, {_given(arguments)}config=config)"
     return (
         "from notebook_accel import LaunchConfig, notebook_launcher\n\n"
         f"config = {made}\nrun = {call}"
     )
+
+
+def _expression(value: object) -> str:
+    """``repr(value)``, in which infinite numbers are Python's as well."""
+    if isinstance(value, dict):
+        items = (f"{key!r}: {_expression(each)}" for key, each in value.items())
+        return f"{{{', '.join(items)}}}"
+    return 'float("inf")' if value == math.inf else repr(value)
 
 
 def _given(arguments: str) -> str:

@@ -10,6 +10,7 @@ import threading
 from dataclasses import fields, replace
 from functools import partial
 from html import unescape
+from math import inf
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,14 @@ def test_the_code_and_the_yaml_mean_the_settings(tmp_path: Path) -> None:
     other._path.value = picker._path.value
     other._buttons["Load"].click()
     assert other.config == FULL
+
+
+def test_the_code_of_an_infinite_number_runs() -> None:
+    config = LaunchConfig(grace=inf, deepspeed={"zero_stage": 2, "gradient_clipping": inf})
+    scope: dict[str, Any] = {}
+    exec(as_code(config, None, "").rpartition("\n")[0], scope)
+    assert scope["config"] == config
+    assert LaunchConfig(**yaml.safe_load(as_yaml(config))) == config
 
 
 def test_a_bad_value_is_told_beside_its_field_and_nothing_can_be_launched() -> None:
