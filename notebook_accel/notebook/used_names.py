@@ -6,8 +6,8 @@
     rows.append(total)       uses rows and changes it
 
 What a cell does by ``exec`` or by magics is not seen, apart from names that stand in the text of a
-magic: in ``%time f(x)`` are ``f`` and ``x``. Which names in functions, classes and comprehensions
-are their own, and which are the cell's, Python's ``symtable`` knows.
+magic: in ``%time f(x)`` are ``f`` and ``x``. Which names in functions and classes are their own,
+and which are the cell's, Python's ``symtable`` knows.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import re
 import symtable
 import sys
 import types
+import unicodedata
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -142,8 +143,17 @@ def submodules(dotted: Iterable[str], namespace: Mapping[str, Any]) -> frozenset
     return frozenset(found)
 
 
+def _definitions(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    """The functions and classes of a cell, also those in comprehensions."""
+    for child in table.get_children():
+        if child.get_name() in ("listcomp", "setcomp", "dictcomp", "genexpr"):
+            yield from _definitions(child)
+        else:
+            yield child
+
+
 def _looked_up(table: symtable.SymbolTable) -> Iterator[str]:
-    """Names that a function, a class or a comprehension looks up among the globals."""
+    """Names that a function or a class looks up among the globals."""
     is_class = table.get_type() == "class"
     for symbol in table.get_symbols():
         # A class that assigns a name may have looked it up among the globals before: ``lr = lr``.
@@ -156,8 +166,7 @@ def _looked_up(table: symtable.SymbolTable) -> Iterator[str]:
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-# What has names of its own.
-_SCOPES = (*_FUNCTIONS, ast.ClassDef, *_COMPREHENSIONS)
+_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 # What parsing a text raises that is none.
 _NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 
@@ -170,9 +179,9 @@ class _Reader:
     """
 
     def __init__(self, table: symtable.SymbolTable) -> None:
-        # By the line where a function, class or comprehension at the top of the cell begins.
+        # By the line where a function or class at the top of the cell begins.
         self._looked_up: dict[int, set[str]] = {}
-        for child in table.get_children():
+        for child in _definitions(table):
             self._looked_up.setdefault(child.get_lineno(), set()).update(_looked_up(child))
         self.used: set[str] = set()
         self.dotted: set[str] = set()
@@ -233,16 +242,28 @@ class _Reader:
                 self.dotted |= names_of(text).dotted
             self.dotted |= _dotted(part)
             rebound |= _rebound(part)
+        self.assigned |= declared
+        # Of ``global n; n += 1`` the table says only that it assigns.
+        read |= (declared & rebound) | self._found_outside(node, skip)
+        self.used |= read - own
+
+    def _found_outside(self, node: ast.AST, skip: Iterable[ast.AST] = ()) -> set[str]:
+        """Names that a node reads and has not of its own."""
+        read: set[str] = set()
         for part in _walk_outside(node, skip):
-            if isinstance(part, _SCOPES):
+            if isinstance(part, _DEFINITIONS):
                 read |= self._looked_up.get(part.lineno, set())
+            elif isinstance(part, _COMPREHENSIONS):
+                # Not from the table: from Python 3.12 on it has no part for these.
+                inside = set[str]()
+                for child in ast.iter_child_nodes(part):
+                    inside |= self._found_outside(child, [part.generators[0].iter])
+                read |= inside.difference(*(_names_in(each.target) for each in part.generators))
             elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
                 read.add(part.id)
             else:
                 read |= _rebound(part)
-        self.assigned |= declared
-        # Of ``global n; n += 1`` the table says only that it assigns.
-        self.used |= (read | (declared & rebound)) - own
+        return read
 
     def _bound(self, node: ast.AST, skip: Iterable[ast.AST] = ()) -> set[str]:
         """The names that a statement assigns here, not those inside of functions and classes.
@@ -313,7 +334,7 @@ def _walk_outside(node: ast.AST, skip: Iterable[ast.AST] = ()) -> Iterable[ast.A
         if isinstance(part, _COMPREHENSIONS):
             waiting.append(part.generators[0].iter)
             continue
-        inside: Any = getattr(part, "body", []) if isinstance(part, _SCOPES) else []
+        inside: Any = getattr(part, "body", []) if isinstance(part, _DEFINITIONS) else []
         inside = inside if isinstance(inside, list) else [inside]
         waiting += [one for one in ast.iter_child_nodes(part) if one not in inside]
 
@@ -327,7 +348,7 @@ def _walk_here(node: ast.AST, skip: Iterable[ast.AST] = ()) -> Iterable[ast.AST]
         if id(part) in skipped:
             continue
         yield part
-        if isinstance(part, (*_FUNCTIONS, ast.ClassDef)):
+        if isinstance(part, _DEFINITIONS):
             continue
         inner: list[Any] = list(ast.iter_child_nodes(part))
         if isinstance(part, _COMPREHENSIONS):
@@ -461,4 +482,6 @@ def _names_in_magic(text: str) -> set[str]:
         constants = [str(part.value) for part in parts if isinstance(part, ast.Constant)]
         used = names_of(text).used
         text = " ".join(_EXPANDED.findall(" ".join(constants)))
+    # Python keeps names in this form.
+    text = unicodedata.normalize("NFKC", text)
     return {name for name in _IDENTIFIER.findall(text) if name} | used

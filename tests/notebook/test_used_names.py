@@ -19,6 +19,11 @@ def used(text: str) -> set[str]:
         ("scale = lambda x=x: x\nx = 1", "x"),
         ("[x for x in x]", "x"),
         ("[y for x in rows for y in x]\ny = x = 1", "rows"),
+        ("[scaled(x) for x in rows if keep(x)]\nx = 1", "scaled rows keep"),
+        ("[[x + y + z for y in x] for x in rows]\ny = 1", "rows z"),
+        ("[lambda y: x + y + z for x in rows]\nx = y = 1", "rows z"),
+        ("def f(): return [scaled(x) for x in rows]", "scaled rows"),
+        ("class A:\n    rows = [scaled(k) for _ in range(k)]", "scaled range k"),
         ("{row: value for row, value in pairs}\nrow = value = 1", "pairs"),
         ("found = any((hit := row) for row in rows)\nprint(hit)", "any rows"),
         ("def count():\n    n = 0\n    def add():\n        nonlocal n\n        n += 1\nn = 1", ""),
@@ -40,6 +45,8 @@ def used(text: str) -> set[str]:
         # ---- what IPython reads ----
         ("%time print(f'{x:.2f}')", "x"),
         ("%time f(x)", "f x"),
+        # A micro sign, which Python keeps as the Greek letter.
+        ("%timeit -n 3 f(\u00b5)", "f n \u03bc"),
         ("%timeit -n 3 print(f'{x:.2f}')", "x n"),
         ("%%time\nprint(f'{rows}', rb'model')", "rows"),
         ("!ls {folder} $name", "ls folder name"),
