@@ -105,12 +105,17 @@ class Namespace:
 
         Args:
             pull: names of values to give.
-            mentions: names whose code may have changed though they were not assigned.
+            mentions: names of functions and classes that may have changed, though they were not
+                assigned.
         """
         now = self._objects()
         assigned = frozenset(name for name, key in now.items() if self._reported.get(name) != key)
         self._reported = now
-        told = assigned.union(mentions).intersection(now)
+        # Of a large model each look takes a millisecond: once, where it is assigned, is enough.
+        code = (types.FunctionType, type)
+        told = assigned.union(
+            name for name in mentions if name in now and issubclass(type(self._names[name]), code)
+        )
         return {
             "assigned": assigned,
             "names": frozenset(now),
