@@ -300,10 +300,25 @@ def open_lab(folder: Path, versions: Sequence[str]) -> Iterator[Lab]:
             server.wait()
 
 
+_KEEP_READING = (
+    "from notebook_accel.notebook.unread_requests import keep_reading; "
+    "keep_reading(get_ipython().kernel); del keep_reading"
+)
+
+
 def _write_kernel(folder: Path, version: str) -> None:
     folder.mkdir(parents=True)
     spec = {
-        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "argv": [
+            sys.executable,
+            "-m",
+            "ipykernel_launcher",
+            "-f",
+            "{connection_file}",
+            # As the package does once a cell imports it: ipykernel 7.0 to 7.3 may be dead to its
+            # page before that.
+            f"--IPKernelApp.exec_lines={_KEEP_READING}",
+        ],
         "display_name": version,
         "language": "python",
         "env": kernel_environment(version),
