@@ -250,7 +250,7 @@ class _Reader:
     def _found_outside(self, node: ast.AST, skip: Iterable[ast.AST] = ()) -> set[str]:
         """Names that a node reads and has not of its own."""
         read: set[str] = set()
-        for part in _walk_outside(node, skip):
+        for part in _walk(node, skip, _parts_around):
             if isinstance(part, _DEFINITIONS):
                 read |= self._looked_up.get(part.lineno, set())
             elif isinstance(part, _COMPREHENSIONS):
@@ -272,7 +272,7 @@ class _Reader:
         """
         found: set[str] = set()
         deleted: set[str] = set()
-        for part in _walk_here(node, skip):
+        for part in _walk(node, skip, _parts_here):
             if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
                 found.add(part.id)
             elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Del):
@@ -310,52 +310,40 @@ def _dotted(node: ast.AST) -> set[str]:
     return {".".join([node.id, *names])}
 
 
-def _walk(node: ast.AST, skip: Iterable[ast.AST] = ()) -> Iterable[ast.AST]:
-    """A node with all that is in it, apart from ``skip``."""
+def _walk(
+    node: ast.AST,
+    skip: Iterable[ast.AST] = (),
+    parts_of: Callable[[ast.AST], Iterable[ast.AST]] = ast.iter_child_nodes,
+) -> Iterator[ast.AST]:
+    """A node with all that is in it, apart from ``skip``; ``parts_of`` says what of a node counts
+    as being in it."""
     skipped = set(map(id, skip))
     waiting = [node]
     while waiting:
         part = waiting.pop()
         if id(part) not in skipped:
             yield part
-            waiting += ast.iter_child_nodes(part)
+            waiting += parts_of(part)
 
 
-def _walk_outside(node: ast.AST, skip: Iterable[ast.AST] = ()) -> Iterable[ast.AST]:
-    """As :func:`_walk`; of what has names of its own only itself and what is evaluated around it,
-    such as the defaults of a function."""
-    skipped = set(map(id, skip))
-    waiting = [node]
-    while waiting:
-        part = waiting.pop()
-        if id(part) in skipped:
-            continue
-        yield part
-        if isinstance(part, _COMPREHENSIONS):
-            waiting.append(part.generators[0].iter)
-            continue
-        inside: Any = getattr(part, "body", []) if isinstance(part, _DEFINITIONS) else []
-        inside = inside if isinstance(inside, list) else [inside]
-        waiting += [one for one in ast.iter_child_nodes(part) if one not in inside]
+def _parts_around(node: ast.AST) -> Iterable[ast.AST]:
+    """Of what has names of its own only what is evaluated around it, such as the defaults of a
+    function; of other nodes all parts."""
+    if isinstance(node, _COMPREHENSIONS):
+        return [node.generators[0].iter]
+    inside: Any = getattr(node, "body", []) if isinstance(node, _DEFINITIONS) else []
+    inside = inside if isinstance(inside, list) else [inside]
+    return [one for one in ast.iter_child_nodes(node) if one not in inside]
 
 
-def _walk_here(node: ast.AST, skip: Iterable[ast.AST] = ()) -> Iterable[ast.AST]:
-    """As :func:`_walk`, without what has names of its own."""
-    skipped = set(map(id, skip))
-    waiting = [node]
-    while waiting:
-        part = waiting.pop()
-        if id(part) in skipped:
-            continue
-        yield part
-        if isinstance(part, _DEFINITIONS):
-            continue
-        inner: list[Any] = list(ast.iter_child_nodes(part))
-        if isinstance(part, _COMPREHENSIONS):
-            # Of a comprehension only ``:=`` assigns outside of it.
-            inner = [one for one in ast.walk(part) if isinstance(one, ast.NamedExpr)]
-            inner = [one.target for one in inner]
-        waiting += inner
+def _parts_here(node: ast.AST) -> Iterable[ast.AST]:
+    """The parts of a node whose names are not those of a function, class or comprehension."""
+    if isinstance(node, _DEFINITIONS):
+        return []
+    if isinstance(node, _COMPREHENSIONS):
+        # Of a comprehension only ``:=`` assigns outside of it.
+        return [one.target for one in ast.walk(node) if isinstance(one, ast.NamedExpr)]
+    return ast.iter_child_nodes(node)
 
 
 def _exported(name: str | None) -> set[str]:
