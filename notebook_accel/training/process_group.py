@@ -15,14 +15,22 @@ may wait for ever (pytorch/gloo#520).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ipaddress
 import os
 import socket
 import sys
+import time
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+
+# Its functions have the default group of the moment of this import as a default argument. The first
+# optimizer imports it by torch._dynamo: after the group was made, that would keep the group, and
+# gloo's threads, for good.
+import torch.distributed.nn  # noqa: F401
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.group_store import store_of_next_group
@@ -37,6 +45,9 @@ _OURS = "process group is ours"
 _STORE_TIMEOUT = timedelta(minutes=5)
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK_NAMES = ("lo", "lo0")
+_IDLE_SECONDS = 0.01
+_SECONDS_UNTIL_IDLE = 5.0
+_FELL_ASLEEP = "voluntary_ctxt_switches"
 
 
 def open_process_group(
@@ -82,11 +93,42 @@ def _close_at_exit(pid: int) -> None:
 
     Left to Python's own end, a thread of gloo that still holds a tensor then aborts the process
     ("terminate called without an active exception", https://github.com/pytorch/pytorch/pull/179291).
+    Leaving ends these threads, unless a prepared model or the like keeps the group: then they are
+    waited for.
     After an error the group stays: leaving it waits for operations to which other ranks may never
     come. To a child that was forked it does not belong.
     """
-    if os.getpid() == pid and not hasattr(sys, "last_value"):
+    if os.getpid() != pid:
+        return
+    if not hasattr(sys, "last_value"):
         close_process_group()
+    _wait_until_gloo_is_idle()
+
+
+def _wait_until_gloo_is_idle() -> None:
+    """Wait until gloo's threads hold nothing any more: until none of them runs for a while.
+
+    One that has just ended an operation needs Python's lock to give up its tensor. While it waits
+    for the lock it wakes every 5 ms, and while this function sleeps it gets it.
+    """
+    deadline = time.monotonic() + _SECONDS_UNTIL_IDLE
+    before: list[dict[str, str]] = []
+    while (now := _gloo_threads()) and time.monotonic() < deadline:
+        if now == before and all(thread["State"] == "S (sleeping)" for thread in now):
+            return
+        before = now
+        time.sleep(_IDLE_SECONDS)
+
+
+def _gloo_threads() -> list[dict[str, str]]:
+    """The state of each thread that works for gloo, and how often it fell asleep; Linux says it."""
+    threads = []
+    for status in Path("/proc/self/task").glob("*/status"):
+        with contextlib.suppress(OSError):  # it may have ended
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
+            if fields["Name"] == "pt_gloo_runloop":
+                threads.append({name: fields[name] for name in ("State", _FELL_ASLEEP)})
+    return threads
 
 
 def _meets_here() -> bool:

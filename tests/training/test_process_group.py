@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel import notebook_launcher
+from notebook_accel.training import process_group
 from notebook_accel.training.state import PartialState
 from tests.ports import free_port
 from tests.training.harness import run_ranks
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NOBODY = 65534
+PR_SET_NAME = 15
 HOSTS = ("127.0.0.1", "0.0.0.0")
 
 
@@ -185,17 +189,23 @@ def plain(folder: str) -> dict[str, Any]:
 
 SCRIPT = """
 import atexit, os, sys
+from pathlib import Path
+import torch
 import torch.distributed as dist
-atexit.register(lambda: print(dist.is_initialized()))  # called after what is registered later
+def tell():
+    names = [thread.read_text() for thread in Path("/proc/self/task").glob("*/comm")]
+    print(dist.is_initialized(), names.count("pt_gloo_runloop\\n"))
+atexit.register(tell)  # called after what is registered later
 from notebook_accel import Accelerator
 Accelerator(cpu=True).wait_for_everyone()
+torch.optim.SGD(torch.nn.Linear(1, 1).parameters())  # imports torch._dynamo
 if sys.argv[1] == "fails":
     raise ValueError("bad batch")
 """
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("ends", "stays"), [("well", "False"), ("fails", "True")])
+@pytest.mark.parametrize(("ends", "stays"), [("well", "False 0"), ("fails", "True 2")])
 def test_a_script_leaves_its_group_before_python_ends_unless_it_failed(
     ends: str, stays: str
 ) -> None:
@@ -215,6 +225,29 @@ def test_a_script_leaves_its_group_before_python_ends_unless_it_failed(
     said = [rank.communicate(timeout=200) for rank in ranks]
     assert [out for out, _ in said] == [f"{stays}\n"] * 2, said
     assert [rank.returncode for rank in ranks] == [int(ends == "fails")] * 2, said
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux tells what threads do")
+def test_a_script_waits_for_gloo_threads_that_stay() -> None:
+    """A prepared model keeps its group; what its threads still hold they give up before the end."""
+    begun, ended, leave = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        ctypes.CDLL(None).prctl(PR_SET_NAME, b"pt_gloo_runloop", 0, 0, 0)
+        begun.set()
+        sum(range(20_000_000))
+        ended.set()
+        leave.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert begun.wait(60)
+        process_group._wait_until_gloo_is_idle()
+        assert ended.is_set()
+    finally:
+        leave.set()
+        thread.join()
 
 
 def test_plain_functions_make_and_destroy_groups_by_master_port(tmp_path: Path) -> None:
