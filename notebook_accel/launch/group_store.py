@@ -70,7 +70,7 @@ def _serve(timeout: timedelta, at: StorePort) -> None:
     address, _ = current().shared.get(_SERVER, (None, None))
     if address == (at.host, at.port):
         return
-    # The store closes the socket with itself; that of the launch is not its own.
+    # A store closes its socket when it ends, and the launch's must stay open: a duplicate is given.
     listener = os.dup(at.listener.fileno()) if at.listener else _listen(at.host, at.port).detach()
     server = distributed.TCPStore(  # type: ignore[attr-defined]
         at.host,

@@ -118,7 +118,8 @@ def check_platform() -> None:
         ) from None
     try:
         folder = tempfile.gettempdir()
-        # Interrupted between a descriptor and its owner, it would stay open for good.
+        # An interrupt after the file is opened, and before an object owns it, would leave its
+        # descriptor open for good.
         with held(), tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

@@ -37,7 +37,7 @@ __all__ = ["Run", "RunView"]
 
 # Between two looks at the person's interrupts; a view's ``poll`` is called as often.
 _SLICE_SECONDS = 0.05
-# How results are kept: the end of two errors.
+# How long results are kept; two errors end with these words.
 _KEPT = (
     "The kernel that launched a run has its results and rescued models while you hold the handle "
     "that notebook_launcher gave; of runs that raised, it has those of the newest few. Keep the "
@@ -410,7 +410,8 @@ class Run:
         first = part.log_start or 0
         start = max(first, part.log_end - max_bytes)
         text = self._folder.read_log(rank, start, part.log_end)
-        # It most likely begins within a line; one long line has no other to begin with.
+        # The text most likely begins in mid-line, so it is shown from the next line on, if there is
+        # one.
         return text if start == first else text.partition("\n")[2] or text
 
     @property
@@ -480,8 +481,8 @@ class Run:
         """Write the function, with what it needs, as a script that torchrun runs; gives the path.
 
         What was written in cells is copied as it is now in the notebook. A value that a cell has
-        made is made in the same words, random numbers after the newest seed before the launch;
-        one that was changed since is pickled, and a comment says so.
+        made is made again by that cell's own statement, after the newest seed that was set before
+        the launch; one that was changed since is pickled, and a comment says so.
 
         Raises:
             NotebookAccelError: this is no handle that the launch gave, but one of ``runs()``; or

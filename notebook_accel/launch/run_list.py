@@ -54,7 +54,7 @@ class _ListedRun:
 
 _known: list[_ListedRun] = []
 # Held by whoever changes it: a cell in the background may end while another launch begins.
-# Reentrant: what is freed with a run may be anything of the user's.
+# Reentrant: with a run objects of the user are freed, whose finalizers may come back to this list.
 _lock = threading.RLock()
 
 
@@ -94,7 +94,7 @@ def keep(run: Run) -> None:
 
 
 def discard(run: Run) -> None:
-    """List a run that has ended no longer, and leave no files of it."""
+    """Take a run that has ended off the list, and remove its files."""
     with held(), _lock:
         _known[:] = [known for known in _known if known.run.id != run.id]
     run._remove_files()

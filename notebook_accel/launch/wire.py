@@ -265,8 +265,8 @@ class StopPointReached(Message, frozen=True, kw_only=True):
 class Metrics(Message, frozen=True, kw_only=True):
     """What the ranks of an agent have logged, in the order in which it heard of it.
 
-    Ranks may log thousands of times a second: of their own, each would cost the agent a write, and
-    the kernel a turn of its thread.
+    Ranks may log thousands of times a second. If each value were a message of its own, it would
+    cost the agent a write, and the kernel a turn of its thread.
     """
 
     metrics: tuple[Metric, ...]

@@ -11,7 +11,7 @@ can act whatever a rank does. It is a subreaper and its ranks get SIGKILL when i
 the kernel's process and the connection to it, and when either is gone it ends its ranks at once.
 
 Invariants: a rank is in one call at most; all ranks are in the same one; what a rank says about
-another call than the one it is in is dropped.
+another call than the newest one is dropped.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _STOP_TICK_SECONDS = 0.002  # while the kernel and all ranks wait for the answer
 _STOP_SECONDS = 1.0
 # Messages that wait for a slow kernel, above which ranks have to wait as well.
 _BUSY_PENDING = 4096
-# Metrics are passed on so often, together, as output is (rank_process.py); the first after a pause
-# goes at once. No message has more of them.
+# Metrics are passed on together, as often as output is (rank_process.py); the first after a pause
+# goes at once. One message has `_MAX_METRICS` of them at most.
 _METRICS_SECONDS = 0.1
 _MAX_METRICS = 100
 
@@ -248,7 +248,8 @@ class Agent:
 
     def _are_leaving(self) -> bool:
         """Whether each rank in the call has heard of the stop, and ends by itself."""
-        # A stop may come once none is in it, and a thread of the user's keeps a process for ever.
+        # With no rank in the call any more, the living processes count: a thread of the user's may
+        # keep one of them for ever.
         ranks = self._in_call() or [rank for rank in self._ranks if rank.alive]
         return all(rank.row.leaving for rank in ranks)
 

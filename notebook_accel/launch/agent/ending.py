@@ -94,7 +94,7 @@ class Ending:
     term_seconds: float = _TERMINATE_SECONDS
 
     def ask(self, stage: Stage, *, now: float, grace: float | None = None) -> Ending:
-        """The ending once somebody asked for ``stage``; one that is passed stays passed."""
+        """The ending once somebody asked for ``stage``; unchanged from that stage on."""
         if stage <= self.stage or (stage == Stage.STOP and self.has_failed):
             # The failure ends the call sooner than a polite stop would.
             return self

@@ -38,7 +38,7 @@ class FileTail:
     longer than before again by the next :meth:`read`, the cut goes unnoticed.
 
     Attributes:
-        start: bytes of the file before what the last :meth:`read` gave.
+        start: bytes of the file before what the last :meth:`read` gave, or left out before that.
         position: bytes of the file before what the next one gives.
     """
 

@@ -1,4 +1,4 @@
-"""The last thing that an agent does: it waits until the kernel has read everything."""
+"""The last thing that an agent does: it sends the kernel all that is still to be sent."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def flush_to_kernel(channel: Channel, kernel: int) -> None:
         selector.register(channel.fileno(), selectors.EVENT_READ)
         channel.flush(block=False)
         while not channel.is_idle and time.monotonic() < deadline:
-            # Reading is always waited for, since a stream goes on by the kernel's credit alone;
-            # writing only while frames are queued, or select would return at once.
+            # Always wait to read as well: the kernel may have to grant more credit (frames.py).
+            # Wait to write only while frames are queued, or select would return at once.
             wanted = selectors.EVENT_WRITE if channel.num_pending else 0
             selector.modify(channel.fileno(), selectors.EVENT_READ | wanted)
             if any(key.fd == kernel for key, _ in selector.select(1.0)):

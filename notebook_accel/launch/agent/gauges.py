@@ -36,7 +36,7 @@ def gauges_of(launch: wire.Launch, spec: wire.RankSpec, pid: int | None) -> Gaug
     index = spec.local_rank if spec.device is None else spec.device
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     names = [str(index)] if visible is None else visible.split(",")
-    # As ranks choose theirs, where several share one.
+    # Ranks choose their devices in the same way: with more ranks than devices, some share one.
     name = names[index % len(names)].strip()
     return Gauges(
         pid,
@@ -98,7 +98,7 @@ class Gauges:
         if now < self._next:
             return
         self._next = now + _READ_SECONDS
-        # A process that has just ended has none of it, and /proc may be out of descriptors.
+        # A process that has just ended has nothing to read; this one may have no descriptor left.
         with contextlib.suppress(psutil.Error, OSError):
             self._read_process(now)
         if self._nvidia is not None:

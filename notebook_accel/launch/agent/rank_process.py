@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["CLOSED", "GARBAGE", "RankProcess"]
 
 # How often a rank is looked at: lines that come ten times a second look live, and views draw five
-# times a second. Its memory costs a look into /proc.
+# times a second.
 _OUTPUT_SECONDS = 0.1
 _SAMPLE_SECONDS = 0.2
 # A rank that runs Python has seen its SIGINT by then.
@@ -166,12 +166,12 @@ class RankProcess:
     def begin_settling(self) -> None:
         """A rank failed: from now on count the time that this one has had to fail as well."""
         self._must_settle = True
-        self.has_settled()  # the clock starts with the first question
+        self.has_settled()  # may start the clock
 
     def has_settled(self) -> bool:
         """Whether the rank has had the time to tell of a failure of its own.
 
-        Its clock starts with the first question at which it is in the function, or in no call.
+        Its clock starts when this is first called while it is in the function, or in no call.
         """
         if not (self.alive and self._must_settle):
             return True

@@ -34,7 +34,7 @@ def closing_advice(last: RunState, packed: PackedCall) -> list[str]:
 
 
 def _lost_models(last: RunState, packed: PackedCall) -> list[str]:
-    """For a model of the notebook that was trained in the ranks, and that nobody returned."""
+    """A line if ranks used models of the notebook and none of them returned anything."""
     has_nothing = all(rank.returned and rank.returned_none for rank in last.ranks)
     if not packed.models or not has_nothing:
         return []

@@ -44,7 +44,7 @@ class NotFinite:
     since: float | None = None
 
     def and_then(self, step: float, value: float) -> NotFinite:
-        """What is so once another value has come."""
+        """The same after one more value."""
         if math.isfinite(value):
             return self if self.since is None else NotFinite(self.count)
         return NotFinite(self.count + 1, step if self.since is None else self.since)

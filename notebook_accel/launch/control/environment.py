@@ -3,8 +3,8 @@
     the notebook's, less what is its kernel's own
         <- what the settings ask for <- what the engine adds <- ``env=``
 
-What stands further right wins. What the notebook does not set has a default: collectives of one
-machine stay on its loopback.
+What stands further right wins. Where nothing sets GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, they
+name the loopback interface, so that collectives of one machine stay on it.
 """
 
 from __future__ import annotations

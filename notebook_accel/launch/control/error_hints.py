@@ -41,7 +41,7 @@ def hint_lines(rank: RankState) -> list[str]:
 
 
 def _mismatch(rank: RankState) -> str:
-    """For tensors of different ranks that met in one collective; "" for any other failure."""
+    """The hint if ranks gave one collective tensors that do not match; "" for other failures."""
     said = rank.failure.text if rank.failure else "\n".join(rank.tail)
     if not _MISMATCH.search(said):
         return ""
@@ -52,7 +52,7 @@ def _mismatch(rank: RankState) -> str:
 
 
 def _memory_of_kernel(rank: RankState) -> str:
-    """For a device without memory, some of which this very process holds; "" for any other."""
+    """The hint if a device is out of memory of which this kernel holds some; "" for others."""
     own = str(os.getpid())
     if rank.failure is None or own not in _HOLDS_MEMORY.findall(rank.failure.text):
         return ""

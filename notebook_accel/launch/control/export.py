@@ -283,7 +283,8 @@ class _Script:
 
     def _pickle(self, name: str, value: Any, label: str) -> None:
         """Give the script a global that is pickled, and what the pickle needs of the script."""
-        # What the pickle itself is, is known once the order of all is: see `_sources`.
+        # This pickle only shows what the value needs. `_sources` writes the final one, once the
+        # order of all definitions is known.
         pickler = self._pickler(is_there=lambda _: True)
         try:
             pickler.text_of(value)
@@ -303,7 +304,7 @@ class _Script:
     def _copy_source(self, value: Any, source: str) -> bool:
         """Copy a definition; False where it reads a global that is another one in the script."""
         read = frozenset(globals_read(symtable.symtable(source, "", "exec")))
-        # Under that import annotations are not looked up.
+        # With `from __future__ import annotations` no name in an annotation is looked up.
         table = symtable.symtable(self.future + source, "", "exec")
         needed = frozenset(globals_read(table, at_once=True))
         known = globals_of(value)
@@ -319,7 +320,7 @@ class _Script:
         """Give a definition the attributes that it was given after its statement."""
         own = vars(value)
         names = self.origins.changed_parts(value.__name__) & own.keys()
-        # A function has none at first, where no decorator gives it some.
+        # Without a decorator a function begins with no attributes, so that each came later.
         if not isinstance(value, type) and not source.startswith("@"):
             names |= own.keys()
         for name in sorted(names):
@@ -342,8 +343,8 @@ class _Script:
         """
         begun: set[str] = set()
         written: dict[str, str] = {}
-        # Where two need each other, as a function and what was registered with it, the second of
-        # them is not there yet, and the pickle has it by value.
+        # Two definitions may need each other, as a function and what was registered with it do.
+        # What comes second is not defined yet where the first is made, so a pickle holds a copy.
         pickler = self._pickler(lambda name: name in written or name not in self.definitions)
 
         def write(name: str) -> None:

@@ -75,8 +75,8 @@ class Hang:
     """Ranks that wait for others in vain, as it seems.
 
     Attributes:
-        is_certain: whether they can hardly ever go on: those for which they wait are elsewhere
-            and do nothing, or have ended. Otherwise these are at work, and may come yet.
+        is_certain: whether the waiting ranks can hardly ever go on: all others do nothing, or
+            have ended. If False, another rank is at work, and may come yet.
         text: who waits in what for whom, and where.
         since: when the last rank made its last step, by the clock of the run (wall, seconds).
         operations: in what each rank waits, by its number.

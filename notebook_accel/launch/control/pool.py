@@ -99,10 +99,11 @@ class RankPool:
         # For each rank whose output is sent here: by which agent, and the number of the stream.
         self._log_streams: dict[int, tuple[AgentLink, int]] = {}
         # Guards what callers' threads and the pool's own thread both change, and the channels;
-        # nothing is done under it that may block. Reentrant, since a finalizer that ends something
-        # may run in a thread that holds it, and so that such a thread needs no other lock.
+        # nothing is done under it that may block. Reentrant, since a finalizer that ends a session
+        # or a run may be called in a thread that holds it.
         self._lock = threading.RLock()
-        # What is to be sent. What a finalizer says waits while its thread uses the channels.
+        # Messages to be sent. One that a finalizer sends in a thread that is just using the
+        # channels waits here until that use is over.
         self._unsent: deque[tuple[Sequence[AgentLink], wire.Message, Sequence[int]]] = deque()
         self._uses_channels = False
         # Held by the pool's thread while it handles messages and draws: to take it pauses the pool.
@@ -288,12 +289,12 @@ class RankPool:
         """SIGKILL the ranks in the call of this number, which is stopped; with 0, all of them."""
         with held():
             with self._lock:
-                # With 0 the thread ends the call only with the processes: an end of the call
-                # before theirs would forget the kill (`_end_call`).
+                # If all are killed, the pool's thread must not end the call before the processes
+                # have ended: `_end_call` would forget that the kill was asked for.
                 self._is_shutting_down |= call == 0
                 running = self._call if call == 0 else None
             if running is not None:
-                running.note_stop()  # without the lock: who holds the call's own may wait for it
+                running.note_stop()  # without our lock: who holds the call's may wait for ours
             with self._lock:
                 if call == 0 or self._is_in(call):
                     self._send_kill(call)

@@ -33,7 +33,8 @@ def open_regular(path: Path, *, follow: bool = False, write: bool = False) -> IO
     def opener(name: str, _: int) -> int:
         return os.open(name, flags)
 
-    # Interrupted before the file has its descriptor, that would stay open for good.
+    # An interrupt after the descriptor is opened, and before the file object has it, would leave it
+    # open for good.
     with held():
         file = open(path, "r+b" if write else "rb", opener=opener)  # noqa: SIM115 (the caller closes it)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

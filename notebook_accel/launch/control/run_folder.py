@@ -77,7 +77,7 @@ def runs_folder() -> Path:
         folder = Path(platformdirs.user_state_dir("notebook-accel")) / "runs"
         if folder.is_absolute():
             return folder
-    except RuntimeError:  # as older versions of platformdirs do not raise
+    except RuntimeError:  # of platformdirs; older versions give a relative folder instead
         pass
     raise LaunchError(
         "this user has no home folder, where the logs and metrics of runs are kept: set HOME, or "
@@ -143,8 +143,8 @@ class RunFolder:
     def remove_old(self) -> None:
         """Remove old runs beside this one, which takes 10 ms and more with fifty of them.
 
-        What cannot be removed or looked at now, a later launch will find; a folder may be entered
-        and not be listed, or this process be out of descriptors.
+        A failure is ignored, and a later launch tries again: a folder may be one that cannot be
+        listed, or this process may have no descriptor left.
         """
         with contextlib.suppress(OSError):
             _remove_old(self.path.parent, beside=self)
@@ -256,7 +256,8 @@ class RunFolder:
         for name in (_STATE, _BEGIN):
             with contextlib.suppress(*errors):
                 state = msgspec.msgpack.decode(read_regular(self.path / name), type=RunState)
-                # Of another kernel, maybe on another machine, whose monotonic clock is none here.
+                # Another kernel wrote it, maybe on another machine: its monotonic clock means
+                # nothing here.
                 return replace(state, began=None)
         return None
 
@@ -278,7 +279,8 @@ def _new_id() -> str:
     """An id that stands after those of earlier runs, also of the same second."""
     # In UTC, which no summer time or journey sets back.
     now = dt.datetime.now(dt.timezone.utc)
-    # Five digits are a microsecond's; the last one is for kernels that launch in the same one.
+    # Five of the six hexadecimal digits are the microsecond. The last is random: two kernels may
+    # launch in the same microsecond.
     return f"{now:%Y%m%d-%H%M%S}-{now.microsecond:05x}{uuid.uuid4().hex[:1]}"
 
 

@@ -37,7 +37,7 @@ class RunningCall(Protocol):
         """Whether the function returned on every rank, and their process group is whole."""
 
     def begin(self, number: int) -> None:
-        """The call gets its number, and is about to be sent; or 0, since it could not be."""
+        """Note the call's number before it is sent; once more, with 0, if it could not be sent."""
 
     def take(self, message: wire.Message, fds: Sequence[int]) -> None:
         """Keep what a message brings; its descriptors are the call's from now on."""

@@ -1,8 +1,9 @@
-"""Values of an exported script that no text makes: pickled, and one with what the script defines.
+"""Values of an exported script that no source text makes: pickled, and tied to its definitions.
 
-What cloudpickle writes alone has copies of the notebook's classes and functions, which would stand
-beside those that the script copies as source: ``mode is Mode.TRAIN`` would be false there without a
-word. So a pickle names them, as it does what two values share.
+A pickle of cloudpickle's own holds copies of the notebook's classes and functions, which would
+stand beside those that the script copies as source: ``mode is Mode.TRAIN`` would be false there
+without a word. So a pickle refers to the script's definitions by their names. All pickles share one
+memo, so that an object that two values share stays one.
 """
 
 from __future__ import annotations

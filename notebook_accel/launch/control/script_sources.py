@@ -29,8 +29,8 @@ def source_of(value: Any, cells: Sequence[str]) -> str | None:
         source = textwrap.dedent(inspect.getsource(value))
     except (OSError, TypeError):
         return _class_in_cells(value, cells) if isinstance(value, type) else None
-    # A wrapper is made anew by the decorators of its source, where these alone have made it; what
-    # was registered with one by `functools.singledispatch` stands elsewhere.
+    # The source makes a decorated function again if its decorators alone have made it. That is not
+    # so for `functools.singledispatch`, since what was registered with it is written elsewhere.
     is_made_by_it = made is value or (
         source.startswith("@")
         and globals_of(value).get(value.__name__) is value

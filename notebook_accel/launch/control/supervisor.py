@@ -290,12 +290,14 @@ class Supervisor(Conductor, RunningCall):
             state = apply(wire.Notice(text=line), state)
         has_rescued = self.results is not None and self.results.has_rescued
         state = replace(state, has_rescued=has_rescued)
-        # What is large, and what holds the notebook's function: the handle has it, nobody else.
+        # Results may be large, and the notices' function holds objects of the notebook: from here
+        # on only the run's handle keeps results.
         self.results = None
         self._closing_notices = lambda _: ()
         lost_notice = self._folder.save(state)
         if has_rescued:
-            # Not on disk: other kernels read that, and what is kept is in this one.
+            # Said only after the state was saved: other kernels read the saved one, and what was
+            # rescued is in this kernel's memory.
             self.rescued_as = self._handle + ".rescued"
             kept = f"what was being trained is kept: {self.rescued_as}"
             state = apply(wire.Notice(text=kept), state)

@@ -144,7 +144,7 @@ class RankPlan:
         environment: Mapping[str, str] | None = None,
         notices: tuple[str, ...] = (),
     ) -> RankPlan:
-        """One agent of each size, whose ranks have nothing but their numbers of their own."""
+        """A plan with one agent for each size, whose ranks differ in their numbers alone."""
         firsts = itertools.accumulate(sizes, initial=0)
         agents = (
             tuple(wire.RankSpec(rank=first + local, local_rank=local) for local in range(size))

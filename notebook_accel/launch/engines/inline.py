@@ -37,7 +37,7 @@ _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE":
 
 
 class InlineEngine(Engine):
-    """Calls the function where it stands."""
+    """Calls the function in the notebook's own process."""
 
     description = "engine='inline', which calls the function here and waits for it"
     unused = (*Engine.unused, "block", "timeout", "grace")

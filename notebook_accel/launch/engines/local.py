@@ -132,7 +132,7 @@ def _fork_agent(
 
 
 def _end(source: Template, pid: int, run: str) -> None:
-    """End an agent with all that it had, also where neither it nor its template can any more."""
+    """End an agent and all that it started, even if both it and its template are stuck."""
     # Of one that has ended, the number may be that of another process by now.
     if source.exit_of(pid, timeout=0.0) is None:
         processes.kill_tree([pid])

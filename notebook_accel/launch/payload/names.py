@@ -87,7 +87,9 @@ class _Digest(Discard):
 
 
 class _LookingPickler(SessionPickler):
-    """Pickles in the place of memory what says whether it has changed.
+    """Pickles checksums, versions and addresses of tensors and arrays in place of their memory.
+
+    They are enough to see whether it has changed.
 
     Attributes:
         num_bytes: of all memory that was seen.

@@ -237,7 +237,8 @@ def _matmul_precision(torch: Any) -> str:
 def _backend_flags(torch: Any) -> dict[str, bool | str]:
     found = {}
     for path in _BACKEND_FLAGS:
-        # An older torch has not all of them, and none tells an older name where the newer was used.
+        # An older torch lacks some of them; and once a newer name was used, torch raises for the
+        # older name of the same setting.
         with contextlib.suppress(AttributeError, RuntimeError):
             found[path] = attrgetter(path)(torch.backends)
     return found
@@ -310,10 +311,11 @@ def _handler(handler: logging.Handler) -> HandlerState | None:
 
 
 def _takes_more_than_travels(handler: logging.Handler, formatter: logging.Formatter) -> bool:
-    """Whether the format takes a field that something gives which the ranks do not have.
+    """Whether the format needs a field that only the notebook's own filters or factories give.
 
-    Each line would be lost there, with an error in its place. Where nothing here adds fields, the
-    calls give it (``extra=``), or an adapter, and both travel.
+    Ranks have none of these, so that each line would be lost there, with an error in its place.
+    Where the notebook has none either, the calls that log give the field (``extra=``), or an
+    adapter does, and both travel.
     """
     known = logging.root.manager.loggerDict.values()
     adds_fields = (

@@ -275,8 +275,11 @@ def _goes_by_value(reduced: Any) -> bool:
 
 
 def _is_made_anew(value: Any, reduced: Any) -> bool:
-    """Whether the rank makes a definition anew that it cannot import: a TypeVar of the notebook, or
-    anything but a class that is sent as a call (a function and its arguments)."""
+    """Whether the rank makes this definition anew instead of importing it.
+
+    So it is for a TypeVar of the notebook, and for what pickle sends as a function and its
+    arguments, unless it is a class.
+    """
     if isinstance(value, TypeVar):
         return bool(value.__module__ == "__main__")
     return isinstance(reduced, tuple) and not isinstance(value, type)

@@ -62,7 +62,7 @@ def _reduce_weak(value: Any) -> tuple[Any, ...]:
     return type(value), (dict(value.items()),)
 
 
-# Values without a name; tables of this kind are what ``Pickler.dispatch_table`` is.
+# How values are pickled, by their type; picklers add this to their ``dispatch_table``.
 BY_TYPE: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     functools.cached_property: _reduce_cached_property,
     weakref.WeakKeyDictionary: _reduce_weak,

@@ -61,8 +61,8 @@ def die_with_parent(parent: int) -> None:
 def wake_with_parent() -> None:
     """SIGCONT this process when its parent ends: one that is stopped sees that, and acts on it.
 
-    The system sends it when the parent's thread ends that forked this process, and again with each
-    thread that it is handed on to. While nobody has stopped it, the signal does nothing.
+    The system sends it when the thread that forked this process ends, and again when one ends to
+    which it was handed on since. While nobody has stopped it, the signal does nothing.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 

@@ -10,7 +10,7 @@
 
 So whoever has a channel need not know where the other end is. What waits, and for what::
 
-    post, follow --> _sending[stream]   bytes that the peer has given no credit for yet
+    post, follow --> _sending[stream]   bytes that wait for the peer's credit, or for the socket
                  --> _outgoing          frames that the socket has no room for yet (Channel)
     ======================================= socket ========================================
     _incoming           bytes of a frame that is not whole yet (Channel)
@@ -55,8 +55,8 @@ __all__ = ["FramedChannel"]
 # Bytes of a stream in one frame: so many that headers cost nothing, and so few that a stop is not
 # held up (2 ms at 1 Gbit/s).
 _FRAME_BYTES = 1 << 18
-# How many bytes of a stream the sender may be ahead of the receiver's credit: what 1 Gbit/s carries
-# in a round trip of 60 ms.
+# How many bytes of a stream may be sent that the receiver has not said it has written: what
+# 1 Gbit/s carries in a round trip of 60 ms.
 _WINDOW_BYTES = 8 << 20
 # A machine that was switched off says nothing: seconds until its connection counts as lost.
 _LOST_MACHINE_SECONDS = 8

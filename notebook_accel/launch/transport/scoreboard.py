@@ -100,8 +100,8 @@ class RankRow(ctypes.Structure):
         passed_batches, passed_reads: the last point from which it went on.
         waits_batches, waits_reads: the last point at which it saw that a stop is asked.
         left_batches: 1 once its loop was ended.
-        interrupted_call: number of the call that the agent interrupted last, for a rank that had
-            not read that call then.
+        interrupted_call: number of the call that the agent interrupted last; a rank that reads that
+            call only later sees it here.
         seen_interrupt: what ``interrupted_call`` was when the rank's main thread last saw a SIGINT.
         disconnected_call: number of the call in which the rank is to leave its group, if it is
             stuck.

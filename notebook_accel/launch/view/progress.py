@@ -242,8 +242,8 @@ class Throughput:
     def of_run(self, state: RunState) -> tuple[float, str] | None:
         """Items a second of a rank in the mean, and what one is; None while too little is known.
 
-        Of ranks that still go on: one that has ended is no slower for it. Of those that take no
-        batches and make no steps of ours, what their innermost bars count.
+        It is the mean over the ranks that have not ended. Where none of these takes batches or
+        makes steps that are counted, it is the mean rate of their innermost bars.
         """
         going = [rank for rank in state.ranks if not rank.has_ended]
         rates = {rank.rank: rate for rank in going if (rate := self.of(rank.rank))}

@@ -27,8 +27,8 @@ def change_module(name: str, change: Callable[[Any], None]) -> None:
 class _AfterImport:
     """A finder that changes one module right after its import.
 
-    It stays in place until the import: ``importlib.util.find_spec`` alone gets the same answer, and
-    imports nothing.
+    It stays in place until the module is imported: code may only ask ``importlib.util.find_spec``
+    before, which imports nothing.
     """
 
     def __init__(self, name: str, change: Callable[[Any], None]) -> None:

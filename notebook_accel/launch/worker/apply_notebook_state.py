@@ -135,7 +135,7 @@ def _make_handler(state: HandlerState) -> logging.Handler:
         handler = logging.StreamHandler(getattr(sys, state.stream))
     handler.setLevel(state.level)
     style: Any = state.style
-    # The notebook's formatter may have been made without this check, as a line of no field is.
+    # Unchecked: the notebook's formatter may have been made so, as one without any field has to be.
     formatter = logging.Formatter(state.format, state.date_format, style=style, validate=False)
     handler.setFormatter(formatter)
     return handler

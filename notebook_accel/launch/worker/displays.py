@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["display", "figure_png", "flush", "format_by", "install", "mime_bundle"]
 
-# A page with more of it stands still, and a notebook keeps it for good.
+# The most bytes of one display: with more a page freezes, and the notebook's file keeps them.
 _MAX_BYTES = 2_000_000
 # Figures in a loop: that many at once, and then one every two seconds.
 _BURST = 20
@@ -52,7 +52,7 @@ _format: Callable[[Any], dict[str, Any]] | None = None
 
 
 def format_by(function: Callable[[Any], dict[str, Any]]) -> None:
-    """Turn values into data by ``function``: the shell of a session knows what was registered."""
+    """Turn values into data by ``function``, as by the formatters that a session's shell has."""
     global _format
     _format = function
 
@@ -129,7 +129,7 @@ class _Outbox:
         is_printed = set(data) == {"text/plain"} and not display_id
         if is_printed or not isinstance(context, rank.LaunchedContext):
             sys.stdout.write(f"{text}\n")
-        elif not context.is_own_process:  # which alone speaks for the rank
+        elif not context.is_own_process:  # a child that was forked: it does not speak for the rank
             sys.stdout.write(f"{text} (not shown: a child process of the rank displayed it)\n")
         elif size > _MAX_BYTES:
             megabytes, limit = size / 1e6, _MAX_BYTES / 1e6

@@ -4,9 +4,9 @@
     multiprocessing end their workers -> other children are ended -> exit
 
 The result is safe by then. The user's non-daemon threads are waited for without limit, as Python
-itself does; all that follows has some seconds together, to the end of the process, and a line says
-so where they cut it. A child that nobody waits for (idle workers of joblib wait 300 s for more
-work) must not keep the cell, nor must a queue that nobody reads.
+itself does. All that follows must end within some seconds; what takes longer is cut, and a line
+says so. A child that nobody waits for (idle workers of joblib wait 300 s for more work) must not
+keep the cell, nor must a queue that nobody reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["finish"]
 
-# For all that is left to do, and in it for children to end by SIGTERM.
+# For everything after the user's threads; the second, of the first, for children to end by SIGTERM.
 _EXIT_SECONDS = 5.0
 _CHILDREN_SECONDS = 1.0
 # For the line that says that the time is over.

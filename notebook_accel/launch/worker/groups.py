@@ -8,8 +8,8 @@ group, a prepared model or a traceback, keeps its sockets open; so these are shu
 NCCL has an abort, and needs it: its operations wait on the device for those of the other ranks,
 where no connection that ends is seen, and destroying a group waits for all that is queued in it.
 In an abort the ranks of one machine wait for each other, since their devices read each other's
-memory. A rank that raised waits for stuck ranks until these are told to leave the group too, and
-for a rank that returned until the next call. So a thread aborts, and is waited for a while.
+memory. A rank that raised would wait until stuck ranks are told to abort as well, and for one that
+returned until the next call. So a thread aborts, and is waited for a while.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ __all__ = [
     "noting_sockets",
 ]
 
-# For so long a rank waits for the others to abort as well, before it goes on meanwhile.
+# How long a rank waits for its abort, in which the others must join. Then it goes on, and the
+# thread is still aborting.
 _ABORT_SECONDS = 5.0
 # What aborts the groups of this process; None before the first time.
 _aborting: threading.Thread | None = None
@@ -50,10 +51,10 @@ def close_group() -> None:
 
 
 def close_group_within(seconds: float) -> None:
-    """:func:`close_group` at the end of the process, which waits for it no longer than this.
+    """:func:`close_group` at the end of the process; for NCCL's it waits no longer than this.
 
     To destroy a group of NCCL takes for ever where this rank has queued an operation that another
-    rank has not.
+    rank has not. Others are closed without a limit.
     """
     if not _waits_on_device():
         close_group()
@@ -82,7 +83,7 @@ def _abort_groups() -> bool:
         Whether that is done; False where it still waits for another rank to abort as well.
     """
     global _aborting
-    # Torch 2.6 has it; what it aborted, it forgets.
+    # Torch has this function from 2.6 on; groups that it has aborted are in none of its tables.
     module = sys.modules.get("torch.distributed.distributed_c10d")
     abort: Callable[[], None] | None = getattr(module, "_abort_process_group", None)
     if abort is None or not _waits_on_device():
@@ -191,7 +192,7 @@ def disconnect() -> None:
 
 
 def _disconnect_others(store_ports: set[int]) -> None:
-    """Shut down what leads to a store, or to other ranks of this agent by code of the user's."""
+    """Shut down connections to a store, and those to this agent's ranks that user code made."""
     peers = {address for pid in _other_ranks() for address in _local_addresses(pid)}
     for _, end in _tcp_sockets():
         with contextlib.suppress(OSError):

@@ -151,7 +151,7 @@ class Sender:
         self._pid = os.getpid()
 
     def send(self, message: wire.Message, fds: tuple[int, ...] = ()) -> None:
-        """Write the message; blocks. An agent that is gone, or a forked child, sends nothing.
+        """Write the message; blocks. To an agent that is gone, or by a forked child, none is sent.
 
         The descriptors are closed once they are sent: where the user's code has left none free,
         there is no room for duplicates.

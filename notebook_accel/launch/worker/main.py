@@ -63,7 +63,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 _FIRST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.02
 # A rank that has returned keeps its sockets open for at most so long: others may still have to read
-# what it sent in its last collective. Closing its group takes no longer, either.
+# what it sent in its last collective. A group of NCCL is given as long to close.
 _LINGER_SECONDS = 5.0
 
 
@@ -145,8 +145,8 @@ class _Worker:
         self._row = inherited.board.row(inherited.spec.local_rank)
         self._setup_error: BaseException | None = None
         self._group_generation = 0
-        # The first call puts one of its own in its place. It must live on: a module that is freed
-        # clears its globals, which its functions still use.
+        # The first call puts another module in the place of this one, which must live on: a module
+        # that is freed clears its globals, and its functions still use them.
         self._agents_main = sys.modules["__main__"]
         # The notebook's classes and functions that calls brought, which may go back in a later
         # one; None before the first.

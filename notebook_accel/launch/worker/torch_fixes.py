@@ -36,10 +36,10 @@ def avoid_hang_when_model_outlives_group() -> None:
     """Keep a rank on the CPU from hanging when it drops its model after its process group.
 
     A backward leaves a Python object with each of gloo's reductions, whose threads need the GIL
-    to let go of it. Whoever drops the last reference to the group while holding the GIL joins
-    those threads: that is a model whose group was destroyed before, as many functions end
-    (pytorch/pytorch#56297 is the general case). The object is for the threads of a backward on
-    accelerators; on the CPU it is needed by nobody.
+    to let go of it. Whoever drops the last reference to the group joins those threads while
+    holding the GIL, and hangs. Mostly that is a function that has destroyed its group and then
+    drops its model (pytorch/pytorch#56297 is the general case). The object is for the threads of a
+    backward on accelerators; on the CPU nobody needs it.
     """
     import torch
 
@@ -58,9 +58,9 @@ def avoid_hang_when_model_outlives_group() -> None:
 def watch_new_groups(making: Callable[[], AbstractContextManager[None]]) -> None:
     """Make each process group inside of ``making()``, and give it once all its ranks have it.
 
-    Torch forgets a group that was destroyed, so who wants to know has to look on. And a rank that
-    destroys its group at once closes connections that another one may just be waiting for, whose
-    ``init_process_group`` then fails ("Connection closed by peer").
+    Torch forgets a group that was destroyed, so that a group can be noted only while it is made.
+    And a rank that destroys its group at once closes connections that another one may just be
+    waiting for, whose ``init_process_group`` then fails ("Connection closed by peer").
     """
     module: Any = sys.modules.get("torch.distributed.distributed_c10d")
     plain = getattr(module, "_new_process_group_helper", None)
@@ -93,8 +93,8 @@ def _wait_until_all_have(group: Any, store: Any) -> None:
 
     A rank that fails after the others have their group never comes. Where its error ends its call,
     the agent ends this wait a second later (agent/ending.py). Where the function catches it, the
-    wait lasts until the store's time-out: the other cannot tell us sooner, since torch gave it no
-    store of this group, and the one that it has may be what failed, and as slow to answer.
+    wait lasts until the store's time-out: the failed rank cannot tell us sooner, since torch never
+    gave it this group's store, and the store that it has may be the very thing that failed.
     """
     # A store may have served a group of the same name before.
     generation, num_before = divmod(store.add("made", 1) - 1, group.size())
@@ -105,13 +105,13 @@ def _wait_until_all_have(group: Any, store: Any) -> None:
         store.wait([all_have])
 
 
-# The first parameters of TCPStore, in order, as far as callers pass them by position; what comes
-# behind ``multi_tenant`` is the descriptor itself.
+# The first parameters of TCPStore, in order; and how many come before ``multi_tenant`` and before
+# ``master_listen_fd``, the descriptor that it listens on. Callers may pass them by position.
 _STORE_PARAMETERS = ("host_name", "port", "world_size", "is_master")
 _NUM_BEFORE_MULTI_TENANT = 6
 _NUM_BEFORE_DESCRIPTOR = 7
 
-# The socket of the port that the calls have now, by its port.
+# The socket that is bound to the port of the calls by now, by that port: one entry at most.
 _bound: dict[int, socket.socket] = {}
 
 

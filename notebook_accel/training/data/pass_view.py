@@ -35,7 +35,7 @@ class PassView:
 
     _options: LoaderOptions
     _progress: LoaderProgress
-    # The windows of the Accelerator that prepared it; None: the newest one's.
+    # Gradient accumulation of the Accelerator that prepared it; None: of the newest Accelerator.
     _accumulation: Accumulation | None = None
 
     if TYPE_CHECKING:
@@ -46,12 +46,12 @@ class PassView:
         def _generator_states(self) -> dict[str, Any]: ...
 
     def _join(self, accumulation: Accumulation) -> None:
-        """Belong to the training that has these windows."""
+        """Belong to the training of this gradient accumulation."""
         self._accumulation = accumulation
 
     @property
     def gradient_state(self) -> GradientState:
-        """Where the training stands in its window and its loader."""
+        """Where the training stands in its gradient accumulation and its loader."""
         # Imported here: the state asks which loader is read.
         from notebook_accel.training.state import GradientState
 

@@ -38,7 +38,7 @@ class RankShare(NamedTuple):
 
     batch: Any
     short_round: ShortRound | None
-    """What the round has; None where all ranks' batches of it are of one size."""
+    """The sample counts of a round that lacks samples or repeats some; None for any other."""
 
 
 class Round(NamedTuple):

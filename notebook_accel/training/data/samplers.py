@@ -55,8 +55,10 @@ __all__ = [
 
 
 class ShortRound(NamedTuple):
-    """How many samples a round had that lacked some, or may have: the last one, or a short one
-    before it."""
+    """The sample counts of a round that lacks samples, or may lack some.
+
+    That is the last round of a pass, or a short one before it.
+    """
 
     num_samples: int
     """Samples of all ranks in it, without those repeated to fill it up; -1 where that is not
@@ -75,7 +77,7 @@ class RoundBatch(NamedTuple):
 
     batch: Any
     short_round: ShortRound | None
-    """What the round lacked; None where nothing."""
+    """The sample counts of a round that lacks samples, or may; None for any other."""
 
     is_uneven: bool | None = None
     """Whether ranks may have batches of different sizes in this round; None leaves what is known of
