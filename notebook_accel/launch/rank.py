@@ -1,6 +1,6 @@
 """Who this rank is, how it reports, and how it learns of a stop.
 
-By this module alone the ``training`` package talks to whatever has launched it.
+By this module the ``training`` package talks to whatever has launched it.
 
 Code that trains asks :func:`current` and never cares who started the process. Under our
 launcher the answer is a :class:`LaunchedContext`; anywhere else (plain Python, torchrun, a
