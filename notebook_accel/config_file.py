@@ -7,13 +7,17 @@ import os
 import stat
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
 from notebook_accel.errors import ConfigError
 
-__all__ = ["expanded", "read_settings", "replace_text"]
+__all__ = ["expanded", "not_too_large", "read_settings", "replace_text"]
+
+# No settings are as large, and the metrics of days are not: what is larger is damaged, and to read
+# it would take the kernel's memory, or hold its Interrupt up.
+_MOST_BYTES = 1_000_000_000
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
@@ -49,6 +53,21 @@ def replace_text(file: Path, text: str) -> None:
         part.unlink(missing_ok=True)
 
 
+def not_too_large(file: IO[bytes]) -> IO[bytes]:
+    """The open file, unless it is larger than what a kernel should read whole.
+
+    Raises:
+        OSError: it is; the file stays open.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if size > _MOST_BYTES:
+        raise OSError(
+            f"{file.name} has {size / 1e9:,.1f} GB, and at most {_MOST_BYTES // 10**9} GB is read "
+            "into memory: read it in parts, or delete it"
+        )
+    return file
+
+
 def read_settings(path: Path) -> dict[str, Any]:
     """The names and values in a YAML file, whatever they are; an empty one has none.
 
@@ -59,7 +78,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         # Reading a FIFO or a terminal would wait for its writer for ever.
         raise ConfigError("it is no regular file")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            data = yaml.safe_load(not_too_large(file).read().decode())
     except yaml.MarkedYAMLError as error:
         # Without the line itself: it may have a secret of `env`.
         line = "" if error.problem_mark is None else f" (line {error.problem_mark.line + 1})"

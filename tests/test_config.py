@@ -882,6 +882,13 @@ def test_lists_in_lists_in_lists(tmp_path: Path) -> None:
     assert str(path) in str(caught.value)
 
 
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    os.truncate(tmp_path / "config.yaml", 1 << 40)
+    with pytest.raises(ConfigError, match=r"config\.yaml.* 1 GB"):
+        LaunchConfig.load(tmp_path / "config.yaml")
+
+
 def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.yaml")
     with pytest.raises(ConfigError, match="no regular file"):

@@ -421,6 +421,7 @@ class Run:
 
         Raises:
             FileNotFoundError: the run was deleted from disk.
+            OSError: its file has more than 1 GB.
         """
         self._folder.check()
         return self._metrics.read()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.launch import run_list
+import pytest
+
+from notebook_accel.launch import run_list, wire
+from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.state import starting
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 class Listed:
@@ -61,3 +63,41 @@ def test_a_run_whose_kernel_ends_while_it_is_read_has_its_own_end(
 
     monkeypatch.setattr(RunFolder, "is_held", property(end))
     assert run_list.find_run(folder.id).status == "succeeded"
+
+
+@pytest.mark.parametrize("name", ["state.msgpack", "begin.msgpack", "config.yaml", ".live"])
+def test_a_file_that_is_too_large_hides_no_other_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
+    damaged, whole = RunFolder.make(), RunFolder.make()
+    for folder in (damaged, whole):
+        folder.save(starting(run=folder.id, name="train", world_size=1, started=0.0))
+    grow(damaged.path / name)
+    assert whole.id in {run.id for run in run_list.runs(everywhere=True)}
+    assert run_list.find_run(whole.id).id == whole.id
+    RunFolder.make()  # which looks for old ones to remove
+
+
+def test_metrics_that_are_too_large_are_refused_and_still_plotted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path))
+    folder = RunFolder.make()
+    folder.save(starting(run=folder.id, name="train", world_size=1, started=0.0))
+    store = MetricStore(folder.path)
+    store.add([wire.Metric(wall=0.0, rank=0, step=0, values={"loss": 1.0})])
+    store.close()
+    grow(store.path)
+    run = run_list.find_run(folder.id)
+    with pytest.raises(OSError, match=r"metrics\.jsonl.* 1 GB"):
+        _ = run.metrics
+    assert [row["name"] for row in run._sample_metrics()] == ["loss"]
+
+
+def grow(path: Path) -> None:
+    """Give a file more bytes than any memory has; the disk holds none of them."""
+    if path.name == ".live":
+        path.unlink()  # a link to a file of the kernel's, which all its runs share
+    path.touch()
+    os.truncate(path, 1 << 40)

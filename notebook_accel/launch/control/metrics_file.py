@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 
+from notebook_accel.config_file import not_too_large
 from notebook_accel.launch.control.regular_files import open_regular
 from notebook_accel.launch.control.run_folder import lost_files_notice, making_files
 
@@ -27,6 +28,8 @@ __all__ = ["MetricReader", "MetricStore"]
 
 # A sample of a long file is made of so many stretches, from all over it.
 _STRETCHES = 200
+# No row is as long: what is read of a damaged file for a sample stays small.
+_LONGEST_ROW = 65_536
 
 _log = logging.getLogger(__name__)
 
@@ -44,10 +47,10 @@ class MetricReader:
         What is no row is left out, with a line in Python's log that counts it.
 
         Raises:
-            OSError: the file cannot be read, or is no regular one.
+            OSError: the file cannot be read, is no regular one, or is too large.
         """
         with contextlib.suppress(FileNotFoundError), open_regular(self.path) as file:
-            return self._rows(line for line in file if line.endswith(b"\n"))
+            return self._rows(line for line in not_too_large(file) if line.endswith(b"\n"))
         return []
 
     def _rows(self, lines: Iterable[bytes]) -> list[dict[str, Any]]:
@@ -136,9 +139,9 @@ def _spread_lines(file: IO[bytes], size: int, max_bytes: int) -> Iterator[bytes]
         start = (size - length) * number // (_STRETCHES - 1)
         file.seek(start)
         if start:
-            file.readline()  # the rest of a row that began before
+            file.readline(_LONGEST_ROW)  # the rest of a row that began before
         while file.tell() < start + length:
-            line = file.readline()
+            line = file.readline(_LONGEST_ROW)
             if not line.endswith(b"\n"):
                 return
             yield line

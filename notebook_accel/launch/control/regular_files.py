@@ -6,6 +6,7 @@ import os
 import stat
 from typing import IO, TYPE_CHECKING
 
+from notebook_accel.config_file import not_too_large
 from notebook_accel.launch.system.interrupts import held
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ def open_regular(path: Path, *, follow: bool = False, write: bool = False) -> IO
 
 
 def read_regular(path: Path) -> bytes:
-    """All bytes of a regular file, and not of a link; raises as :func:`open_regular`."""
+    """All bytes of a regular file, and not of a link.
+
+    Raises:
+        OSError: as :func:`open_regular`, and of a file that is too large.
+    """
     with open_regular(path) as file:
-        return file.read()
+        return not_too_large(file).read()
