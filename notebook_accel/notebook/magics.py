@@ -25,6 +25,7 @@ from IPython.display import display
 from notebook_accel.config import resolve
 from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.template.handle import warm
+from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.notebook import kernel_session, post_mortem
 from notebook_accel.notebook.cell_function import cell_function
 from notebook_accel.notebook.cell_script import script_of_cell
@@ -306,7 +307,7 @@ class AccelerateMagics(Magics):
         self._running().push(_some_names(arguments))
 
     def _logs(self, arguments: Sequence[str]) -> None:
-        print(self._running().logs(_parse_rank(arguments)), end="")  # noqa: T201
+        print(plain_text(self._running().logs(_parse_rank(arguments))), end="")  # noqa: T201
 
     def _stacks(self, arguments: Sequence[str]) -> None:
         print(self._running().stacks(_parse_rank(arguments)))  # noqa: T201

@@ -272,6 +272,18 @@ def test_a_syntax_error_and_bad_options_reach_no_rank(book: Notebook, tmp_path: 
     assert any("rdzv_id is not used" in part for part in (text, *shown))
 
 
+def test_logs_are_printed_without_what_a_terminal_obeys(book: Notebook) -> None:
+    """A line that writes the clipboard, one that is a link, and one that clears the screen."""
+    book.run(r"""
+        %%accelerate --ranks 0
+        print("\x1b]52;c;ZXZpbA==\x07a, \x1b]8;;http://e/\x1b\\b\x1b]8;;\x1b\\, \x1b[2J\x9b2Jc")
+    """)
+    for command in ("%accelerate logs", "%accelerate logs 0"):
+        text = book.run(command)
+        assert "a, b, c\n" in text
+        assert not set("\x1b\x07\x9b") & set(text)
+
+
 # ---- names of the notebook -----------------------------------------------------------------
 
 

@@ -15,8 +15,9 @@ __all__ = ["GAP", "MAX_LINE", "Tail", "append_output", "as_shown", "one_line", "
 # Escape sequences of a terminal begin with ESC, or with a single character from \x80 to \x9f.
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
-    # Within a line: a title that is never ended would swallow the lines up to the next bell.
-    r"|(?:\x1b\]|\x9d)[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)"
+    # Within a line: a title that is never ended would swallow the lines up to the next bell. And up
+    # to the next begin of one: the time that a line of begins takes would grow by its square.
+    r"|(?:\x1b\]|\x9d)[^\x07\x1b\x9c\x9d\n]*(?:\x07|\x1b\\|\x9c)"
     r"|\x1b[ -/]+[0-~]|\x1b[@-Z\\-_]"
 )
 # Some of these characters are not allowed in a page, others a terminal obeys; the last ones change

@@ -39,6 +39,10 @@ def test_what_a_terminal_would_obey_is_left_out(text: str, plain: str) -> None:
     assert plain_text(text) == plain
 
 
+def test_titles_without_an_end_take_no_time_that_grows_by_their_square() -> None:
+    assert plain_text("\x9d" * 1_000_000 + "text") == "text"
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
