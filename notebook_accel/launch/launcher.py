@@ -316,7 +316,7 @@ def check_ranks(config: LaunchConfig) -> None:
 
     Raises:
         ConfigError: more ranks are asked for than there can be.
-        LaunchError: this system starts none.
+        LaunchError: this system starts none, or not as many.
     """
     preflight.check_platform()
     request = StartRequest(
@@ -324,7 +324,7 @@ def check_ranks(config: LaunchConfig) -> None:
     )
     engine = engine_named(config.engine)
     engine.warm_up(request)
-    engine.plan_ranks(request)
+    preflight.check_files_of_ranks(engine.plan_ranks(request).world_size)
 
 
 def _checked_request(

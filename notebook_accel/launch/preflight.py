@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_call",
     "check_files_of_kernel",
+    "check_files_of_ranks",
     "check_fits",
     "check_machine",
     "check_platform",
@@ -163,7 +164,7 @@ def check_machine(config: LaunchConfig, world_size: int) -> None:
     Raises:
         LaunchError: the limit of open files is too low for the ranks, or the port cannot be had.
     """
-    _check_files_of_ranks(world_size)
+    check_files_of_ranks(world_size)
     port = config.use_port
     problem = None if port is None else _bind(port)
     if isinstance(problem, PermissionError):
@@ -193,7 +194,7 @@ def check_fits(config: LaunchConfig, machine: Machine) -> None:
         raise ConfigError(f"devices={list(chosen)}, but this machine has {has} devices='cpu'")
     if wanted is None:
         return
-    _check_files_of_ranks(wanted)
+    check_files_of_ranks(wanted)
     if machine.devices and config.devices is None and not shares_devices(config):
         check_enough_devices(wanted, len(machine.devices))
 
@@ -211,7 +212,12 @@ def crowding(config: LaunchConfig, machine: Machine) -> str:
     )
 
 
-def _check_files_of_ranks(world_size: int) -> None:
+def check_files_of_ranks(world_size: int) -> None:
+    """Refuse more ranks than one agent can have files open for.
+
+    Raises:
+        LaunchError: the hard limit of open files is too low for them.
+    """
     hard, needed = hard_limit(), files_needed(world_size)
     if hard is not None and hard < needed:
         ranks = "1 rank needs" if world_size == 1 else f"{world_size} ranks need"

@@ -263,6 +263,7 @@ def test_a_syntax_error_and_bad_options_reach_no_rank(book: Notebook, tmp_path: 
     (tmp_path / "launch.yaml").write_text("devices: [99]\n")
     text = book.fails(f"%accelerate restart --config {tmp_path / 'launch.yaml'}")
     assert "devices" in text
+    assert "300000 ranks need" in book.fails("%accelerate restart -n 300000")
     assert book.run("%%accelerate\npids") == before, "the session goes on"
     text = book.run("""
         from notebook_accel import notebook_launcher
