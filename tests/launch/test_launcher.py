@@ -279,6 +279,35 @@ def test_a_full_log_disk_hides_no_error() -> None:
     assert "NOTEBOOK_ACCEL_RUNS" in notice
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A disk of 1 MB, on which runs are kept."""
+    (tmp_path / "disk").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "disk")]
+    if os.geteuid() or subprocess.run(mount, check=False).returncode:
+        pytest.skip("only root may mount a disk, and not in every container")
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "disk" / "runs"))
+    yield tmp_path / "disk"
+    subprocess.run(["umount", "--lazy", str(tmp_path / "disk")], check=True)
+
+
+@pytest.mark.parametrize("prints", [False, True])
+def test_what_c_code_prints_to_a_full_disk_is_not_lost_in_silence(
+    prints: bool, small_disk: Path
+) -> None:
+    def train() -> None:
+        import ctypes
+
+        for _ in range(200):
+            ctypes.CDLL(None).puts(b"x" * 10_000)
+        if prints:
+            print("Python finds the disk full, too")
+
+    notices = on_cpu(train, n=1).state.notices
+    assert sum("disk full: what rank 0 prints is lost" in notice for notice in notices) == 1
+    assert shutil.disk_usage(small_disk).free == 0
+
+
 @pytest.mark.parametrize(("given", "code"), [(256, 1), (3, 3)])
 def test_no_failure_looks_like_a_success(given: int, code: int) -> None:
     with pytest.raises(WorkerError, match=f"exit code {code}") as caught:

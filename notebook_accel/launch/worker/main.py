@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import errno
 import faulthandler
 import os
 import signal
@@ -235,6 +236,8 @@ class _Worker:
         )
         if outcome.sent is not None:
             self._sent = outcome.sent
+        if output.has_full_disk(self._inherited.log):
+            self.report_lost_output(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         self._context.end_call()
         self._interrupts.install()
         # Before the message: the next call may come as soon as the agent has it.
