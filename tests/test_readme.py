@@ -1,0 +1,77 @@
+"""What the README tells a reader to type works; each block is taken out of its text."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from importlib.metadata import metadata
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.kernel.notebooks import open_notebook
+from tests.public import PACKAGE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TREE = PACKAGE.parent
+README = (TREE / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    """The texts of the README's blocks in that language."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+    assert {name for name, _ in found} <= {"python", "ipython", "sh"}, "a kind that no test runs"
+    return [text for name, text in found if name == language]
+
+
+@pytest.mark.timeout(240)
+def test_python_blocks_run_in_a_new_kernel_one_after_the_other() -> None:
+    with open_notebook() as notebook:
+        for block in blocks("python"):
+            notebook.run(block)
+        right = notebook.run("print((model(images).argmax(1) == labels).float().mean().item())")
+    assert float(right) > 0.8
+
+
+def test_the_commands_of_shell_blocks_exist() -> None:
+    makefile = (TREE / "Makefile").read_text(encoding="utf-8")
+    commands = [
+        shlex.split(line, comments=True) for one in blocks("sh") for line in one.split("\n")
+    ]
+    targets = {words[1] for words in commands if words[:1] == ["make"]}
+    assert {"demo", "lab"} <= targets
+    assert all(f"\n{target}: " in makefile for target in targets)
+    assert {words[0] for words in commands if words} == {"make", "pip"}
+
+
+def test_each_extra_link_and_benchmark_that_is_named_exists() -> None:
+    extras = re.findall(
+        r"^\| `(\w+)` \| ", README.split("| extra |")[1].split("\n\n")[0], flags=re.MULTILINE
+    )
+    assert (
+        {"plot", "fp8"} <= {*extras} <= {*metadata("notebook-accel").get_all("Provides-Extra", [])}
+    )
+    scripts = re.findall(r"`(\w+\.py)[^`]*` \|$", README, flags=re.MULTILINE)
+    files = [*re.findall(r"\]\(([\w./]+)", README), *(f"benchmarks/{name}" for name in scripts)]
+    assert {"CONTRIBUTING.md", "benchmarks/panel.py"} <= {*files}
+    assert not [file for file in files if not (TREE / file).exists()]
+
+
+def test_the_cell_for_colab_installs_the_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cell,) = blocks("ipython")
+    clone, install = cell.splitlines()
+    folder = clone.split()[-1]
+    assert clone.startswith("!git clone <")
+    (tmp_path / folder).symlink_to(TREE)
+    # Resolved and built, and nothing changed: what the tests run in stays as it is.
+    for name in ("DRY_RUN", "NO_DEPS", "NO_INDEX"):
+        monkeypatch.setenv(f"PIP_{name}", "1")
+    monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")
+    with open_notebook() as notebook:
+        notebook.run(f"%cd {os.fspath(tmp_path)}")
+        assert "Would install notebook-accel" in notebook.run(install)
