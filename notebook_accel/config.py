@@ -20,6 +20,7 @@ import inspect
 import itertools
 import math
 import os
+import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -247,6 +248,27 @@ class LaunchConfig:
             name: list(value) if isinstance(value, tuple) else value
             for name, value in changed.items()
         }
+
+
+class _SettingsDoc:
+    """The docstring of ``LaunchConfig``: its own text, and the one under each field.
+
+    It is made when it is read, since that parses this file, which takes longer than its import.
+    """
+
+    def __init__(self, head: str) -> None:
+        self._head = inspect.cleandoc(head)
+
+    def __get__(self, _config: object, _owner: type) -> str:
+        about = descriptions()
+        rows = [
+            f"{one.name}: {one.type} = {one.default!r}\n{textwrap.indent(about[one.name], ' ' * 4)}"
+            for one in fields(LaunchConfig)
+        ]
+        return f"{self._head}\n\nSettings:\n{textwrap.indent(chr(10).join(rows), ' ' * 4)}\n"
+
+
+LaunchConfig.__doc__ = _SettingsDoc(LaunchConfig.__doc__ or "")  # type: ignore[assignment]
 
 
 def choices_of(name: str) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ import errno
 import io
 import os
 import pickle
+import pydoc
+import re
 import stat
 from dataclasses import FrozenInstanceError, fields
 from enum import Enum
@@ -914,6 +916,18 @@ def test_each_field_is_documented_under_it() -> None:
         and isinstance(after.value, ast.Constant)
     }
     assert told == {field.name for field in fields(LaunchConfig)}
+
+
+def test_help_shows_each_setting_with_its_type_default_and_meaning() -> None:
+    text = pydoc.plain(pydoc.render_doc(LaunchConfig))
+    (start,) = re.findall(r"^ \|  Settings:\n(.*?)\n \|  Methods", text, flags=re.DOTALL | re.M)
+    told = re.findall(r"^ \|      (\w+): (.+) = (.+)\n \|          \S", start, flags=re.M)
+    defaults = [(one.name, one.type, repr(one.default)) for one in fields(LaunchConfig)]
+    assert told == defaults
+    assert (
+        "    grace: float = 10.0\n |          Seconds that ranks get to leave: after Stop" in start
+    )
+    assert "How a run is launched" in text
 
 
 def test_a_new_engine_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
