@@ -10,15 +10,18 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+import torch
 
 from notebook_accel import ConfigError, LaunchError, NotebookAccelError, RunStopped, WorkerError
 from notebook_accel.config import LaunchConfig
@@ -245,6 +248,24 @@ def test_a_rank_that_returned_may_end_as_it_likes() -> None:
         return 1
 
     assert on_cpu(train).results == [1, 1]
+
+
+@dataclass
+class Trained:
+    model: Any
+
+
+def test_a_function_that_ends_in_a_folder_that_is_gone_has_its_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def train() -> Trained:
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            return Trained(torch.nn.Linear(2, 3))
+
+    # As in a kernel: modules are looked for in the working directory first.
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    assert on_cpu(train)[1].model.out_features == 3
 
 
 def test_an_exception_of_20_megabytes_is_cut_in_the_cell_and_whole_on_disk() -> None:

@@ -360,7 +360,14 @@ def _is_on_path(file: str, name: str) -> bool:
     stem = stem.partition(".")[0]
     if stem == "__init__":
         folder, stem = os.path.split(folder)
-    return stem == name and folder in map(os.path.abspath, import_path())
+    return stem == name and folder in map(_absolute, import_path())
+
+
+def _absolute(folder: str) -> str:
+    try:
+        return os.path.abspath(folder)
+    except OSError:  # it is relative to the working directory, which was removed
+        return folder
 
 
 class CallPickler(_Pickler):
