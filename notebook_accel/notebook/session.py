@@ -320,6 +320,8 @@ class NotebookSession:
                 error.hint = f"The session is over: {_RESTART}"
             elif isinstance(error, WorkerError) and error.traceback:
                 error.hint = _DEBUG
+                if "Cell In[" not in error.traceback:  # an earlier cell may have broken the rank
+                    error.hint += f". If each cell fails so: {_RESTART}"
             raise
         finally:
             if self._ends.was_sent:

@@ -661,6 +661,38 @@ def test_a_function_is_launched_on_the_warm_workers(book: Notebook) -> None:
 # ---- ends ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "import sys\nsys.stdout = sys.stderr = None",
+        "import sys\nsys.stdout.close()",
+        "globals().clear()\nx = 1",
+        "import os, tempfile\nwith tempfile.TemporaryDirectory() as d: os.chdir(d)",
+    ],
+)
+def test_a_session_outlives_what_a_cell_does_to_its_process(book: Notebook, damage: str) -> None:
+    book.run(f"%%accelerate\n{damage}")
+    text = book.run(
+        "%%accelerate\nimport os, sys\nclass Shown: pass\n"
+        "print('printed')\nprint('error', file=sys.stderr)\nShown(), rank * world_size"
+    )
+    assert "rank 1: (<__main__.Shown at" in text
+    logs = book.run("%accelerate logs")
+    assert logs.count("] printed\n") == logs.count("] error\n") == 2
+    book.run("%%accelerate\nos.chdir('/')")
+    assert book.run("%%accelerate\nint(accelerator.reduce(torch.ones(1)))") == "ranks 0-1: 2\n"
+    book.run("%accelerate restart")
+
+
+def test_a_session_that_a_cell_has_broken_for_good_says_to_restart_it(book: Notebook) -> None:
+    book.run(
+        "%%accelerate\nimport notebook_accel.notebook.worker as own\nown.shell.RankShell.run = None"
+    )
+    assert "If each cell fails so: `%accelerate restart`" in book.fails("%%accelerate\n1")
+    book.run("%accelerate restart")
+    assert "`%accelerate restart`" not in book.fails("%%accelerate\n1/0")
+
+
 def test_a_dead_rank_says_how_to_start_again(book: Notebook) -> None:
     text = book.fails("""
         %%accelerate

@@ -250,6 +250,7 @@ class _Worker:
         return outcome.exitcode
 
     def _enter_call(self, message: wire.Call) -> None:
+        output.reopen_streams(self.report_lost_output)
         if message.group_generation != self._group_generation:
             self._group_generation = message.group_generation
             self._drop_group()

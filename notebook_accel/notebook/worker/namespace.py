@@ -53,12 +53,15 @@ class Namespace:
         self._names: dict[str, Any] = shell.user_ns
         training = import_module(_TRAINING)
         self._names.update({name: getattr(training, name) for name in _AT_ONCE})
+        self._first_names = dict(self._names)
         self._reported = self._objects()
 
     def push(
         self, names: Mapping[str, Any], fills: Collection[str] = (), forgets: Iterable[str] = ()
     ) -> None:
         """Take names of the notebook, those in ``fills`` only where there are none; drop others."""
+        if "__name__" not in self._names:  # a cell ran `globals().clear()`
+            self._names.update({**self._first_names, **self._names})
         for name in forgets:
             self._names.pop(name, None)
             self._reported.pop(name, None)
@@ -164,7 +167,7 @@ def globals_used(value: Any, namespace: Mapping[str, Any]) -> frozenset[str]:
         seen.add(id(part))
         # isinstance() would ask an object that stands for another one, which may raise.
         if issubclass(type(part), type):
-            own = [one for one in part.__mro__ if one.__module__ == namespace["__name__"]]
+            own = [one for one in part.__mro__ if one.__module__ == namespace.get("__name__")]
             waiting += [member for one in own for member in vars(one).values()]
             continue
         if issubclass(type(part), types.FunctionType) and part.__globals__ is namespace:
