@@ -12,6 +12,7 @@ from .notebook.magics import load_ipython_extension as load_ipython_extension
 from .notebook.picker import ConfigPicker as ConfigPicker
 from .notebook.picker import config_picker as config_picker
 from .notebook.run_list import find_run as find_run
+from .notebook.run_list import last_run as last_run
 from .notebook.run_list import runs as runs
 from .training.accelerator import Accelerator as Accelerator
 from .training.availability import is_rich_available as is_rich_available

@@ -41,7 +41,7 @@ _SLICE_SECONDS = 0.05
 _KEPT = (
     "The kernel that launched a run has its results and rescued models while you hold the handle "
     "that notebook_launcher gave; of runs that raised, it has those of the newest few. Keep the "
-    "handle: run = notebook_launcher(...), or run = find_run(id) by the id in its error"
+    "handle: run = notebook_launcher(...), or run = last_run() right after an error"
 )
 
 E = TypeVar("E", bound=BaseException)
@@ -325,8 +325,12 @@ class Run:
         return None
 
     def _worker_error(self, failure: Failure) -> WorkerError:
+        # Not part of the failure, which stays on the page and on disk: another launch changes it.
+        handle = self._conductor.handle()
+        is_logged = handle and failure.rank is not None
+        seen = f"\nTo see it: {handle}.logs({failure.rank})" if is_logged else ""
         error = WorkerError(
-            failure.message,
+            f"{failure.message}{seen}",
             rank=failure.rank,
             ranks=failure.ranks,
             traceback=failure.traceback,

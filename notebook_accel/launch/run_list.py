@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.control.state import RunState
     from notebook_accel.launch.run import RunView
 
-__all__ = ["add", "discard", "expression", "find_run", "keep", "runs"]
+__all__ = ["add", "discard", "expression", "expression_now", "find_run", "keep", "runs"]
 
 # Without its results a run is small: its last state, with the tails of its output.
 _MAX_RUNS = 50
@@ -105,6 +105,12 @@ def expression(run_id: str) -> str:
     return f"import notebook_accel; notebook_accel.find_run({run_id!r})"
 
 
+def expression_now(run_id: str) -> str:
+    """What a person types for that run before the next launch: short, where it is the newest."""
+    is_newest = bool(_known) and _known[-1].run.id == run_id
+    return "import notebook_accel; notebook_accel.last_run()" if is_newest else expression(run_id)
+
+
 def find_run(run_id: str, *, view: Callable[[], RunView] = PlainView) -> Run:
     """The run of that id, as ``notebook_accel.find_run`` gives it.
 
@@ -147,6 +153,9 @@ class _OtherKernels(Conductor):
         self.ended = Latch()
         if state.has_ended:
             self.ended.set()
+
+    def handle(self) -> str:
+        return expression(self.state.run)
 
     def check_waiting(self) -> None:
         self._refuse()

@@ -1,9 +1,10 @@
-"""``runs`` and ``find_run`` as a person calls them: what is found can be shown where they ran."""
+"""``runs``, ``last_run`` and ``find_run`` as a person calls them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import run_list
 from notebook_accel.notebook.views import choose_view
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.run import Run
     from notebook_accel.launch.view import View
 
-__all__ = ["find_run", "runs"]
+__all__ = ["find_run", "last_run", "runs"]
 
 
 def find_run(run_id: str) -> Run:
@@ -25,6 +26,23 @@ def find_run(run_id: str) -> Run:
         LaunchError: it is not of this process, and this user has no folder for runs.
     """
     return run_list.find_run(run_id, view=_view_of_past)
+
+
+def last_run() -> Run:
+    """The run that this process launched last, also where it failed or was interrupted.
+
+    Such a launch returns no handle: in ``run = notebook_launcher(...)``, ``run`` keeps its value.
+
+    Raises:
+        NotebookAccelError: it has launched none.
+    """
+    here = runs()
+    if not here:
+        raise NotebookAccelError(
+            "this process has launched no run yet; runs(everywhere=True) lists those of earlier "
+            "ones, and find_run(id) opens one"
+        )
+    return here[-1]
 
 
 def runs(*, everywhere: bool = False) -> list[Run]:

@@ -181,10 +181,28 @@ notebook_launcher(wait, num_processes=1)
     (line,) = reply.traceback
     assert "KeyboardInterrupt" in line
     # It says what to type for what was being trained; and the run, by itself.
-    found = re.findall(r"import notebook_accel; (notebook_accel\.find_run\('[^']+'\)[.\w]*)", line)
-    (rescued, stopped) = found
-    typed = f"import notebook_accel; print({rescued}.models[0].weight.item(), {stopped}.status)"
-    assert run(kernel, typed).text == "7.0 stopped\n"
+    rescued, by_id, stopped = re.findall(
+        r"(notebook_accel\.(?:last|find)_run\([^)]*\)[.\w]*)", line
+    )
+    assert (rescued, stopped) == ("notebook_accel.last_run().rescued", "notebook_accel.last_run()")
+    for kept in (rescued, by_id):
+        typed = f"import notebook_accel; print({kept}.models[0].weight.item(), {stopped}.status)"
+        assert run(kernel, typed).text == "7.0 stopped\n"
+
+
+@pytest.mark.parametrize("magic", ["", "%%time\n"])
+def test_an_error_says_which_name_still_has_an_older_run(kernel: Kernel, magic: str) -> None:
+    run(kernel, "import notebook_accel\nmine = other = notebook_launcher(int, num_processes=1)")
+    older = run(kernel, "print(mine.id)").text.strip()
+    launch = f"{magic}mine, n = notebook_launcher(fail, num_processes=1), 0"
+    error = "\n".join(kernel.run(launch).traceback)
+    assert f"`mine` still names run {older}, launched earlier" in error
+    assert "`other`" not in error
+    (typed,) = set(re.findall(r"import notebook_accel; notebook_accel\.last_run\(\)", error))
+    assert run(kernel, f"{typed}; print(notebook_accel.last_run().status)").text == "failed\n"
+    # Where the cell assigns no run, no name is older than the person thinks.
+    error = "\n".join(kernel.run("notebook_launcher(fail, num_processes=1)").traceback)
+    assert "still names" not in error
 
 
 def test_a_plain_loop_that_is_stopped_says_what_to_type_for_what_was_trained(
@@ -218,7 +236,7 @@ mine = notebook_launcher(endless, num_processes=2)
     assert "RunStopped" in error
     # As the error says it, so does the summary.
     shown = unescape("".join(one["data"]["text/html"] for one in kernel.displays.values()))
-    what_to_type = r"import notebook_accel; (notebook_accel\.find_run\('[^']+'\)\.rescued)"
+    what_to_type = r"import notebook_accel; (notebook_accel\.last_run\(\)\.rescued)"
     (typed,) = set(re.findall(what_to_type, error)) & set(re.findall(what_to_type, shown))
     seen = f"import notebook_accel; kept = {typed}; print(kept.step > 0, type(kept.models[0]))"
     assert run(kernel, seen).text == "True <class 'torch.nn.modules.linear.Linear'>\n"

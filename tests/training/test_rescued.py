@@ -219,7 +219,7 @@ def test_an_interrupted_cell_says_what_to_type(tmp_path: Path) -> None:
     config = LaunchConfig(num_processes=1, devices="cpu")
     with pytest.raises(KeyboardInterrupt, match=r"notebook_accel\.find_run") as caught:
         launch(endless, (str(tmp_path),), config=config, view=View())
-    typed = str(caught.value).partition("import notebook_accel; ")[2]
+    typed = str(caught.value).partition("import notebook_accel; ")[2].partition(" (")[0]
     rescued = eval(typed, {"notebook_accel": notebook_accel})
     assert rescued.models[0].weight.item() == 7.0
     # It goes with the handle.

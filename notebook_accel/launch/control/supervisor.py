@@ -74,7 +74,7 @@ class Supervisor(Conductor, RunningCall):
         closing_notices: Callable[[RunState], Sequence[str]],
         labels: Mapping[str, str],
         folder: RunFolder,
-        handle: str,
+        handle: Callable[[], str],
     ) -> None:
         """Make ready; ``RankPool.send_call`` sends the call.
 
@@ -88,7 +88,7 @@ class Supervisor(Conductor, RunningCall):
             closing_notices: lines for the person that only the last state can tell.
             labels: what a person calls each cell, by the name of its file.
             folder: of the run; the last state is saved there.
-            handle: what a person types for the run, for errors and notices.
+            handle: gives what a person types for the run, for errors and notices.
         """
         self.number = 0
         self.state = state
@@ -116,6 +116,9 @@ class Supervisor(Conductor, RunningCall):
         self._context = contextvars.copy_context()
 
     # ---- what the handle asks --------------------------------------------------------------
+
+    def handle(self) -> str:
+        return self._handle()
 
     def stop(self, grace: float | None = None) -> None:
         self._num_stops += 1
@@ -279,7 +282,6 @@ class Supervisor(Conductor, RunningCall):
             self.state,
             is_stopped=self._is_stopped,
             lost=lost,
-            handle=self._handle,
             log_dir=str(self._folder.path),
         )
         state = replace(
@@ -298,7 +300,8 @@ class Supervisor(Conductor, RunningCall):
         if has_rescued:
             # Said only after the state was saved: other kernels read the saved one, and what was
             # rescued is in this kernel's memory.
-            self.rescued_as = self._handle + ".rescued"
+            by_id = f"notebook_accel.find_run({self._folder.id!r}).rescued"
+            self.rescued_as = f"{self.handle()}.rescued (after another launch: {by_id})"
             kept = f"what was being trained is kept: {self.rescued_as}"
             state = apply(wire.Notice(text=kept), state)
         if lost_notice:

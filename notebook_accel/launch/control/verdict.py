@@ -65,16 +65,13 @@ class Verdict:
     failure: Failure | None = None
 
 
-def judge(
-    state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], handle: str, log_dir: str
-) -> Verdict:
+def judge(state: RunState, *, is_stopped: bool, lost: Sequence[LostAgent], log_dir: str) -> Verdict:
     """The verdict on a run that has ended.
 
     Args:
         state: the last state.
         is_stopped: whether somebody asked for the end.
         lost: the agents that ended before their ranks had.
-        handle: what a person types for the run: a launch that raised gave nobody its handle.
         log_dir: where the ranks' whole output is.
     """
     failed = [rank for rank in state.ranks if _has_failed(rank, is_stopped=is_stopped)]
@@ -83,7 +80,7 @@ def judge(
     has_left = is_stopped and any(_left_as_asked(rank) for rank in state.ranks)
     if failed and not ((lost or has_left) and min(map(_kind, failed)) == _Kind.LOST_PEER):
         returned = [rank.rank for rank in state.ranks if rank.returned]
-        return Verdict(status="failed", failure=_rank_failure(failed, returned, handle, log_dir))
+        return Verdict(status="failed", failure=_rank_failure(failed, returned, log_dir))
     without_result = tuple(rank.rank for rank in state.ranks if not rank.returned)
     if lost and not is_stopped and without_result:
         return Verdict(status="failed", failure=_agent_failure(lost[0], without_result))
@@ -133,9 +130,7 @@ def _is_watchdog(rank: RankState) -> bool:
     return rank.signal == signal.SIGABRT and bool(_WATCHDOG.search("\n".join(rank.tail)))
 
 
-def _rank_failure(
-    failed: list[RankState], returned: list[int], handle: str, log_dir: str
-) -> Failure:
+def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) -> Failure:
     """What the error says where ranks failed: the cause first, then the others in a line each."""
     failed = _in_order(failed)
     cause = failed[0]
@@ -148,7 +143,7 @@ def _rank_failure(
         *_other_failures(culprits, cause),
         *_peers_that_returned(cause, returned),
         "",
-        f"The whole output of rank {cause.rank}: {handle}.logs({cause.rank}), kept in {log_dir}",
+        f"The whole output of rank {cause.rank} is kept in {log_dir}",
     ]
     return Failure(
         # What a function raised or printed may clear the person's terminal.

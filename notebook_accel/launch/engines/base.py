@@ -26,6 +26,7 @@ import itertools
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -357,7 +358,7 @@ def begin_call(
         closing_notices=lambda end: [] if advised is None else closing_advice(end, advised),
         labels={source.filename: source.label for source in request.sources},
         folder=new.folder,
-        handle=run_list.expression(new.folder.id),
+        handle=partial(run_list.expression_now, new.folder.id),
     )
     with pool.paused():
         pool.check_free()

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch import payload, run_list, wire
@@ -143,7 +144,7 @@ class PlayedRun:
             closing_notices=closing_notices,
             labels={},
             folder=self.folder,
-            handle=run_list.expression(self.folder.id),
+            handle=partial(run_list.expression_now, self.folder.id),
         )
         message = wire.Call(payload=wire.Packet(header=b""), grace=0.1, last=last)
         self.pool.send_call(supervisor, message, ())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import RunStopped
+from notebook_accel.errors import RunStopped, WorkerError
 from notebook_accel.launch import payload, run_list, wire
 from notebook_accel.launch.control import supervisor
 from notebook_accel.launch.control.run_folder import RunFolder
@@ -158,7 +158,13 @@ def test_the_error_names_its_own_run_whatever_was_launched_since(
     agent.tell(wire.Raised, rank=0, **raised())
     agent.tell(wire.Raised, rank=1, **raised())
     assert call.ended.wait(SECONDS)
-    assert f"notebook_accel.find_run({run.folder.id!r}).logs(0)" in call.state.error
+    typed = f"To see it: import notebook_accel; notebook_accel.find_run({run.folder.id!r}).logs(0)"
+    with pytest.raises(WorkerError) as caught:
+        older.wait()
+    assert str(caught.value).endswith(typed)
+    run_list.discard(newer)
+    with pytest.raises(WorkerError, match=r"notebook_accel\.last_run\(\)\.logs\(0\)$"):
+        older.wait()
 
 
 def test_metrics_are_kept_and_the_last_is_shown(run: PlayedRun) -> None:

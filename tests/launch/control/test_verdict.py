@@ -54,7 +54,7 @@ def ended_by_agent(*ranks: int) -> list[wire.Message]:
 
 
 def verdict(state: RunState, **given: Any) -> Verdict:
-    facts = {"is_stopped": False, "lost": (), "handle": "runs()[-2]", "log_dir": LOGS}
+    facts = {"is_stopped": False, "lost": (), "log_dir": LOGS}
     return judge(state, **{**facts, **given})
 
 
@@ -165,7 +165,7 @@ def test_an_exception() -> None:
     told = failure(run(2, raised(0, "bad batch\nand more"), *ended_by_agent(1)))
     assert told.message.startswith("rank 0 failed: ValueError: bad batch\n")
     assert told.message.count("Traceback of 0") == 1
-    assert f"rank 0: runs()[-2].logs(0), kept in {LOGS}" in told.message
+    assert f"The whole output of rank 0 is kept in {LOGS}" in told.message
     assert (told.traceback, told.exitcode, told.signal) == ("Traceback of 0\n", 1, None)
 
 
