@@ -30,7 +30,7 @@ def _is_ours(name: str) -> bool:
 
 def _make(folder: Path, version: str) -> Path:
     """A folder of which versions have different entries."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for name in ("part_a", "part_b", f"part_of_{version}", f"extra_of_{version}"):
         (folder / name).write_text(version)
     (folder / "part_folder").mkdir()
@@ -50,9 +50,9 @@ def _expected(version: str) -> dict[str, str]:
 
 
 def _save(final: Path, version: str) -> None:
-    atomic.sweep(final)
-    staged = _make(atomic.staging_folder(final), version)
-    atomic.publish_folder(staged, final, is_ours=_is_ours)
+    partial = atomic.Partial.of(final)
+    _make(partial.path, version)
+    partial.publish(is_ours=_is_ours)
 
 
 def _is_killed(action: Callable[[], None], step: int) -> bool:
@@ -156,7 +156,7 @@ def test_only_what_is_left_of_this_name_is_swept(name: str, tmp_path: Path) -> N
     _make(atomic.staging_folder(final), "left")
     atomic.staging_folder(final).write_text("a file that was being written")
     (tmp_path / f".{name}.mine.partial").write_text("the user's")
-    atomic.sweep(final)
+    atomic.Partial.of(final).discard()
     kept = {folder.name for folder in live} | {f".{name}.mine.partial"}
     assert set(os.listdir(tmp_path)) == kept
 

@@ -145,7 +145,8 @@ class Checkpoints:
 
     def _add_own_files(self, folder: Path) -> None:
         """Put what is this rank's own into a finished checkpoint, each file whole or not at all."""
-        staged = staging_folder(folder)
+        # By this name, it is not taken for what a dead writer of the whole folder left.
+        staged = staging_folder(folder.with_name(f"{folder.name}.late"))
         staged.mkdir()
         try:
             write_one_by_one(self._own_pieces(), staged)

@@ -9,17 +9,23 @@ A folder is written beside its final path and then put there. Where there is one
 In place is the way on a disk that cannot let folders trade places, and where this process sits in
 the old folder, which would go away under it and under the notebook's kernel. Invariant: at every
 instant :func:`complete_version` is one of the two whole folders.
+
+Several processes may save side by side. Each holds a lock on the folder that it writes, which ends
+with the process: so what dead writers left is told from what others write. Who begins or publishes
+a folder holds a lock on its parent meanwhile.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import re
 import shutil
 import uuid
+import weakref
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,17 +33,19 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from notebook_accel.errors import NotebookAccelError
+from notebook_accel.training.notices import notice_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = [
+    "Partial",
     "complete_version",
     "naming_full_disk",
     "publish_folder",
     "replacing_file",
+    "say_who_else_saves",
     "staging_folder",
-    "sweep",
 ]
 
 _PARTIAL = ".partial"
@@ -87,17 +95,109 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
 
 
 def staging_folder(final: Path) -> Path:
-    """A name beside ``final``, on the same disk, that nobody else uses."""
-    return final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
+    """A name beside ``final``, on the same disk, that nobody else uses; it says who writes."""
+    return final.with_name(f".{final.name}.{_writer()}.{uuid.uuid4().hex[:8]}{_PARTIAL}")
 
 
-def sweep(final: Path) -> None:
-    """Remove what writers of ``final`` left that died on the way."""
-    left = re.compile(rf"\.{re.escape(final.name)}\.[0-9a-f]{{8}}{re.escape(_PARTIAL)}")
-    if final.parent.is_dir():
-        for name in os.listdir(final.parent):
-            if left.fullmatch(name):
-                _remove(final.parent / name)
+def _writer() -> str:
+    run = os.environ.get("NOTEBOOK_ACCEL_RUN")
+    return f"run-{run}" if run else f"process-{os.getpid()}"
+
+
+class Partial:
+    """A folder to write in, which no other process removes as long as this one lives.
+
+    Args:
+        parent: where it is made; what dead writers left there is removed.
+        pattern: matches the name of the final folder, and of those that it stands beside.
+        choose: gives that name, from those that others are writing. Until it is taken, no other
+            process chooses one in ``parent``.
+
+    Attributes:
+        final: where it belongs.
+        path: where to write.
+    """
+
+    def __init__(self, parent: Path, pattern: str, choose: Callable[[Sequence[str]], str]) -> None:
+        parent.mkdir(parents=True, exist_ok=True)
+        with _locked(parent):
+            others = _sweep(parent, pattern)
+            for name, writer in others.items():
+                if writer != _writer():
+                    say_who_else_saves(parent / name, writer.replace("-", " ", 1))
+            self.final = parent / choose(list(others))
+            self.path = staging_folder(self.final)
+            self.path.mkdir()
+            lock = os.open(self.path, os.O_RDONLY)
+            with suppress(OSError):  # a disk without locks, where nobody sweeps
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        self._unlock = weakref.finalize(self, os.close, lock)
+
+    @classmethod
+    def of(cls, final: Path) -> Partial:
+        """One for a folder of a given name."""
+        return cls(final.parent, re.escape(final.name), lambda _: final.name)
+
+    def publish(self, *, is_ours: Callable[[str], bool]) -> None:
+        """Put it where it belongs, as :func:`publish_folder` does."""
+        publish_folder(self.path, self.final, is_ours=is_ours)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove what was not published."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+
+def say_who_else_saves(path: Path, who: str) -> None:
+    """Warn that a checkpoint of somebody else is beside those of this training."""
+    notice_once(
+        f"{who} saves in {path.parent}",
+        f"{who} saves here, too: {path}. Each checkpoint is whole, but may be replaced, or removed "
+        "by total_limit, and a resume takes the newest, whichever run wrote it: stop one of the "
+        "runs, or give each a folder of its own",
+    )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let no other process or thread begin or publish a folder in ``folder`` meanwhile."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a disk without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):  # by closing alone, a process forked meanwhile would keep it
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
+
+
+def _sweep(parent: Path, pattern: str) -> dict[str, str]:
+    """Remove what dead writers of such names left; give the names and writers of the others."""
+    partial = re.compile(rf"\.(?P<name>{pattern})\.(?P<writer>[\w-]+)\.[0-9a-f]{{8}}{_PARTIAL}")
+    found = ((partial.fullmatch(name), parent / name) for name in os.listdir(parent))
+    return {
+        match["name"]: match["writer"]
+        for match, path in found
+        if match and not _remove_if_dead(path)
+    }
+
+
+def _remove_if_dead(path: Path) -> bool:
+    if _is_own_folder(path):  # else a link of an update that was broken off
+        try:
+            lock = os.open(path, os.O_RDONLY)
+        except OSError:  # of another user
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            os.close(lock)
+    _remove(path)
+    return True
 
 
 def complete_version(folder: Path) -> Path:
@@ -119,16 +219,17 @@ def publish_folder(staged: Path, final: Path, *, is_ours: Callable[[str], bool])
             and is removed with it. All other entries stay.
     """
     final = final.resolve()
-    if not final.exists():
-        staged.rename(final)
-        return
-    _finish_update(final)  # of a writer that died
-    if _is_current_folder_within(final) or not _can_exchange(final):
-        _update_in_place(staged, final, is_ours)
-        return
-    _carry_over(final, staged, is_ours)
-    _exchange(staged, final)
-    shutil.rmtree(staged, ignore_errors=True)
+    with _locked(final.parent):
+        if not final.exists():
+            staged.rename(final)
+            return
+        _finish_update(final)  # of a writer that died
+        if _is_current_folder_within(final) or not _can_exchange(final):
+            _update_in_place(staged, final, is_ours)
+            return
+        _carry_over(final, staged, is_ours)
+        _exchange(staged, final)
+        shutil.rmtree(staged, ignore_errors=True)
 
 
 def _is_current_folder_within(folder: Path) -> bool:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.training.checkpoint import pieces as checkpoint_pieces
-from notebook_accel.training.checkpoint.atomic import publish_folder, staging_folder, sweep
-from notebook_accel.training.checkpoint.folders import is_ours
+from notebook_accel.training.checkpoint.atomic import Partial, publish_folder
+from notebook_accel.training.checkpoint.folders import NUMBERED, is_ours
 from notebook_accel.training.checkpoint.meeting import describe
 
 if TYPE_CHECKING:
@@ -79,16 +79,18 @@ class Lead(Role):
         self.final, self.staged = Path(self._plan.final), Path(self._plan.staged)
 
     def _make_folder(self) -> tuple[str, str]:
-        final = Path(self._asked) if self._asked else self._numbering.next()
-        sweep(final)
-        staged = staging_folder(final)
-        staged.mkdir(parents=True)
-        return str(final), str(staged)
+        numbering = self._numbering
+        self._partial = (
+            Partial.of(Path(self._asked))
+            if self._asked
+            else Partial(numbering.folder(), NUMBERED.pattern, numbering.next)
+        )
+        return str(self._partial.final), str(self._partial.path)
 
     def finish(self, pieces: Sequence[Piece], results: Sequence[Any]) -> None:
         others = self._meetings.wait_for_members(self._plan)
         checkpoint_pieces.complete(pieces, [results, *others])
-        publish_folder(self.staged, self.final, is_ours=is_ours)
+        self._partial.publish(is_ours=is_ours)
         if not self._asked:
             self._numbering.remove_oldest()
         self._meetings.finish(self._plan)
@@ -96,7 +98,7 @@ class Lead(Role):
     def fail(self, error: BaseException) -> None:
         # In this order: a rank that finds the folder gone finds the reason too.
         self._meetings.finish(self._plan, describe(error))
-        shutil.rmtree(self.staged, ignore_errors=True)
+        self._partial.discard()
 
 
 class Follow(Role):

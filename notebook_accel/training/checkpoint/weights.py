@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.training.checkpoint.atomic import (
+    Partial,
     naming_full_disk,
-    publish_folder,
     replacing_file,
-    staging_folder,
-    sweep,
 )
 from notebook_accel.training.checkpoint.state_files import (
     check_regular,
@@ -158,15 +155,13 @@ def save_model(
     """
     limit = _as_bytes(max_shard_size)
     final = folder.expanduser().resolve()
-    sweep(final)
-    staged = staging_folder(final)
-    staged.mkdir(parents=True)
+    partial = Partial.of(final)
     try:
         with naming_full_disk(final.parent):
-            _save_sharded(state, staged, limit=limit, safe=safe)
-        publish_folder(staged, final, is_ours=lambda name: bool(_MODEL_FILE.fullmatch(name)))
+            _save_sharded(state, partial.path, limit=limit, safe=safe)
+        partial.publish(is_ours=lambda name: bool(_MODEL_FILE.fullmatch(name)))
     finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        partial.discard()
 
 
 def _save_sharded(state: Mapping[str, Any], folder: Path, *, limit: float, safe: bool) -> None:
