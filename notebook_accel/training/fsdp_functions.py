@@ -263,7 +263,7 @@ def fsdp2_apply_ac(accelerator: Accelerator, model: Module) -> Module:
     from notebook_accel.training.strategies import fsdp
 
     plugin = _require_plugin(accelerator, "fsdp2_apply_ac")
-    fsdp.checkpoint_activations(model, fsdp.choose_modules(model, plugin), plugin)
+    fsdp.checkpoint_activations(fsdp.choose_modules(model, plugin), plugin)
     return model
 
 

@@ -11,7 +11,6 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin as PeerPlugin
 from accelerate import ParallelismConfig as PeerConfig
 from torch import nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -37,6 +36,7 @@ from notebook_accel import (
     ParallelismConfig,
 )
 from notebook_accel.training.parallelism import fit_sizes
+from notebook_accel.training.strategies import fsdp
 from notebook_accel.training.strategies.fsdp import checkpoint_activations, choose_modules, units
 from tests.training.single import fresh_rank  # noqa: F401
 
@@ -423,14 +423,14 @@ def test_what_is_kept_of_activations(offload: bool, monkeypatch: pytest.MonkeyPa
             pack = self.pack_hook
             self.pack_hook = lambda value: kept.append(tuple(value.shape)) or pack(value)
 
-    monkeypatch.setattr(checkpoint_wrapper, "save_on_cpu", Seen)
+    monkeypatch.setattr(fsdp, "save_on_cpu", Seen)
     plugin = Plugin(activation_checkpointing=True, activation_checkpointing_offload=offload)
     torch.manual_seed(0)
     model = nn.Sequential(Counting(2, 3), Counting(3, 2))
     blocks, plain, names = list(model), copy.deepcopy(model), list(model.state_dict())
-    wrapped = checkpoint_activations(model, list(model), plugin)
-    assert list(model) == wrapped
-    assert [unit for unit, _ in units(model, wrapped, blocks)] == wrapped
+    checkpoint_activations(blocks, plugin)
+    assert list(model) == blocks
+    assert [unit for unit, _ in units(model, blocks, blocks)] == blocks
     inputs = torch.ones(4, 2, requires_grad=True)
     model(inputs).sum().backward()
     plain(inputs).sum().backward()

@@ -257,15 +257,20 @@ def test_transformers_is_told_that_rank_0_reads_for_all(tmp_path: Path) -> None:
         assert ours["restored"]
 
 
-def train_adapters(folder: str) -> dict[str, Any]:
-    """LoRA in a frozen decoder, sharded as PEFT's examples say, or on one rank whole."""
+def train_adapters(folder: str, again: bool) -> dict[str, Any]:
+    """LoRA in a frozen decoder, sharded as PEFT's examples say, or on one rank whole.
+
+    Args:
+        folder: where the adapter is saved.
+        again: whether forwards are computed again in backward.
+    """
     from peft import LoraConfig, get_peft_model
     from peft.utils.other import fsdp_auto_wrap_policy
 
     config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
     torch.manual_seed(5)
     model: Any = get_peft_model(gpt2(), config)  # type: ignore[arg-type]
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin())
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(activation_checkpointing=again))
     accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)  # type: ignore[union-attr]
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer: Any = torch.optim.SGD(trained, lr=1.0)
@@ -296,16 +301,19 @@ def test_adapters_in_a_frozen_model_train_in_parts(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     imports = ("transformers.models.gpt2.modeling_gpt2", "peft")
-    (whole,) = run_ranks(train_adapters, 1, str(tmp_path / "one"), imports=imports)
-    for ours in run_ranks(train_adapters, 2, str(tmp_path / "two"), imports=imports):
-        assert ours["parts"]
-        assert ours["losses"] == pytest.approx(whole["losses"], abs=1e-5)
-        assert ours["losses"][-1] < ours["losses"][0]
-    one, two = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("one", "two"))
+    (whole,) = run_ranks(train_adapters, 1, str(tmp_path / "one"), False, imports=imports)
+    one = load_file(tmp_path / "one" / "adapter_model.safetensors")
     assert len(one) == 2
-    assert one.keys() == two.keys()
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, atol=1e-5, rtol=0)
+    for again in (False, True):
+        folder = tmp_path / f"again {again}"
+        for ours in run_ranks(train_adapters, 2, str(folder), again, imports=imports):
+            assert ours["parts"]
+            assert ours["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+            assert ours["losses"][-1] < ours["losses"][0]
+        two = load_file(folder / "adapter_model.safetensors")
+        assert one.keys() == two.keys()
+        for name, value in one.items():
+            torch.testing.assert_close(two[name], value, atol=1e-5, rtol=0)
 
 
 def train_read_in_parts(folder: str, tp_size: int) -> dict[str, Any]:

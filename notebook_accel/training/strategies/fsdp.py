@@ -8,19 +8,18 @@ is left belongs to the model itself and is gathered as one.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    ActivationWrapper,
-    checkpoint_wrapper,
-    offload_wrapper,
-)
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.models import ReplacedForward, forward_of
 from notebook_accel.training.strategies.pending import local_part
 
 if TYPE_CHECKING:
@@ -81,33 +80,41 @@ def _count_uses(module: Module) -> Counter[int]:
 
 
 def checkpoint_activations(
-    model: Module, chosen: Sequence[Module], plugin: FullyShardedDataParallelPlugin
-) -> list[Module]:
-    """Let the chosen modules compute their forward again in backward.
+    chosen: Sequence[Module], plugin: FullyShardedDataParallelPlugin
+) -> None:
+    """Let the chosen modules compute their forward again in backward, in place.
 
-    Returns:
-        the wrappers that now stand in their place, which keep the names of all weights.
+    Torch's own wrapper would stand between a module and its parent, and change the names of all
+    modules inside: PEFT, which looks its adapters up by them, would then save none.
 
     Raises:
-        ConfigError: there is nothing between the model and its weights to wrap.
+        ConfigError: there is nothing between the model and its weights to choose.
     """
     if not chosen:
         raise ConfigError(
-            "activation_checkpointing=True wraps the modules that auto_wrap_policy chooses, and it "
-            'chose none: set auto_wrap_policy="transformer_based_wrap" with '
+            "activation_checkpointing=True is for the modules that auto_wrap_policy chooses, and "
+            'it chose none: set auto_wrap_policy="transformer_based_wrap" with '
             'transformer_cls_names_to_wrap, or "size_based_wrap" with min_num_params'
         )
-    wrappers = {id(part): checkpoint_wrapper(part) for part in chosen}
-    if plugin.activation_checkpointing_offload:
+    for part in chosen:
+        offload = bool(plugin.activation_checkpointing_offload)
+        part.__dict__["forward"] = _CheckpointedForward(part, offload=offload)
+
+
+class _CheckpointedForward(ReplacedForward):
+    """A forward whose backward computes it again, rather than keep what it has computed."""
+
+    def __init__(self, module: Module, *, offload: bool) -> None:
+        super().__init__(module)
+        self.offload = offload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Outside of the checkpoint: what it keeps, its inputs, goes to the host and nothing else.
-        wrappers = {name: offload_wrapper(wrapper) for name, wrapper in wrappers.items()}
-    for parent in list(model.modules()):
-        if any(parent is wrapper for wrapper in wrappers.values()):
-            continue
-        for name, child in list(parent.named_children()):
-            if id(child) in wrappers:
-                setattr(parent, name, wrappers[id(child)])
-    return list(wrappers.values())
+        with save_on_cpu(pin_memory=True) if self.offload else nullcontext():
+            return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (forward_of, (self.module, self.replaced))
 
 
 def units(
@@ -124,19 +131,11 @@ def units(
     if not blocks:
         return [(model, list(chosen))]
     uses = _count_uses(model)
-    wrapper_of: dict[int, Module] = {}
-    for part in model.modules():  # the outermost wrapper comes first
-        inner = part
-        while isinstance(inner, ActivationWrapper):
-            inner = inner._checkpoint_wrapped_module
-        if inner in blocks:
-            wrapper_of.setdefault(id(inner), part)
     found = []
     for block in blocks:
-        unit = wrapper_of[id(block)]
-        if all(uses[weight] == count for weight, count in _count_uses(unit).items()):
-            inside = {id(part) for part in unit.modules()} - {id(unit)}
-            found.append((unit, [part for part in chosen if id(part) in inside]))
+        if all(uses[weight] == count for weight, count in _count_uses(block).items()):
+            inside = {id(part) for part in block.modules()} - {id(block)}
+            found.append((block, [part for part in chosen if id(part) in inside]))
     return found
 
 

@@ -10,8 +10,9 @@ step works on what the one before has left:
 2. pipeline: each rank keeps the blocks of its stages, so that all that follows sees those alone;
 3. tensor: the layers of the plan are divided over the ranks that compute them together;
 4. activation checkpointing: around whole blocks, so that it sees divided layers, not the reverse;
-5. compile: forwards are compiled with their activation checkpointing inside; of a pipeline each
-   block on its own, since a stage ends a forward by an exception, which no graph can hold;
+5. compile: the whole with the activation checkpointing of its blocks, or each block inside of its
+   own; of a pipeline each block, since a stage ends a forward by an exception, which no graph can
+   hold;
 6. data: what is left is sharded over the ranks that read different samples, or different parts
    of their sequences (context), outermost. Of a pipeline, each block is sharded on its own: its
    stage ends in the middle of the model's forward. What is outside of the blocks stays whole;
@@ -70,7 +71,7 @@ def spread(
     dimensions = mesh.mesh_dim_names or ()
     data = _data_dimensions(parallelism, dimensions)
     # Found now: the plugin names the modules to ignore, and names change once a stage has dropped
-    # blocks, or activation checkpointing has wrapped them.
+    # blocks.
     ignored = plugin.ignored_parts(model) if data else []
     make_ready: Callable[..., None] = partial(
         _make_ready, plugin=plugin, dtype=dtype if data else None, device=device
@@ -89,7 +90,7 @@ def spread(
         tensor.divide_layers(model, mesh["tp"], parallelism.tp_plan)
     chosen = fsdp.choose_modules(model, plugin)
     if plugin.activation_checkpointing:
-        chosen = fsdp.checkpoint_activations(model, chosen, plugin)
+        fsdp.checkpoint_activations(chosen, plugin)
     compile_in_place(model, dynamo, own_blocks)
     if "cp" in dimensions:
         from notebook_accel.training.strategies import context
