@@ -4,8 +4,8 @@ from .errors import LaunchError as LaunchError
 from .errors import NotebookAccelError as NotebookAccelError
 from .errors import RunStopped as RunStopped
 from .errors import WorkerError as WorkerError
-from .launch.compare import compare as compare
 from .launch.run import Run as Run
+from .notebook.compare import compare as compare
 from .notebook.debugging import debug_launcher as debug_launcher
 from .notebook.launcher import notebook_launcher as notebook_launcher
 from .notebook.magics import load_ipython_extension as load_ipython_extension

@@ -7,7 +7,10 @@ sends the call; from then on the run goes on by itself.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +34,8 @@ from notebook_accel.launch.payload import Registry, pack_call
 from notebook_accel.launch.run import Run
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.open_files import naming_what_is_short
+from notebook_accel.launch.text import wording
+from notebook_accel.launch.text.odd_text import escaped
 from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import GuardedView, View
 
@@ -42,15 +47,15 @@ if TYPE_CHECKING:
     from notebook_accel.launch.engines.base import Engine, RankPlan
     from notebook_accel.launch.payload import CellSource, PackedCall
 
-__all__ = ["Session", "check_ranks", "launch"]
+__all__ = ["Session", "check_ranks", "launch", "notebook_file"]
 
 # SIGKILL takes milliseconds; a rank in the middle of a large write to a disk or device, longer.
 _KILL_SECONDS = 10.0
 # Calls of a session after which old runs are removed: at each call it would take as long as a short
 # cell, and a kernel may have one session for days.
 _CALLS_BETWEEN_REMOVALS = 25
-# Characters of a run's name: it stands in one line with its state and time.
-_MAX_NAME = 60
+# Characters of a run's name and of its arguments: each stands in one line with state and time.
+_MAX_NAME = _MAX_ARGUMENTS = 60
 
 
 def launch(
@@ -214,6 +219,10 @@ class Session:
             origins=origins,
             keeps_error=keeps_error,
         )
+        if not brings_globals:
+            # What is called is a request of the notebook; names that it pushes are no arguments.
+            called_with = getattr(function, "args", ()), getattr(function, "kwargs", {})
+            request = replace(request, arguments=_as_text(*called_with))
         self._pool.check_free()
         packed = _pack(request, None if brings_globals else self._registry)
         notices = (*packed.notices, *notices)
@@ -311,6 +320,12 @@ class Session:
         self._pool.ended.wait(_KILL_SECONDS)
 
 
+def notebook_file() -> str:
+    """The notebook's file, as VS Code tells its kernels and Jupyter's server does; "" for none."""
+    told = getattr(sys.modules["__main__"], "__vsc_ipynb_file__", None)
+    return told if isinstance(told, str) else os.environ.get("JPY_SESSION_NAME", "")
+
+
 def check_ranks(config: LaunchConfig) -> None:
     """Refuse settings with which no ranks can be started, before anything is done for them.
 
@@ -360,9 +375,14 @@ def _checked_request(
         view=GuardedView(view),
         timeout=timeout,
         advise=advise,
+        arguments=_as_text(args, kwargs or {}),
         keeps_error=keeps_error,
         origins=origins,
     )
+
+
+def _as_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    return one_line(wording.arguments(args, kwargs), _MAX_ARGUMENTS)
 
 
 def _prepare_launch(request: CallRequest, notices: list[str]) -> Callable[[], Run]:
@@ -476,6 +496,11 @@ def _new_run(
             notices=tuple(notices),
             session="" if session is None else session.id,
             asked=asked,
+        )
+        first = replace(
+            first,
+            arguments=request.arguments,
+            notebook=one_line(escaped(os.path.basename(notebook_file())), _MAX_NAME),
         )
         try:
             yield NewRun(run=run, state=first, folder=folder, metrics=metrics)

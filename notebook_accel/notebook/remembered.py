@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import platformdirs
-from IPython.core.getipython import get_ipython
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
+from notebook_accel.launch.launcher import notebook_file
 
 __all__ = ["recall", "remember"]
 
@@ -42,9 +42,5 @@ def _path() -> Path:
 
 def _folder() -> str:
     """The notebook's, also after ``os.chdir``; the current folder where nobody says which it is."""
-    # What VS Code tells its kernels, and what Jupyter's server does.
-    names = getattr(get_ipython(), "user_ns", {})
-    for file in (names.get("__vsc_ipynb_file__"), os.environ.get("JPY_SESSION_NAME")):
-        if isinstance(file, str) and os.path.isabs(file):
-            return os.path.dirname(file)
-    return os.getcwd()
+    file = notebook_file()
+    return os.path.dirname(file) if os.path.isabs(file) else os.getcwd()

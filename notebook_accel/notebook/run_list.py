@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launch import run_list
+from notebook_accel.notebook.run_table import RunTable
 from notebook_accel.notebook.views import choose_view
 
 if TYPE_CHECKING:
@@ -45,8 +46,10 @@ def last_run() -> Run:
     return here[-1]
 
 
-def runs(*, everywhere: bool = False) -> list[Run]:
+def runs(*, everywhere: bool = False) -> RunTable[Run]:
     """The runs of this process, newest last; failed and interrupted ones too.
+
+    A notebook shows the list as a table.
 
     A run whose handle nobody holds any more has logs, metrics and state, but no results. Of
     launches that raised, and so gave no handle, the newest few have theirs.
@@ -57,7 +60,8 @@ def runs(*, everywhere: bool = False) -> list[Run]:
     Raises:
         LaunchError: ``everywhere``, and this user has no folder for runs.
     """
-    return run_list.runs(everywhere=everywhere, view=_view_of_past)
+    found = run_list.runs(everywhere=everywhere, view=_view_of_past)
+    return RunTable(found, [(run.name, run) for run in found])
 
 
 def _view_of_past() -> View:

@@ -24,7 +24,7 @@ from notebook_accel import ConfigError, LaunchConfig, config_picker
 from notebook_accel.config import default_config_path
 from notebook_accel.launch.machine import Device, Machine
 from notebook_accel.launch.system.interrupts import Latch
-from notebook_accel.notebook import display_slot, launcher, remembered
+from notebook_accel.notebook import display_slot, launcher
 from notebook_accel.notebook import picker as picker_module
 from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
 from notebook_accel.notebook.failed_cells import watch_cells
@@ -256,14 +256,13 @@ def test_the_folder_is_the_notebooks_wherever_it_has_changed_to(
 ) -> None:
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
-    # As Jupyter's server says it, and as VS Code does.
-    shell = SimpleNamespace(user_ns={})
-    monkeypatch.setattr(remembered, "get_ipython", lambda: shell)
 
+    # As Jupyter's server says it, and as VS Code does.
     def open_notebook(folder: str, *, in_code: bool) -> None:
         file = str(tmp_path / folder / "train.ipynb")
         monkeypatch.setenv("JPY_SESSION_NAME", "" if in_code else file)
-        shell.user_ns = {"__vsc_ipynb_file__": file} if in_code else {}
+        code = file if in_code else None
+        monkeypatch.setattr(sys.modules["__main__"], "__vsc_ipynb_file__", code, raising=False)
 
     open_notebook("one", in_code=False)
     remember(LaunchConfig(seed=3))

@@ -8,9 +8,10 @@ process of one rank, which may live through many calls.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, replace
-from functools import cache, singledispatch
+from functools import cache, partial, singledispatch
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accel.launch import wire
@@ -129,6 +130,7 @@ class RankState:
         quiet_since: since when it made no step and said nothing, by the clock of the run (wall,
             seconds); None while it does.
         metrics: last value of each name, with its step.
+        extremes: lowest and highest value of each name, of those that are finite.
         tail: its last lines of output; ``open_line`` says whether the last one goes on,
             ``rewound`` whether what comes next overwrites it.
         num_lines: lines of output that were ended so far, skipped ones included.
@@ -166,6 +168,7 @@ class RankState:
     device: str = ""
     quiet_since: float | None = None
     metrics: dict[str, tuple[int | None, float]] = field(default_factory=dict)
+    extremes: dict[str, tuple[float, float]] = field(default_factory=dict)
     tail: tuple[str, ...] = ()
     open_line: bool = False
     rewound: bool = False
@@ -218,6 +221,8 @@ class RunState:
             this call alone. The files of output are the session's.
         failure: what the run's error says, once it has failed (verdict.py).
         hang: who waits for whom, while ranks seem to wait in vain.
+        arguments: what the function was called with, as a short text.
+        notebook: name of the notebook's file; "" where nobody says it.
         has_rescued: whether what was being trained was kept, in the kernel that launched the run.
     """
 
@@ -232,6 +237,8 @@ class RunState:
     began: float | None = field(default=None, compare=False)
     session: str = ""
     hang: Hang | None = None
+    arguments: str = ""
+    notebook: str = ""
     has_rescued: bool = False
 
     @property
@@ -343,17 +350,23 @@ def _(message: wire.CallStarted, state: RunState) -> RunState:
 
 @apply.register
 def _(message: wire.Metrics, state: RunState) -> RunState:
-    newest: dict[int | None, dict[str, tuple[int | None, float]]] = {}
+    by_rank: dict[int | None, list[wire.Metric]] = {}
     for metric in message.metrics:
-        of_rank = newest.setdefault(metric.rank, {})
-        of_rank.update({name: (metric.step, value) for name, value in metric.values.items()})
-    ranks = (
-        _changed(rank, metrics={**rank.metrics, **newest[rank.rank]})
-        if rank.rank in newest
-        else rank
-        for rank in state.ranks
-    )
-    return _changed(state, ranks=tuple(ranks))
+        by_rank.setdefault(metric.rank, []).append(metric)
+    for rank, metrics in by_rank.items():
+        state = _change_rank(state, rank, partial(_with_metrics, metrics))
+    return state
+
+
+def _with_metrics(metrics: list[wire.Metric], rank: RankState) -> RankState:
+    newest, extremes = {**rank.metrics}, {**rank.extremes}
+    for metric in metrics:
+        for name, value in metric.values.items():
+            newest[name] = (metric.step, value)
+            if math.isfinite(value):
+                low, high = extremes.get(name, (value, value))
+                extremes[name] = (min(low, value), max(high, value))
+    return _changed(rank, metrics=newest, extremes=extremes)
 
 
 @apply.register

@@ -109,6 +109,7 @@ class CallRequest(StartRequest):
         sources: the cells from which code comes.
         timeout: seconds after which the call is ended; None for never.
         advise: say at the end what a training function seems to have forgotten.
+        arguments: what the function is called with, as a short text.
         keeps_error: a rank keeps what the call raises, for a debugger.
         origins: gives where the values came from, whenever it is called.
     """
@@ -119,6 +120,7 @@ class CallRequest(StartRequest):
     sources: tuple[CellSource, ...]
     timeout: float | None
     advise: bool = True
+    arguments: str = ""
     keeps_error: bool = False
     origins: Callable[[], Origins] = Origins
 

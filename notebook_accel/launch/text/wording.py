@@ -1,16 +1,20 @@
-"""Numbers and ranks as a person reads them."""
+"""Numbers, ranks and arguments as a person reads them."""
 
 from __future__ import annotations
 
 import math
 import re
+import reprlib
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from numbers import Number
+from pathlib import PurePath
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["clock", "count", "memory", "number", "rank_list", "rate", "span"]
+__all__ = ["arguments", "clock", "count", "memory", "number", "rank_list", "rate", "span"]
 
 # A count above it, and one that is not finite, is written as a measured value is.
 _MAX_WRITTEN_OUT = 1e15
@@ -74,3 +78,19 @@ def rank_list(ranks: Iterable[int]) -> str:
     parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
     listed = " and ".join([", ".join(parts[:-1]), *parts[-1:]] if len(parts) > 1 else parts)
     return f"rank{'s' if len(ordered) != 1 else ''} {listed}"
+
+
+class _Arguments(reprlib.Repr):
+    """Short texts of arguments. A model or a table says its type alone: its repr may take long."""
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if x is None or isinstance(x, (Number, PurePath)):
+            return repr(x)
+        return x.__name__ if isinstance(x, (type, FunctionType)) else type(x).__name__
+
+
+def arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The arguments of a call as they are typed: ``0.1, Net, epochs=3``."""
+    text = _Arguments()
+    named = [f"{name}={text.repr(value)}" for name, value in kwargs.items()]
+    return ", ".join([*map(text.repr, args), *named])

@@ -1,0 +1,87 @@
+"""``runs()`` and ``compare()`` as a notebook shows them: a table of the runs."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.kernel.notebooks import open_notebook
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TRAIN = """
+from notebook_accel import Accelerator, compare, notebook_launcher, runs
+
+class Model:
+    def __repr__(self):
+        raise ValueError("nobody asks it")
+
+def train(lr, model, key):
+    accelerator = Accelerator()
+    for loss, accuracy in ((0.5, 0.25), (0.125, 0.75), (0.25, float("nan")), (0.375, 0.5)):
+        accelerator.log({"loss": loss, "accuracy": accuracy, "lr": lr})
+
+def fails():
+    raise ValueError("on purpose")
+
+key = "<b>" + "k" * 99
+for lr in (0.01, 0.1):
+    run = notebook_launcher(train, (lr, Model()), 1, kwargs={"key": key}, name=f"lr {lr}")
+"""
+FACTS = ["run", "state", "started", "took", "arguments"]
+COLUMNS = [*FACTS, "loss", "accuracy", "lr", "notebook", "id"]
+
+
+def cells(text: str) -> list[list[str]]:
+    """The rows of a table that was shown as text, its head first."""
+    return [re.split(r"  +", line) for line in text.splitlines()]
+
+
+@pytest.mark.timeout(240)
+def test_runs_and_comparisons_are_shown_as_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_RUNS", str(tmp_path / "runs"))
+    with open_notebook({"JPY_SESSION_NAME": "/home/me/digits.ipynb"}) as notebook:
+
+        def shown(code: str) -> tuple[str, str]:
+            """What a page shows of the value of a cell, as text and as HTML."""
+            reply = notebook.finish(notebook.start(code))
+            assert reply.status == "ok", "\n".join(reply.traceback)
+            assert "[<Axes" not in str(reply.outputs)
+            (data,) = (one["data"] for one in reply.outputs if "text/html" in one["data"])
+            return data["text/plain"], data["text/html"]
+
+        notebook.run(TRAIN)
+        notebook.fails("notebook_launcher(fails, num_processes=1)")
+        text, html = shown("runs()")
+        head, first, second, third = cells(text)
+        assert head == COLUMNS
+        assert first[:2] == ["lr 0.01", "✓ succeeded"]
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", first[2])
+        assert re.fullmatch(r"\d+\.\d s", first[3])
+        assert first[4].startswith("0.01, Model, key='<b>kkk")
+        assert "k" * 60 not in text
+        assert first[5:9] == ["0.375 (best 0.125)", "0.5 (best 0.75)", "0.01", "digits.ipynb"]
+        assert second[0] == "lr 0.1"
+        assert third[:2] == ["fails", "✗ failed"]
+        assert html.count("<tr>") == 4
+        assert "&lt;b&gt;kkk" in html
+        assert "<b>" not in html
+        assert notebook.run("print(runs())") == f"{text}\n"
+
+        # Another kernel reads them from the disk.
+        notebook.manager.restart_kernel(now=True)
+        notebook.kernel.client.wait_for_ready(timeout=60)
+        notebook.run("from notebook_accel import compare, runs\nold = runs(everywhere=True)")
+        assert shown("old") == (text, html)
+        table, _ = shown("compare(old[:2])")
+        assert [row[0] for row in cells(table)] == ["run", "lr 0.01", "lr 0.1"]
+        table, _ = shown("compare({'slow': old[0], 'fast': old[1]}, names=['loss'])")
+        assert [row[0] for row in cells(table)] == ["run", "slow", "fast"]
+        assert cells(table)[1][5:7] == ["0.375 (best 0.125)", "digits.ipynb"]
+        axes = "[axis.get_title() for axis in compare(*old[:2], names=['lr'])]"
+        assert notebook.run(f"print({axes})") == "['lr']\n"
