@@ -214,16 +214,21 @@ class Run:
         made); ``missing`` says in lines what could not be rescued.
         A function that reads ``should_stop`` ends by itself, so that its results are kept instead;
         so are those of one that catches the interrupt.
+        Without the handle of the launch, as after a restart of the kernel, it comes from the run's
+        folder, up to 1 GB: all but the models themselves.
 
         Raises:
-            NotebookAccelError: it is gone with the results, whose handle nobody holds any more.
+            NotebookAccelError: it is neither in this kernel nor in the run's folder.
         """
         self._wait_for_end(None)
-        if self._results is None and self._has_rescued:
+        if self._results is not None or not self._has_rescued:
+            return None if self._results is None else self._results.rescued()
+        rescued = self._folder.load_rescued()
+        if rescued is None:
             raise self._about_this(
                 NotebookAccelError(f"what run {self.id} was training is gone. {_KEPT}")
             )
-        return None if self._results is None else self._results.rescued()
+        return rescued
 
     @property
     def _has_rescued(self) -> bool:

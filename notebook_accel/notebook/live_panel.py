@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["LivePanel"]
 
 _STOP_TOOLTIP = (
-    "Stop all ranks at the same step. What is being trained is kept (run.rescued), or what the "
-    "function returns, if it reads should_stop. The kernel's own Interrupt ends them as well."
+    "Stop all ranks at the same step. What is being trained is kept (last_run().rescued), or what "
+    "the function returns, if it reads should_stop. The kernel's own Interrupt ends them as well."
 )
 _TITLE_SECONDS = 1.0
 # So long after a click on Kill another one is part of it, since many people click twice; from then

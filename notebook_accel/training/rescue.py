@@ -2,6 +2,7 @@
 
     each rank:  parts_of(preparation) -> RankPart --pickled, with the rank's end of the call--+
     notebook:   RankPart.join(those of the other ranks) -> Rescued <--------------------------+
+                Rescued.write --the run's folder--> Rescued.read, also in another kernel
 
 A rank tells what it has itself: nothing is gathered, so that no rank waits for another one that
 was interrupted somewhere else. Where weights are spread over ranks, each sends its pieces with
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
@@ -56,6 +57,40 @@ class Rescued:
 
     missing: list[str] = field(default_factory=list)
     """A line for each thing that could not be rescued, or not as it should be."""
+
+    def write(self, file: IO[bytes]) -> str:
+        """Write all but the models, so that ``torch.load(file, weights_only=True)`` reads it.
+
+        Gives what is left out, "" for nothing: a class of the user's cannot be read so.
+
+        Raises:
+            Exception: the weights hold such a class, or what their classes or the disk raise.
+        """
+        state = {
+            "weights": self.weights,
+            "optimizers": self.optimizers,
+            "schedulers": self.schedulers,
+            "step": self.step,
+            "missing": self.missing,
+        }
+        lost = ""
+        refused = _save(state, file)
+        if refused:
+            lost = f"the states of optimizers and schedulers (they hold {refused})"
+            missing = [*self.missing, f"{lost}: the file has none of them"]
+            refused = _save({**state, "optimizers": [], "schedulers": [], "missing": missing}, file)
+        if refused:
+            raise TypeError(f"the weights hold {refused}")
+        return lost
+
+    @classmethod
+    def read(cls, file: IO[bytes]) -> Rescued:
+        """What :meth:`write` has written; whatever torch raises for a file of something else."""
+        kept = torch.load(file, map_location="cpu", weights_only=True)
+        kept["missing"].append(
+            "models: the file has state dicts alone; make each model anew and load its weights"
+        )
+        return cls(models=[None for _ in kept["weights"]], **kept)
 
     def __repr__(self) -> str:
         # The state dicts of a small model alone are hundreds of lines.
@@ -159,6 +194,15 @@ def parts_of(preparation: Preparation, num_steps: int) -> Iterator[RankPart]:
             if not is_part:
                 without.weights[index] = _in_pieces(dict(models[index].state_dict()))
     yield without
+
+
+def _save(state: dict[str, Any], file: IO[bytes]) -> str:
+    """Write over a file; gives the classes in it that nobody reads without trusting the file."""
+    file.seek(0)
+    file.truncate()
+    torch.save(state, file)
+    file.seek(0)
+    return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
 
 
 def _each(lists: Sequence[list[Any]], index: int) -> list[Any]:

@@ -303,7 +303,7 @@ def test_stop_is_asked_for_once_however_often_it_is_clicked(page: Page) -> None:
     stopped: list[bool] = []
     shown = Shown(stop=lambda: stopped.append(True))
     button = shown.panel._stop
-    for words in ("Interrupt", "run.rescued", "should_stop"):
+    for words in ("Interrupt", "last_run().rescued", "should_stop"):
         assert words in button.tooltip
     button.click()
     button.click()

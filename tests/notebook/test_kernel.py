@@ -188,6 +188,11 @@ notebook_launcher(wait, num_processes=1)
     for kept in (rescued, by_id):
         typed = f"import notebook_accel; print({kept}.models[0].weight.item(), {stopped}.status)"
         assert run(kernel, typed).text == "7.0 stopped\n"
+    # After a restart, too.
+    run(kernel, FORGET)
+    assert run(kernel, f"print({by_id}.weights[0]['weight'].item())").text == "7.0\n"
+    error = "\n".join(run(kernel, "notebook_accel.last_run()").traceback)
+    assert "this process has launched no run yet" in error
 
 
 @pytest.mark.parametrize("magic", ["", "%%time\n"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ import notebook_accel
 from notebook_accel import Accelerator, NotebookAccelError, RunStopped
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import run_list
+from notebook_accel.launch.control import run_folder
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.launcher import Session, launch
 from notebook_accel.launch.run_list import runs
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from notebook_accel.launch.run import Run
 
 SOON = 90.0
+NO_MODELS = "models: the file has state dicts alone; make each model anew and load its weights"
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +95,7 @@ def check_rescued(run: Run, folder: Path, *, has_model: bool) -> None:
     step, expected = last_state(folder)
     rescued = run.rescued
     assert rescued.step == step
-    assert rescued.missing == []
+    assert rescued.missing == ([] if run._results else [NO_MODELS])
     (weights,) = rescued.weights
     assert weights.keys() == expected.keys()
     for name, value in expected.items():
@@ -140,9 +144,16 @@ def test_a_stop_keeps_it(way: str, tmp_path: Path) -> None:
     check_rescued(run, tmp_path, has_model=mesh != GIVEN)
     assert repr(run.rescued).startswith(f"<Rescued: step {run.rescued.step}, models=[")
     assert len(repr(run.rescued)) < 200, "and no list of weights"
-    # As another kernel finds it, which does not have what was kept.
+    # As another kernel finds it, which has the state dicts alone.
     elsewhere: Any = run_list._read_run(RunFolder(run.log_dir), View)
-    assert not [line for line in elsewhere.state.notices if ".rescued" in line]
+    check_rescued(elsewhere, tmp_path, has_model=False)
+    file = run.log_dir / "rescued.pt"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert torch.load(file, weights_only=True)["step"] == run.rescued.step
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(NotebookAccelError, match=r"rescued\.pt cannot be read"):
+        _ = elsewhere.rescued
+    file.unlink()
     with pytest.raises(NotebookAccelError, match=r"is gone\. The kernel that launched a run has"):
         _ = elsewhere.rescued
 
@@ -157,6 +168,10 @@ def test_an_interrupt_keeps_it(way: str, tmp_path: Path) -> None:
     check_rescued(run, tmp_path, has_model=mesh != GIVEN)
 
 
+class Own:
+    """What no file may hold that is read without trusting it."""
+
+
 def endless(folder: str, kind: str = "linear") -> None:
     accelerator = Accelerator(cpu=True)
     model: Any = torch.nn.Linear(1, 1)
@@ -165,11 +180,54 @@ def endless(folder: str, kind: str = "linear") -> None:
         model.lock = threading.Lock()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
+    if kind == "of a class":
+        optimizer.param_groups[0]["own"] = Own()
     torch.nn.init.constant_(next(model.parameters()), 7.0)
     optimizer.step()
     open(f"{folder}/waits-0", "w").close()
     while kind != "reads" or not accelerator.should_stop:
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        (
+            "too large",
+            r"A restart loses all of it \(0\.0 GB, of which a run's folder takes at most",
+        ),
+        ("full disk", r"A restart loses all of it \(.*No space left"),
+        (
+            "of a class",
+            r"A restart loses the states of optimizers and schedulers \(they hold .*Own\)",
+        ),
+    ],
+)
+def test_what_is_not_on_disk_is_told(
+    what: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what == "too large":
+        monkeypatch.setattr(run_folder, "_RESCUED_BYTES", 10)
+    if what == "full disk":
+        full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        monkeypatch.setattr(torch, "save", full)
+    config = LaunchConfig(num_processes=1, devices="cpu")
+    run = launch(endless, (str(tmp_path), what), config=config, view=View(), block=False)
+    eventually((tmp_path / "waits-0").exists, within=SOON, what="it trains")
+    run._conductor.press(1)
+    with pytest.raises(RunStopped, match=why):
+        run.wait(SOON)
+    assert [line for line in run.state.notices if "A restart loses" in line]
+    assert run.rescued.models[0].weight.item() == 7.0
+    elsewhere: Any = run_list._read_run(RunFolder(run.log_dir), View)
+    if what == "of a class":
+        assert elsewhere.rescued.weights[0]["weight"].item() == 7.0
+        assert elsewhere.rescued.optimizers == []
+        assert "of optimizers and schedulers" in elsewhere.rescued.missing[0]
+    else:
+        assert [path.name for path in run.log_dir.glob("rescued*")] == []
+        with pytest.raises(NotebookAccelError, match="is gone"):
+            _ = elsewhere.rescued
 
 
 @pytest.fixture
@@ -222,10 +280,9 @@ def test_an_interrupted_cell_says_what_to_type(tmp_path: Path) -> None:
     typed = str(caught.value).partition("import notebook_accel; ")[2].partition(" (")[0]
     rescued = eval(typed, {"notebook_accel": notebook_accel})
     assert rescued.models[0].weight.item() == 7.0
-    # It goes with the handle.
-    other = runs()[-1]._without_results()
-    with pytest.raises(NotebookAccelError, match="is gone"):
-        _ = other.rescued
+    # The model goes with the handle; its weights are on disk.
+    other = runs()[-1]._without_results().rescued
+    assert (other.models, other.weights[0]["weight"].item()) == ([None], 7.0)
 
 
 def test_pieces_that_are_missing_or_of_other_steps_are_told() -> None:

@@ -77,6 +77,12 @@ class Results:
         """Whether ranks sent what was being trained."""
         return bool(self._parts) or self._rescued is not None
 
+    @property
+    def rescued_bytes(self) -> int:
+        """How much they sent, while nobody has asked for it."""
+        packs = self._parts.values()
+        return sum(buffer.nbytes for packed in packs for buffer in packed.buffers)
+
     def rescued(self) -> Any:
         """What was being trained, put together of what the ranks sent; None where they did not.
 

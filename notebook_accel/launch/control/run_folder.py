@@ -9,6 +9,7 @@
         config.yaml            how it was launched
         begin.msgpack          its first RunState
         state.msgpack          its last one
+        rescued.pt             state dicts of what was being trained when it was stopped
 
 What a live kernel holds is never deleted. Of the others the newest 50 stay, 2 GB at most.
 """
@@ -27,13 +28,14 @@ import uuid
 import weakref
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 import platformdirs
 
-from notebook_accel.errors import LaunchError
+from notebook_accel.errors import LaunchError, NotebookAccelError
 from notebook_accel.launch.control.regular_files import open_regular, read_regular
 from notebook_accel.launch.control.state import RunState
 from notebook_accel.launch.system.interrupts import held
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from notebook_accel.config import LaunchConfig
+    from notebook_accel.launch.control.results import Results
 
 __all__ = ["RunFolder", "lost_files_notice", "making_files", "run_folders", "runs_folder"]
 
@@ -52,6 +55,8 @@ __all__ = ["RunFolder", "lost_files_notice", "making_files", "run_folders", "run
 # the disk than anybody would miss.
 _KEPT_RUNS = 50
 _KEPT_BYTES = 2_000_000_000
+# Of what was being trained, so much is written at the end of a run, which takes a second or two.
+_RESCUED_BYTES = 1_000_000_000
 _LIVE = ".live"
 # Two files: where one takes the place of another, ext4 writes it to the disk at once, which takes a
 # millisecond, and holds up what is made next. A short cell would take a tenth longer by it.
@@ -260,6 +265,44 @@ class RunFolder:
                 # nothing here.
                 return replace(state, began=None)
         return None
+
+    def save_rescued(self, results: Results) -> str:
+        """Write what was being trained; gives what of it could not be written, "" for nothing."""
+        size = results.rescued_bytes
+        part = self._rescued_path.with_suffix(".part")
+        try:
+            if size > _RESCUED_BYTES:
+                most = f"{_RESCUED_BYTES / 1e9:.0f} GB"
+                return (
+                    f"all of it ({size / 1e9:.1f} GB, of which a run's folder takes at most {most})"
+                )
+            with open(part, "w+b", opener=partial(os.open, mode=0o600)) as file:
+                lost: str = results.rescued().write(file)
+            part.replace(self._rescued_path)
+        except Exception as error:  # what the user's classes raise, and torch on a full disk
+            part.unlink(missing_ok=True)
+            return f"all of it ({type(error).__name__}: {error})"
+        return lost
+
+    def load_rescued(self) -> Any:
+        """What :meth:`save_rescued` has written, without the models; None where nothing is there.
+
+        Raises:
+            NotebookAccelError: the file is damaged, too large, or no regular one.
+        """
+        try:
+            with open_regular(self._rescued_path) as file:
+                if os.fstat(file.fileno()).st_size > 2 * _RESCUED_BYTES:
+                    raise OSError("it is larger than what is written here")
+                return import_module("notebook_accel.training.rescue").Rescued.read(file)
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # what torch raises for whatever bytes there are
+            raise NotebookAccelError(f"{self._rescued_path} cannot be read: {error}") from error
+
+    @property
+    def _rescued_path(self) -> Path:
+        return self.path / "rescued.pt"
 
     @property
     def config_path(self) -> Path:

@@ -290,18 +290,21 @@ class Supervisor(Conductor, RunningCall):
         lines = [self._metrics.lost_notice] if self._metrics.lost_notice else []
         for line in (*lines, *self._closing_notices(self.state)):
             state = apply(wire.Notice(text=line), state)
-        has_rescued = self.results is not None and self.results.has_rescued
-        state = replace(state, has_rescued=has_rescued)
         # Results may be large, and the notices' function holds objects of the notebook: from here
         # on only the run's handle keeps results.
-        self.results = None
+        results, self.results = self.results, None
         self._closing_notices = lambda _: ()
+        has_rescued = results is not None and results.has_rescued
+        state = replace(state, has_rescued=has_rescued)
         lost_notice = self._folder.save(state)
-        if has_rescued:
-            # Said only after the state was saved: other kernels read the saved one, and what was
-            # rescued is in this kernel's memory.
+        if results is not None and has_rescued:
+            unsaved = self._folder.save_rescued(results)
+            # Said only after the state was saved, which other kernels read: it is for this one.
             by_id = f"notebook_accel.find_run({self._folder.id!r}).rescued"
-            self.rescued_as = f"{self.handle()}.rescued (after another launch: {by_id})"
+            later, loss = "after another launch or a restart", ""
+            if unsaved:
+                later, loss = "after another launch", f". A restart loses {unsaved}: save it before"
+            self.rescued_as = f"{self.handle()}.rescued ({later}: {by_id}){loss}"
             kept = f"what was being trained is kept: {self.rescued_as}"
             state = apply(wire.Notice(text=kept), state)
         if lost_notice:
