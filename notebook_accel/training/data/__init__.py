@@ -132,7 +132,7 @@ def prepare_data_loader(
         synchronized_generator=_order_generator(draft, private),
         data_group=data_group,
         split_batches=config.split_batches,
-        is_uneven=num_shares > 1 and not config.even_batches,
+        is_uneven=num_shares > 1 and not (config.even_batches or is_dispatched),
         slice_fn=slice_fn,
     )
     # Without a generator of its own, torch's loader draws from the global random numbers as a pass

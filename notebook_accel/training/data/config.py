@@ -27,9 +27,10 @@ class DataLoaderConfiguration:
 
     even_batches: bool = True
     """True: the end of the data is filled up with samples from its start, so that every rank
-    gets as many batches of the same size. A stream that divides itself (by a method ``shard``, as
-    Hugging Face's do) is left to do so where each rank gets the same number of shards; a rank
-    then has the samples of its shards, which may be more or fewer than another's."""
+    gets as many batches of the same size. What rank 0 dispatches always is. A stream that divides
+    itself (by a method ``shard``, as Hugging Face's do) is left to do so where each rank gets the
+    same number of shards; a rank then has the samples of its shards, which may be more or fewer
+    than another's."""
 
     use_seedable_sampler: bool = False
     """True: the order of an epoch depends on the seed and the number of the epoch alone."""

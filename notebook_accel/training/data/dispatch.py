@@ -9,11 +9,8 @@
 The header is the structure of every rank's batch, with what is not a tensor; in place of each
 tensor stands a slot, which says where in the rank's buffer it lies.
 
-Every rank takes part in the same collectives each round, whether it gets something or not. A header
-that says that there is no more, or that reading failed, ends the pass for the others. A round in
-which some ranks get nothing ends the pass on all ranks, and no header follows it: ranks without a
-batch would wait for that header, while the others make their step and wait for them in another
-collective.
+Every rank gets a batch and takes part in the same collectives each round. A header that says that
+there is no more, or that reading failed, ends the pass for the others.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
 
 from notebook_accel.training import topology
 from notebook_accel.training.collectives import (
@@ -36,12 +32,7 @@ from notebook_accel.training.collectives import (
 )
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.rounds import RankShare, Round, RoundDivider
-from notebook_accel.training.data.samplers import (
-    RoundBatch,
-    ShortRound,
-    has_own_batches,
-    length_of,
-)
+from notebook_accel.training.data.samplers import RoundBatch, has_own_batches
 from notebook_accel.training.nested import recursively_apply
 from notebook_accel.training.seeding import synchronize_rng_state
 
@@ -138,23 +129,7 @@ class DataLoaderDispatcher(PreparedLoader):
         num_read, a_round = super()._num_batches(), self._batches_a_round
         if self._drops_last:
             return num_read // a_round
-        return math.ceil(num_read / a_round) - self._misses_last_round(num_read)
-
-    def _misses_last_round(self, num_read: int) -> bool:
-        """Whether the last round has nothing for this rank."""
-        options, batch_size = self._options, self.given_batch_size
-        if not options.is_uneven:
-            return False
-        if self._keeps_batches:
-            return 0 < num_read % self._batches_a_round <= options.process_index
-        if batch_size is None:
-            return False
-        samples = self._num_samples
-        if isinstance(self.dataset, IterableDataset):
-            left_out = getattr(self, "num_left_out", 0)  # of a SkipDataLoader
-            samples = max(0, length_of(self.dataset) - left_out * batch_size)
-        a_round = batch_size * self._batches_a_round
-        return samples is not None and 0 < samples % a_round <= options.process_index
+        return math.ceil(num_read / a_round)
 
     def _synchronize(self) -> None:
         # The order is rank 0's; nobody else reads.
@@ -176,12 +151,11 @@ class DataLoaderDispatcher(PreparedLoader):
             batches_a_round=self._batches_a_round,
             batch_size=None if self._keeps_batches else self.given_batch_size,
             drop_last=self._drops_last,
-            is_uneven=self._options.is_uneven,
             keeps_batches=self._keeps_batches,
             slice_fn=self._options.slice_fn,
         )
         # In an epoch that is resumed, too, the last round is filled up from the start of the epoch.
-        needs_first = start > 0 and not (divider.drop_last or divider.is_uneven)
+        needs_first = start > 0 and not divider.drop_last
         batches = self._read_from(position, start, keeps_first=needs_first)
         rounds = divider.divide(batches)
         is_begun = not needs_first
@@ -199,10 +173,7 @@ class DataLoaderDispatcher(PreparedLoader):
             if divided is None:
                 return
             _scatter(buffers)
-            if divided.parts[0] is not None:
-                yield RoundBatch(*divided.parts[0], divided.is_uneven)
-            if divided.missed is not None:
-                return
+            yield RoundBatch(*divided.parts[0], divided.is_uneven)
 
     def _follow(self, position: Position) -> Iterator[RoundBatch]:
         # The header is pickled by rank 0, a member of the same group: what it holds is trusted as
@@ -218,12 +189,8 @@ class DataLoaderDispatcher(PreparedLoader):
                 )
             buffer = _receive(header.num_bytes)
             part = header.parts[self._options.process_index]
-            if part is None:
-                position.short_round = header.missed
-            else:
-                yield RoundBatch(*_fill_slots(part, buffer), header.is_uneven)
-            if header.missed is not None:
-                return
+            assert part is not None, "rank 0 sends the others theirs"
+            yield RoundBatch(*_fill_slots(part, buffer), header.is_uneven)
 
 
 class _Failure(NamedTuple):
@@ -238,7 +205,6 @@ class _Header(NamedTuple):
 
     parts: list[RankShare | None]
     is_uneven: bool
-    missed: ShortRound | None
     num_bytes: int
 
 
@@ -263,16 +229,14 @@ def _pack(divided: Round | None, index_of_rank: Sequence[int]) -> tuple[bytes, l
         parts.append(_empty_slots(part, held) if index in others else None)
         contents.append(held)
     num_bytes = max((held[-1][0].stop for held in contents if held), default=0)
-    header = pickle.dumps(_Header(parts, divided.is_uneven, divided.missed, num_bytes))
+    header = pickle.dumps(_Header(parts, divided.is_uneven, num_bytes))
     if not num_bytes:
         return header, []
     buffers = [_lay_out(held, num_bytes) for held in contents]
     return header, [buffers[index] for index in index_of_rank]
 
 
-def _empty_slots(
-    part: RankShare | None, held: list[tuple[_Slot, torch.Tensor]]
-) -> RankShare | None:
+def _empty_slots(part: RankShare, held: list[tuple[_Slot, torch.Tensor]]) -> RankShare:
     """``part`` with slots for its tensors, which are put into ``held``."""
 
     def take_out(tensor: torch.Tensor) -> _Slot:
@@ -282,7 +246,7 @@ def _empty_slots(
         held.append((slot, tensor))
         return slot
 
-    return None if part is None else part._replace(batch=recursively_apply(take_out, part.batch))
+    return part._replace(batch=recursively_apply(take_out, part.batch))
 
 
 def _lay_out(held: list[tuple[_Slot, torch.Tensor]], num_bytes: int) -> torch.Tensor:

@@ -11,9 +11,8 @@ joined (padded to different lengths, say), and those of a user's own batch sampl
 belong together, stay whole: a rank for which none is left gets the first batch of the pass again.
 With ``split_batches`` each of the latter is divided, and filled up with samples of its own.
 
-With ``is_uneven`` nothing is repeated, and a last round with too few samples has nothing for the
-last ranks. Only the last one: where some ranks made fewer steps in the middle of a pass, they and
-the others would from then on wait for each other in different collectives.
+Each rank gets something in each round, whatever ``even_batches`` says, as with Accelerate: a rank
+whose loop ended before those of the others would leave them waiting in a collective.
 """
 
 from __future__ import annotations
@@ -44,15 +43,11 @@ class RankShare(NamedTuple):
 class Round(NamedTuple):
     """What all ranks get at one step."""
 
-    parts: list[RankShare | None]
-    """For each rank; None for one that gets nothing."""
+    parts: list[RankShare]
+    """For each rank."""
 
     is_uneven: bool
     """Whether the parts may differ in size."""
-
-    missed: ShortRound | None = None
-    """The round as ranks that get nothing see it; None where each gets something. Such a round is
-    the last of its pass."""
 
 
 @dataclass
@@ -64,7 +59,6 @@ class RoundDivider:
         batches_a_round: number of batches in a round.
         batch_size: samples a batch, None where it is not known.
         drop_last: leave out a round that lacks batches.
-        is_uneven: divide a round that lacks samples as it is, rather than fill it up.
         keeps_batches: never mix samples of two batches: a user's own batch sampler made them.
         slice_fn: the user's way of taking one rank's part out of a joined round, called with the
             batch, a slice, and ``process_index`` and ``num_processes``; None takes the rows of the
@@ -76,7 +70,6 @@ class RoundDivider:
     batches_a_round: int
     batch_size: int | None = None
     drop_last: bool = False
-    is_uneven: bool = False
     keeps_batches: bool = False
     slice_fn: Callable[..., Any] | None = None
     first: Any = field(default=None, init=False)
@@ -93,29 +86,19 @@ class RoundDivider:
         while batches and not (self.drop_last and len(batches) < self.batches_a_round):
             if self.first is None:
                 self.first = batches[0]
-            divided = self._divide_round(batches)
-            if divided.missed is None:
-                yield divided
-                batches = [*itertools.islice(raw, self.batches_a_round)]
-            else:
-                # Whether such a round is the last shows only when the next one is read, so that is
-                # read at once. After any other round, the next one is read when it is asked for.
-                batches = [*itertools.islice(raw, self.batches_a_round)]
-                yield _give_to_all(divided) if batches else divided
+            yield self._divide_round(batches)
+            batches = [*itertools.islice(raw, self.batches_a_round)]
 
     def _divide_round(self, batches: list[Any]) -> Round:
         sizes = {count_rows(batch) for batch in batches}
         self._most_rows = max(self._most_rows, *(size or 0 for size in sizes))
         if self.slice_fn is None and len(batches) == self.num_parts and len(sizes) == 1:
-            is_uneven = self.is_uneven or sizes == {None}
-            return Round([RankShare(batch, None) for batch in batches], is_uneven)
+            return Round([RankShare(batch, None) for batch in batches], sizes == {None})
         is_joined = None not in sizes and (self.batches_a_round == 1 or not self.keeps_batches)
         joined = _try_to_join(batches) if is_joined else None
         rows = None if joined is None else count_rows(joined)
         if not rows or self._has_several_rows_a_sample():
             return self._keep_whole(batches)
-        if self.is_uneven:
-            return self._divide_unevenly(joined, rows)
         return Round(self._divide_evenly(joined, rows), False)
 
     def _has_several_rows_a_sample(self) -> bool:
@@ -127,7 +110,7 @@ class RoundDivider:
         self._most_rows = max(self._most_rows, count_rows(self.first) or 0)
         return self._most_rows > self.batch_size
 
-    def _divide_evenly(self, joined: Any, rows: int) -> list[RankShare | None]:
+    def _divide_evenly(self, joined: Any, rows: int) -> list[RankShare]:
         """Parts of one size, the last ones filled up with repeated samples."""
         share = math.ceil(rows / self.num_parts)
         missing = share * self.num_parts - rows
@@ -140,27 +123,11 @@ class RoundDivider:
             filled = _try_to_join([joined, *_repeat_rows(source, missing)])
             if filled is None:
                 filled = join_rows([joined, *_repeat_rows(joined, missing)])
-        parts: list[RankShare | None] = []
+        parts: list[RankShare] = []
         for start in range(0, share * self.num_parts, share):
             last = ShortRound(rows, share, min(max(rows - start, 0), share)) if is_short else None
             parts.append(RankShare(self._slice(filled, start, start + share, len(parts)), last))
         return parts
-
-    def _divide_unevenly(self, joined: Any, rows: int) -> Round:
-        """All rows once: the first ranks get one more, and where there are few, the last none."""
-        quotient, extra = divmod(rows, self.num_parts)
-        sizes = [quotient + (index < extra) for index in range(self.num_parts)]
-        ends = itertools.accumulate(sizes)
-        parts = [
-            RankShare(
-                self._slice(joined, end - size, end, index),
-                ShortRound(rows, size, size) if self._lacks_samples(rows) else None,
-            )
-            if size
-            else None
-            for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
-        ]
-        return Round(parts, True, None if quotient else ShortRound(rows, 0, 0))
 
     def _lacks_samples(self, rows: int) -> bool:
         """Whether a round of that many samples is shorter than a whole one."""
@@ -203,18 +170,7 @@ class RoundDivider:
             )
         missing = self.num_parts - len(batches)
         repeated = RankShare(self.first, ShortRound(-1, count_rows(self.first), 0))
-        others = [None if self.is_uneven else repeated] * missing
-        parts = [*(RankShare(batch, None) for batch in batches), *others]
-        return Round(parts, True, ShortRound(-1, 0, 0) if None in others else None)
-
-
-def _give_to_all(divided: Round) -> Round:
-    """The round with rank 0's sample again for each rank that would get nothing."""
-    first, missed = divided.parts[0], divided.missed
-    assert first is not None, "rank 0 is the first to get something"
-    assert missed is not None, "each rank gets something already"
-    repeated = RankShare(first.batch, missed._replace(batch_size=1))
-    return Round([repeated if part is None else part for part in divided.parts], True)
+        return Round([*(RankShare(batch, None) for batch in batches), *[repeated] * missing], True)
 
 
 def _repeat_rows(source: Any, missing: int) -> Iterator[Any]:
