@@ -6,7 +6,7 @@ import sys
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.training.prepare import extract_model_from_parallel
+from notebook_accel.training.prepare import without_wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,7 +89,7 @@ def get_model_tp_size(model: Module) -> int | None:
 def is_peft_model(model: Module) -> bool:
     """Whether the model, as ``prepare`` gave it or before, is one of PEFT's."""
     peft: Any = sys.modules.get("peft")
-    return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)
+    return peft is not None and isinstance(without_wrappers(model), peft.PeftModel)
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from notebook_accel.training.plan import Plan
     from notebook_accel.training.preparing import PreparingView
 
-__all__ = ["Preparation", "PreparedModel", "extract_model_from_parallel"]
+__all__ = ["Preparation", "PreparedModel", "extract_model_from_parallel", "without_wrappers"]
 
 # Packages whose objects torch cannot train: passing them through would fail much later.
 _FOREIGN = {"flax", "haiku", "jax", "jaxlib", "keras", "mlx", "mxnet", "optax", "paddle"}
@@ -155,7 +155,7 @@ class Preparation:
         for index, item in enumerate(objects):
             if isinstance(item, torch.nn.Module) and not self._is_ready(item):
                 made = accelerator.prepare_model(item, device_placement=placement[index])
-                inner = extract_model_from_parallel(made)
+                inner = without_wrappers(made)
                 # A subclass's own prepare_model may have wrapped it, without ours knowing.
                 objects[index] = made if inner is made else self._take_wrapped(made, inner)
         for index, item in enumerate(objects):
@@ -220,7 +220,7 @@ class Preparation:
 
     def _known_model(self, model: Module, *, training: bool) -> Module | None:
         """What stands for a model that was prepared before, or that somebody has wrapped."""
-        inner = extract_model_from_parallel(model)
+        inner = without_wrappers(model)
         if inner is not model:
             return self._take_wrapped(model, inner)
         for known in self.models:
@@ -395,13 +395,26 @@ def extract_model_from_parallel(
             that was compiled. One that was spread over ranks is compiled where it is, and stays so.
         recursive: take wrappers off the modules inside it, too.
     """
-    inner = unwrap(model)
+    inner: Any = unwrap(model)
     for module in list(inner.modules()) if recursive else ():
         for name, child in module.named_children():
             setattr(module, name, unwrap(child))
-    if not keep_torch_compile or unwrap(uncompiled(inner)) is not uncompiled(inner):
-        inner = unwrap(uncompiled(inner))
+    given = unwrap(uncompiled(inner))
+    if not keep_torch_compile:
+        inner = given
+    elif given is not uncompiled(inner):
+        # A wrapper was compiled. Accelerate takes it out of the compiled module, which the script
+        # may go on to train; so here is another one, compiled the same way.
+        inner = type(inner)(given, inner.dynamo_ctx)
     if not keep_fp32_wrapper:
-        strip_forward(uncompiled(inner))
+        strip_forward(given)
         strip_forward(inner)
-    return inner
+    return inner  # type: ignore[no-any-return]
+
+
+def without_wrappers(model: Module) -> Module:
+    """The model that the user's own wrappers and ``prepare`` have put theirs around; one that was
+    compiled before that stays compiled."""
+    inner = unwrap(model)
+    given = unwrap(uncompiled(inner))
+    return inner if given is uncompiled(inner) else given

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import MutableSequence
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.training.prepare import PreparedModel, extract_model_from_parallel
+from notebook_accel.training.prepare import PreparedModel, without_wrappers
 
 if TYPE_CHECKING:
     from collections import OrderedDict
@@ -109,4 +109,4 @@ class _Models(MutableSequence[Any]):
 
     def _known(self, model: Any) -> PreparedModel:
         known = (each for each in self._prepared.models if each.wrapped is model)
-        return next(known, PreparedModel(extract_model_from_parallel(model), model, True))
+        return next(known, PreparedModel(without_wrappers(model), model, True))

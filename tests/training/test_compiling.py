@@ -168,6 +168,29 @@ def test_prepare_compiles(precision: str, regions: bool, tmp_path: Path) -> None
     assert "forward" not in vars(inside)
 
 
+def test_a_wrapped_model_that_is_compiled_unwraps_as_one_that_is() -> None:
+    """As with Accelerate, but for the compiled model that was given: that stays as it is."""
+    model, inputs = nn.Linear(2, 1), torch.ones(2)
+    wrapped = nn.DataParallel(model)
+    for extract in (
+        utils.extract_model_from_parallel,
+        Accelerator(cpu=True).unwrap_model,
+        peer_other.extract_model_from_parallel,
+    ):
+        compiled: Any = torch.compile(wrapped, backend="eager")
+        unwrapped: Any = extract(compiled)
+        assert is_compiled_module(unwrapped)
+        assert unwrapped._orig_mod is model
+        assert torch.equal(unwrapped(inputs), model(inputs))
+        assert extract(compiled, keep_torch_compile=False) is model
+    accelerator = Accelerator(cpu=True)
+    compiled = torch.compile(wrapped, backend="eager")
+    accelerator.unwrap_model(compiled)
+    assert compiled._orig_mod is wrapped
+    assert accelerator.prepare(compiled) is compiled, "as one that is wrapped already"
+    assert set(accelerator.get_state_dict(compiled)) == {"weight", "bias"}
+
+
 def test_prepare_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
     assert is_compiled_module(Accelerator(cpu=True).prepare(Layered()))
