@@ -21,7 +21,7 @@ from notebook_accel.launch.control.export import Origins, script_of
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.stacks import stacks_text
-from notebook_accel.launch.control.state import starting
+from notebook_accel.launch.control.state import RESCUED, starting
 from notebook_accel.launch.engines import engine_named
 from notebook_accel.launch.engines.base import (
     CallRequest,
@@ -525,7 +525,7 @@ def _keep_run_without_handle(run: Run, error: BaseException) -> None:
             run.kill()
             run._conductor.ended.wait(_KILL_SECONDS)
             if run._conductor.rescued_as and not error.args:
-                error.args = (f"what was being trained is kept: {run._conductor.rescued_as}",)
+                error.args = (RESCUED + run._conductor.rescued_as,)
 
 
 def _script(request: CallRequest, world_size: int, file: str) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from notebook_accel.errors import NotebookAccelError, RunStopped, WorkerError
 from notebook_accel.launch.control.plotting import number_steps, plot_metrics
-from notebook_accel.launch.control.state import Progress
+from notebook_accel.launch.control.state import RESCUED, Progress
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.setting_checks import check_seconds
 
@@ -317,7 +317,7 @@ class Run:
         if self.status != "stopped":
             return None
         kept = self._conductor.rescued_as
-        kept = f"; what was being trained is kept: {kept}" if kept else ""
+        kept = f"; {RESCUED}{kept}" if kept else ""
         if self._conductor.timed_out:
             text = (
                 f"the run was ended after timeout={self._conductor.timeout:g} s: pass a larger "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import math
-from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -41,8 +40,12 @@ _VALUE = itemgetter(1)
 _GAP = 2.0
 # Characters of a label beside an axis.
 _MAX_LABEL = 7
-# Of a curve, whose chart is 240 pixels wide; more make the saved notebook larger, not the picture.
+# Points of a curve; more make the saved notebook larger, not the picture.
 _MAX_POINTS = 160
+# Pixels: of the labels beside a chart, of its height, and of the box with the curves and what is
+# above that. Units: of the box's width, which stretch.
+_LEFT, _HEIGHT, _BOX, _TOP = 54, 112, 84, 8
+_WIDTH = 430
 
 
 def thin_out(points: Sequence[Point], limit: int = _MAX_POINTS) -> list[Point]:
@@ -106,122 +109,111 @@ def colour_of(rank: int) -> str:
     return _COLOURS[max(0, rank) % len(_COLOURS)]
 
 
-def chart(curves: Mapping[int, Sequence[Point]], *, alt: str, width: int = 250) -> Markup:
-    """Draw curves over their steps as an ``<img>``, with labelled axes.
+def chart(curves: Mapping[int, Sequence[Point]], *, alt: str) -> Markup:
+    """Draw curves over their steps, as wide as their place: an ``<img>`` beside that of its labels.
 
     Args:
         curves: points (x, y) of each rank, in the order of x; a line has a gap where y is not
             finite.
         alt: what the image shows, for those who cannot see it.
-        width: in pixels; the height follows.
     """
-    height = width * 9 // 20
-    image = _svg(curves, width, height)
-    data = base64.b64encode(image.encode()).decode()
-    return element(
-        "img", alt=alt, width=width, height=height, src=f"data:image/svg+xml;base64,{data}"
-    )
-
-
-@dataclass(frozen=True)
-class _Box:
-    """The rectangle in which curves are drawn, in pixels of the image."""
-
-    left: float
-    top: float
-    width: float
-    height: float
-
-
-def _svg(curves: Mapping[int, Sequence[Point]], width: int, height: int) -> Markup:
     # Images of many curves stay small: a notebook keeps them for good.
     limit = max(40, min(_MAX_POINTS, 2 * _MAX_POINTS // max(1, len(curves))))
     filled = {rank: thin_out(points, limit) for rank, points in curves.items() if points}
-    box = _Box(54, 8, width - 66, height - 28)
     points = [point for found in filled.values() for point in found]
     xs = [x for x, _ in points] or [0.0]
     ys = [y for _, y in points if math.isfinite(y)]
     (x_low, x_high), (y_low, y_high) = _range(xs), _range(ys or [0.0])
-    bounds = (x_low, y_low), (x_high, y_high)
-    lines = [_line(found, box, bounds, colour_of(rank)) for rank, found in filled.items()]
-    return element(
+
+    def place(point: Point) -> Point:
+        across, up = share_of(point[0], x_low, x_high), share_of(point[1], y_low, y_high)
+        return across * _WIDTH, (1 - up) * _BOX
+
+    grid = [(round(place((x_low, y))[1], 1), text) for y, text in _grid(y_low, y_high, ys)]
+    paths = {rank: line_path(found, place, decimals=1) for rank, found in filled.items()}
+    labels = [_text(text, _LEFT - 6, _TOP + y + 4, "end") for y, text in grid if text]
+    drawn = [_stretched([y for y, _ in grid], paths), *_steps(min(xs), max(xs))]
+    images = [
+        _image(labels, alt="", width=_LEFT, style=f"width:{_LEFT}px"),
+        _image(drawn, alt=alt, width=_WIDTH, style=f"width:calc(100% - {_LEFT}px)"),
+    ]
+    return element("div", *images, style="white-space:nowrap;line-height:0")
+
+
+def _image(parts: Sequence[Markup], *, alt: str, width: int, style: str) -> Markup:
+    svg = element(
         "svg",
-        *_grid(box, bounds, ys),
-        *_steps(box, min(xs), max(xs)),
-        *lines,
+        *parts,
         xmlns="http://www.w3.org/2000/svg",
-        width=width,
-        height=height,
-        viewBox=f"0 0 {width} {height}",
+        width="100%",
+        height=_HEIGHT,
         font_family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif",
         font_size="11",
         fill=_GREY,
     )
-
-
-def _line(points: Sequence[Point], box: _Box, bounds: tuple[Point, Point], colour: str) -> Markup:
-    finite = [point for point in points if math.isfinite(point[1])]
-    if not finite:
-        return Markup("")
-    if len(finite) == 1:
-        x, y = _pixel(finite[0], box, bounds)
-        return element("circle", cx=round(x, 1), cy=round(y, 1), r=3, fill=colour)
     return element(
-        "path",
-        d=line_path(points, lambda point: _pixel(point, box, bounds), decimals=1),
+        "img",
+        alt=alt,
+        width=width,
+        height=_HEIGHT,
+        src=f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}",
+        style=f"{style};height:{_HEIGHT}px;margin:0",
+    )
+
+
+def _stretched(grid: Sequence[float], paths: Mapping[int, str]) -> Markup:
+    """The lines of a chart, in a box that stretches with the image; they do not get thicker."""
+    same = "non-scaling-stroke"
+    lines = [
+        element("line", x2=_WIDTH, y1=y, y2=y, stroke=_GREY, opacity=0.35, vector_effect=same)
+        for y in grid
+    ]
+    curves = [
+        element("path", d=path, stroke=colour_of(rank), stroke_width=1.8, vector_effect=same)
+        for rank, path in paths.items()
+        if path
+    ]
+    return element(
+        "svg",
+        *lines,
+        *curves,
+        y=_TOP,
+        width="100%",
+        height=_BOX,
+        viewBox=f"0 0 {_WIDTH} {_BOX}",
+        preserveAspectRatio="none",
+        overflow="visible",
         fill="none",
-        stroke=colour,
-        stroke_width="1.8",
         stroke_linejoin="round",
         stroke_linecap="round",
     )
 
 
-def _grid(box: _Box, bounds: tuple[Point, Point], values: Sequence[float]) -> list[Markup]:
-    """Horizontal lines with their labels, from the top; without labels where there are no values.
+def _grid(low: float, high: float, values: Sequence[float]) -> list[tuple[float, str]]:
+    """Where horizontal lines are drawn, and their labels; "" where there are no values.
 
     Args:
-        box: where they are drawn.
-        bounds: of the curves.
+        low, high: the range that is drawn.
         values: all that are drawn.
     """
-    (_, y_low), (_, y_high) = bounds
-    middle = y_low / 2 + y_high / 2
+    middle = low / 2 + high / 2
     if not values:
-        heights, texts = [y_low, middle, y_high], ["", "", ""]
-    elif min(values) == max(values):
-        heights, texts = [y_low, middle, y_high], ["", tick(values[0]), ""]
-    else:
-        # Between whole numbers, such as epochs, half of one means nothing.
-        if all(value.is_integer() for value in values):
-            middle = math.ceil(middle)
-        heights = sorted({y_low, middle, y_high})
-        texts = ticks(heights)
-    parts = []
-    for value, text in zip(reversed(heights), reversed(texts), strict=True):
-        y = round(box.top + (1 - share_of(value, y_low, y_high)) * box.height, 1)
-        parts.append(
-            element(
-                "line",
-                x1=box.left,
-                x2=box.left + box.width,
-                y1=y,
-                y2=y,
-                stroke=_GREY,
-                stroke_opacity="0.35",
-            )
-        )
-        if text:
-            parts.append(_text(text, box.left - 6, y + 4, "end"))
-    return parts
+        return [(y, "") for y in (low, middle, high)]
+    if min(values) == max(values):
+        return [(high, ""), (middle, tick(values[0])), (low, "")]
+    # Between whole numbers, such as epochs, half of one means nothing.
+    if all(value.is_integer() for value in values):
+        middle = math.ceil(middle)
+    heights = sorted({low, middle, high})
+    return [*zip(heights, ticks(heights), strict=True)][::-1]
 
 
-def _steps(box: _Box, first: float, last: float) -> list[Markup]:
-    y, right = box.top + box.height + 16, box.left + box.width
+def _steps(first: float, last: float) -> list[Markup]:
     end = f"step {wording.count(last)}"
     if first == last:
-        return [_text(end, box.left + box.width / 2, y, "middle")]
-    return [_text(wording.count(first), box.left, y, "start"), _text(end, right, y, "end")]
+        return [_text(end, "50%", _HEIGHT - 5, "middle")]
+    start = _text(wording.count(first), 0, _HEIGHT - 5, "start")
+    return [start, _text(end, "100%", _HEIGHT - 5, "end")]
 
 
 def tick(value: float, limit: int = _MAX_LABEL) -> str:
@@ -262,7 +254,7 @@ def ticks(values: Sequence[float]) -> list[str]:
     return texts
 
 
-def _text(text: str, x: float, y: float, anchor: str) -> Markup:
+def _text(text: str, x: float | str, y: float, anchor: str) -> Markup:
     return element("text", text, x=x, y=y, text_anchor=anchor)
 
 
@@ -280,9 +272,3 @@ def share_of(value: float, low: float, high: float) -> float:
     if math.isinf(high - low):  # the difference is more than a float holds
         value, low, high = value / 2, low / 2, high / 2
     return (value - low) / (high - low)
-
-
-def _pixel(point: Point, box: _Box, bounds: tuple[Point, Point]) -> Point:
-    (x_low, y_low), (x_high, y_high) = bounds
-    across, up = share_of(point[0], x_low, x_high), share_of(point[1], y_low, y_high)
-    return box.left + across * box.width, box.top + (1 - up) * box.height

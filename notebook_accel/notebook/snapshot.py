@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.control.curves import NotFinite
 from notebook_accel.launch.control.plotting import metric_curves
+from notebook_accel.launch.control.state import RESCUED
 from notebook_accel.launch.text import wording
 from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.view import summary
@@ -69,26 +70,18 @@ _FRAME = (
     f"border:{_LINE};border-radius:8px;padding:10px 14px;margin:4px 0;max-width:1000px;"
     f"{_FONT};line-height:1.5"
 )
-# Jupyter's own style gives tables equal columns and cells a right alignment. No inline style knows
-# a narrow page from a wide one, so rows are flexible boxes: what has no room stands below the rest.
-_TABLE = (
-    "display:block;table-layout:auto;border:none;border-collapse:collapse;margin:6px 0 4px;"
-    "font-size:13px"
-)
-_ROW = "display:flex;flex-wrap:wrap;padding:2px 0;background:none"
-# Pixels between two columns.
-_GAP = 12
+# Jupyter's own style gives tables equal columns and cells a right alignment. A narrow page scrolls
+# the table: how each rank stands, and how far it is, are in sight from the start.
+_SCROLLS = "overflow:auto;margin:6px 0 4px"
+_TABLE = "table-layout:auto;width:auto;border:none;border-collapse:collapse;margin:0;font-size:13px"
+_ROW = "background:none"
 _CELL = (
-    f"box-sizing:border-box;text-align:left;padding:0 {_GAP}px 0 0;border:none;font-size:13px;"
-    "overflow-wrap:anywhere"
+    "text-align:left;vertical-align:top;padding:2px 14px 2px 0;border:none;font-size:13px;"
+    "white-space:nowrap"
 )
-# The widest last: a narrow page has a second line for it, and for what else has no room above.
-_COLUMNS = ("rank", "state", "rate", "memory", "progress")
+# That of a rank may be long: it wraps, and has at least so much room.
+_PROGRESS = "white-space:normal;min-width:100px"
 _HEAD = f"{_CELL};font-weight:normal;font-size:11px;opacity:.65"
-# Pixels of each column, the gap included; the progress takes what is left, up to so many a letter.
-# In JupyterLab's notebook of 400 px a table has 234: for the first three, then for the two others.
-_WIDTHS = {"rank": 38, "state": 98, "rate": 96, "memory": 66, "progress": 150}
-_OF_CHARACTER = 8
 _MONO = "font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
 _TEXT = (
     f"{_MONO};white-space:pre-wrap;word-break:break-word;overflow:auto;max-height:400px;"
@@ -247,40 +240,39 @@ def _table(state: RunState, seconds: float) -> Markup:
         dict(zip(summary.COLUMNS, summary.rank_facts(rank, seconds), strict=True)) for rank in shown
     ]
     # A column that says nothing of any rank is left out.
-    longest = {name: max(len(row[name]) for row in facts) for name in _COLUMNS}
-    styles = {name: _style_of_column(name, longest[name]) for name in _COLUMNS if longest[name]}
-    head = [element("th", name, style=f"{_HEAD};{style}") for name, style in styles.items()]
+    names = [name for name in summary.COLUMNS if any(row[name] for row in facts)]
+    head = [element("th", name, style=_HEAD) for name in names]
     rows: list[Markup] = []
     for rank, row in zip(shown, facts, strict=True):
-        cells: list[Markup] = []
-        for name, style in styles.items():
-            colour = _COLOURS.get(summary.condition(rank)) if name == "state" else None
-            colour = f";color:{colour}" if colour else ""
-            cells.append(element("td", row[name], style=f"{_CELL};{style}{colour}"))
+        colour = _COLOURS.get(summary.condition(rank))
+        styles = {
+            "state": f"{_CELL};color:{colour}" if colour else _CELL,
+            "progress": f"{_CELL};{_PROGRESS}",
+        }
+        cells = [element("td", row[name], style=styles.get(name, _CELL)) for name in names]
         rows.append(element("tr", *cells, style=_ROW))
     table = element(
         "table",
-        element("thead", element("tr", *head, style=_ROW), style="display:block"),
-        element("tbody", *rows, style="display:block"),
+        element("thead", element("tr", *head, style=_ROW)),
+        element("tbody", *rows),
         style=_TABLE,
     )
     rest = summary.hidden_ranks(state.ranks, shown)
-    return join([table, element("div", rest, style=_MUTED) if rest else ""])
-
-
-def _style_of_column(name: str, longest: int) -> str:
-    """The width of a column, of which the longest text has so many characters."""
-    width = _WIDTHS[name]
-    if name != "progress":
-        return f"flex:0 0 {width}px"
-    wanted = max(width, _OF_CHARACTER * longest)
-    return f"flex:1 1 {width}px;max-width:{wanted}px;padding-right:0"
+    return join(
+        [
+            element("div", table, style=_SCROLLS),
+            element("div", rest, style=_MUTED) if rest else "",
+        ]
+    )
 
 
 def _notices(state: RunState) -> Markup:
     hang = (summary.hang_line(state),) if state.hang is not None else ()
-    newest = (*hang, *state.notices[-_MAX_NOTICES:])
-    return join(element("div", f"⚠ {shorten(text, _MAX_NOTICE)}") for text in newest)
+    lines = []
+    for text in (*hang, *state.notices[-_MAX_NOTICES:]):
+        sign = "✓" if text.startswith(RESCUED) else "⚠"
+        lines.append(element("div", f"{sign} {shorten(text, _MAX_NOTICE)}"))
+    return join(lines)
 
 
 def _stacks_of_hang(state: RunState) -> AskedStacks | None:
@@ -338,7 +330,10 @@ def _metrics(curves: Curves, num_plots: int) -> Markup:
     if not curves:
         return Markup("")
     names = list(curves)
-    plots = [_plot(name, curves[name]) for name in names[:num_plots]]
+    shown = names[:num_plots]
+    # As wide as in the live panel: two or three in a row, and on a narrow page one.
+    size = f"flex:1 1 {330 if len(shown) == 4 else 280}px;max-width:480px"
+    plots = [element("div", *_plot(name, curves[name]), style=size) for name in shown]
     row = "display:flex;flex-wrap:wrap;gap:8px 24px;margin:8px 0 2px"
     parts = [element("div", *plots, style=row)]
     others = names[num_plots:]
@@ -361,7 +356,7 @@ def _metrics(curves: Curves, num_plots: int) -> Markup:
     return join(parts)
 
 
-def _plot(name: str, by_rank: Mapping[int, Sequence[Point]]) -> Markup:
+def _plot(name: str, by_rank: Mapping[int, Sequence[Point]]) -> list[Markup]:
     shown = dict(sorted(by_rank.items())[:_MAX_CURVES])
     title = [element("b", name_of(name)), f"\N{NO-BREAK SPACE} {_last_value(by_rank)}"]
     parts = [element("div", *title)]
@@ -390,7 +385,7 @@ def _plot(name: str, by_rank: Mapping[int, Sequence[Point]]) -> Markup:
     if note:
         style = f"font-size:11px;color:{_COLOURS['stopped']}"
         parts.append(element("div", shorten(note, 120), style=style))
-    return element("div", *parts)
+    return parts
 
 
 def _last_value(by_rank: Mapping[int, Sequence[Point]]) -> str:

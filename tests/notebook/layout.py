@@ -6,6 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tests.notebook.lab import Notebook
 
 __all__ = ["check_layout", "check_summary_layout", "check_table_layout", "check_tags"]
@@ -89,37 +91,50 @@ def check_tags(notebook: Notebook) -> None:
     notebook.page.wait_for_function(f"() => ({_TAGS_STAY})().every(Boolean)", timeout=10_000)
 
 
-# Whether a table is legible in a narrow window: all of it is in sight, nothing is cut.
+# Whether the table of the doctor is legible in a narrow window: all is in sight, nothing cut, and
+# each answer stands right below what it is about.
 _FITS = """() => {
   const table = [...document.querySelectorAll('.jp-OutputArea-output table')].at(-1);
   const area = table.closest('.jp-Cell-outputArea').getBoundingClientRect();
   const right = Math.min(area.right, table.parentElement.getBoundingClientRect().right);
   return area.width < 400 && [...table.querySelectorAll('th, td')].every((cell) =>
-    cell.scrollWidth <= cell.clientWidth && cell.getBoundingClientRect().right <= right + 1);
+    cell.scrollWidth <= cell.clientWidth && cell.getBoundingClientRect().right <= right + 1)
+    && [...table.rows].every(({cells: [, text]}) => {
+      const [about, answer] = [...text.children].map((part) => part.getBoundingClientRect());
+      return about.left === answer.left && about.bottom <= answer.top + 1;
+    });
 }"""
-# Whether each row of it has two lines at most.
-_HAS_TWO_LINES = """() => {
+# Whether each of its cells stands below the head of its column, and what does not fit is reached by
+# scrolling: nothing is out of the page, and how each rank stands is in sight from the start.
+_HAS_COLUMNS = """() => {
   const table = [...document.querySelectorAll('.jp-OutputArea-output table')].at(-1);
-  const tops = (row) => new Set([...row.cells].map((cell) => cell.offsetTop));
-  return [...table.rows].every((row) => row.offsetHeight < 46 && tops(row).size < 3);
+  const [heads, ...rows] = [...table.rows].map((row) =>
+    [...row.cells].map((cell) => cell.getBoundingClientRect()));
+  const box = table.parentElement, room = box.getBoundingClientRect();
+  const area = table.closest('.jp-Cell-outputArea').getBoundingClientRect();
+  const fits = table.offsetWidth <= box.clientWidth;
+  return room.right <= area.right && area.right <= innerWidth && heads.length > 3
+    && (fits || getComputedStyle(box).overflowX === 'auto') && (fits || area.width < 400)
+    && heads[2].left + 90 < room.right && rows.length && rows.every((row) =>
+      row.every((cell, index) => cell.top === row[0].top && cell.left === heads[index].left));
 }"""
 
 
 def check_table_layout(notebook: Notebook) -> None:
-    """The newest table is legible in a narrow window."""
-    _check_when_narrow(notebook, _FITS)
+    """The newest table of the doctor is legible in a narrow window."""
+    _check_in_windows(notebook, (400,), _FITS)
 
 
 def check_summary_layout(notebook: Notebook) -> None:
-    """The table of the newest summary is legible in a narrow window, in two lines a rank."""
-    _check_when_narrow(notebook, _FITS, _HAS_TWO_LINES)
+    """The table of the newest summary has columns in each window, and scrolls in a narrow one."""
+    _check_in_windows(notebook, (400, 600), _HAS_COLUMNS)
 
 
-def _check_when_narrow(notebook: Notebook, *conditions: str) -> None:
+def _check_in_windows(notebook: Notebook, widths: Sequence[int], condition: str) -> None:
     before = notebook.page.viewport_size
     notebook.hide_sidebar()
-    notebook.page.set_viewport_size({"width": 400, "height": 1000})
-    for condition in conditions:
+    for width in widths:
+        notebook.page.set_viewport_size({"width": width, "height": 1000})
         notebook.page.wait_for_function(condition, timeout=10_000)
     assert before is not None
     notebook.page.set_viewport_size(before)

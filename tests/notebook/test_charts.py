@@ -12,12 +12,14 @@ from tests.notebook.test_markup import Tags
 
 
 def drawn(markup: str) -> ET.Element:
-    """The image inside of an ``<img>``."""
-    source = dict(Tags(markup).attributes)["src"]
-    assert source is not None
-    kind, data = source.split(",")
-    assert kind == "data:image/svg+xml;base64"
-    return ET.fromstring(base64.b64decode(data))
+    """The images inside of both ``<img>``: that of the labels, and that of the curves."""
+    both = ET.Element("both")
+    for name, source in Tags(markup).attributes:
+        if name == "src":
+            kind, data = (source or "").split(",")
+            assert kind == "data:image/svg+xml;base64"
+            both.append(ET.fromstring(base64.b64decode(data)))
+    return both
 
 
 def tags(image: ET.Element, name: str) -> list[ET.Element]:
@@ -28,11 +30,12 @@ def labels(image: ET.Element) -> list[str | None]:
     return [text.text for text in tags(image, "text")]
 
 
-def test_a_chart_is_one_image_with_a_line_for_each_curve() -> None:
+def test_a_chart_is_an_image_with_a_line_for_each_curve() -> None:
     curve = [(float(step), 1.0 / (step + 1)) for step in range(50)]
     markup = chart({0: curve, 9: curve}, alt="loss: 1 → 0.02")
-    assert Tags(markup).tags == ["img"]
-    assert dict(Tags(markup).attributes)["alt"] == "loss: 1 → 0.02"
+    assert Tags(markup).tags == ["div", "img", "img"]
+    alts = [value for name, value in Tags(markup).attributes if name == "alt"]
+    assert alts == ["", "loss: 1 → 0.02"], "the labels say nothing to those who cannot see them"
     image = drawn(markup)
     # That of the rank's number, as in the live panel.
     colours = [line.attrib["stroke"] for line in tags(image, "path")]
@@ -43,7 +46,9 @@ def test_a_chart_is_one_image_with_a_line_for_each_curve() -> None:
 @pytest.mark.parametrize("most", [1e9, 1.7e308, 5e-324])
 def test_every_point_lies_inside_of_the_image(most: float) -> None:
     image = drawn(chart({0: [(0, -most), (5, most), (9, 0.0)]}, alt=""))
-    width, height = float(image.attrib["width"]), float(image.attrib["height"])
+    # Of the box that stretches with the page, beside which the labels stand.
+    (box,) = (found for found in tags(image, "svg") if "viewBox" in found.attrib)
+    width, height = map(float, box.attrib["viewBox"].split()[2:])
     (line,) = tags(image, "path")
     for pair in line.attrib["d"].removeprefix("M").split():
         x, y = map(float, pair.split(","))
@@ -76,7 +81,8 @@ def test_a_flat_curve_and_a_single_point_are_drawn() -> None:
     flat = drawn(chart({0: [(0.0, 3.0), (1.0, 3.0)]}, alt=""))
     assert tags(flat, "path")
     assert labels(flat) == ["3", "0", "step 1"]
-    assert tags(drawn(chart({0: [(4.0, 3.0)]}, alt="")), "circle")
+    (point,) = tags(drawn(chart({0: [(4.0, 3.0)]}, alt="")), "path")
+    assert point.attrib["d"].endswith("h0")
 
 
 def test_thinning_keeps_peaks_and_order() -> None:

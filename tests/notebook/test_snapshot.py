@@ -10,7 +10,7 @@ import pytest
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.control.hang import Hang
-from notebook_accel.launch.control.state import Failure
+from notebook_accel.launch.control.state import RESCUED, Failure
 from notebook_accel.notebook.markup import message_bytes
 from notebook_accel.notebook.snapshot import MAX_BYTES, AskedStacks, render_slim, render_snapshot
 from tests.notebook.states import after, logged, metrics, running, succeeded, with_failed
@@ -68,7 +68,8 @@ def test_it_holds_ranks_metrics_output_and_traceback() -> None:
         "Cell In[3], line 7",
     ):
         assert words in page.text
-    assert page.tags.count("img") == 1
+    # Of a plot, and of its labels.
+    assert page.tags.count("img") == 2
     for words in (
         "train: failed",
         "300 steps",
@@ -107,7 +108,7 @@ def test_a_colour_goes_on_in_the_next_line_until_it_is_ended() -> None:
 
 def test_a_plot_says_in_words_what_it_shows() -> None:
     page = Tags(render_snapshot(running(2), metrics(["loss", "accuracy"])).html)
-    alts = [value for name, value in page.attributes if name == "alt"]
+    alts = [value for name, value in page.attributes if name == "alt" and value]
     assert alts == ["loss: 1 → 0.03688 at step 99", "accuracy: 1 → 0.03688 at step 99"]
 
 
@@ -176,6 +177,15 @@ def test_it_is_no_larger_than_its_limit() -> None:
     snapshot = render_snapshot(state, rows)
     assert message_bytes(snapshot.html) <= MAX_BYTES
     assert len(snapshot.text) < MAX_BYTES
+
+
+def test_good_news_has_no_sign_of_a_warning() -> None:
+    kept = wire.Notice(text=f"{RESCUED}find_run('x').rescued")
+    text = Tags(
+        render_snapshot(after(running(1), kept, wire.Notice(text="a disk is full"))).html
+    ).text
+    assert f"✓ {kept.text}" in text
+    assert "⚠ a disk is full" in text
 
 
 def test_short_output_stays_open_and_of_a_long_one_its_end_does() -> None:
@@ -347,7 +357,7 @@ def test_metrics_that_are_not_finite_keep_their_chart_and_say_so() -> None:
         if row["name"] == "some" and row["step"] in (3, 50):
             row["value"] = math.inf
     page = Tags(render_snapshot(running(1), rows).html)
-    assert page.tags.count("img") == 3
+    assert page.tags.count("img") == 6
     assert "not finite since step 41" in page.text
     assert "not finite since step 0" in page.text
     assert "2 values are not finite" in page.text

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENDED",
+    "RESCUED",
     "BarState",
     "Display",
     "Failure",
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 ENDED = ("succeeded", "failed", "stopped")
+# Begins the one notice that is good news.
+RESCUED = "what was being trained is kept: "
 S = TypeVar("S", "RankState", "RunState", "BarState", "Display")
 # Lines kept of each rank's output: as many as a live panel can show.
 _MAX_TAIL_LINES = 2000

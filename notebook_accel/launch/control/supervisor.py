@@ -33,7 +33,7 @@ from notebook_accel.launch.control.curves import LiveCurves
 from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.running_call import RunningCall
 from notebook_accel.launch.control.stacks import stacks_text
-from notebook_accel.launch.control.state import Failure, apply
+from notebook_accel.launch.control.state import RESCUED, Failure, apply
 from notebook_accel.launch.control.verdict import judge
 from notebook_accel.launch.system.interrupts import Latch, held
 from notebook_accel.launch.system.open_files import make_room
@@ -305,8 +305,7 @@ class Supervisor(Conductor, RunningCall):
             if unsaved:
                 later, loss = "after another launch", f". A restart loses {unsaved}: save it before"
             self.rescued_as = f"{self.handle()}.rescued ({later}: {by_id}){loss}"
-            kept = f"what was being trained is kept: {self.rescued_as}"
-            state = apply(wire.Notice(text=kept), state)
+            state = apply(wire.Notice(text=RESCUED + self.rescued_as), state)
         if lost_notice:
             state = apply(wire.Notice(text=lost_notice), state)
         self.state = state
