@@ -4,8 +4,9 @@
     python -m docs.screenshots --all OUT    those to look at after a change of what is drawn
 
 The second ones are of runs with 1, 2, 8 and 64 ranks, of one that hangs, of one in the background
-that displays things, and of the form for settings (``--only form hang`` of some): each in both
-themes, in windows of three widths, while it goes on and when it has ended.
+that displays things, of the form for settings, of the doctor and of matplotlib's plots
+(``--only form hang`` of some): each in both themes, in windows of three widths, while it goes on
+and when it has ended.
 """
 
 from __future__ import annotations
@@ -132,6 +133,16 @@ def draw(end):
     while not pathlib.Path(end).exists():
         time.sleep(0.1)
 """
+PLOT = """
+def log(factor):
+    from notebook_accel.launch.rank import current
+    for step in range(30):
+        values = {"loss": factor / (step + 1), "accuracy": 1 - factor / (step + 3), "lr": 0.1}
+        current().metric(values, step)
+
+from notebook_accel import compare
+runs = [notebook_launcher(log, (i,), num_processes=2, name=f"factor {i}") for i in (1, 2)]
+"""
 FORM = 'picker = config_picker({"num_processes": 2, "fsdp": {"cpu_offload": True}})\npicker'
 
 
@@ -185,11 +196,29 @@ def take_form(lab: Lab, browser: Browser, out: Path) -> None:
     page.close()
 
 
+def take_doctor(lab: Lab, browser: Browser, out: Path) -> None:
+    """What is said of this machine."""
+    page = _open(lab, browser, "doctor", "%load_ext notebook_accel", "%accelerate doctor")
+    page.output(2).get_by_text("torch").first.wait_for(timeout=60_000)
+    _picture(page, out, "doctor")
+    page.close()
+
+
+def take_plots(lab: Lab, browser: Browser, out: Path) -> None:
+    """Two runs in matplotlib's plots."""
+    page = _open(lab, browser, "plots", PLOT, "runs[0].plot()\ncompare(*runs);")
+    page.output(2).locator("img").nth(1).wait_for(timeout=60_000)
+    _picture(page, out, "plots")
+    page.close()
+
+
 SCENES: dict[str, Callable[[Lab, Browser, Path], None]] = {
     **{f"{number}-ranks": partial(take_training, number=number) for number in (1, 2, 8, 64)},
     "hang": take_hang,
     "displays": take_displays,
     "form": take_form,
+    "doctor": take_doctor,
+    "plots": take_plots,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
@@ -124,8 +125,15 @@ def _axes(
     shown = list(names) or known
     if not shown:
         return []
-    _, axes = plt.subplots(1, len(shown), figsize=(4.5 * len(shown), 3), squeeze=False)
-    for name, axis in zip(shown, axes[0], strict=True):
+    # Two in a row: a page shrinks a wider figure until nobody can read it.
+    columns = min(2, len(shown))
+    rows = math.ceil(len(shown) / columns)
+    size = 4.5 * columns, 3 * rows
+    _, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    axes = list(grid.flat)
+    if len(axes) > len(shown):
+        axes.pop().remove()
+    for name, axis in zip(shown, axes, strict=True):
         axis.set_title(name)
         axis.set_xlabel("step")
-    return list(zip(shown, axes[0], strict=True))
+    return list(zip(shown, axes, strict=True))
