@@ -25,12 +25,12 @@ _SIGNS = {FINE: "✓", HURTS: "!", STOPS: "✗"}
 _COLOURS = {FINE: "#388e3c", HURTS: "#b7791f", STOPS: "#d32f2f"}
 # ``python .../jupyter-lab``, ``python -m jupyterlab``, ``python .../jupyterhub-singleuser``.
 _SERVER = re.compile(r"^(?:.*/)?(?:jupyter(?:[-_]?\w+|hub-singleuser)?|notebook)$")
-# As in the summary of a run: flexible boxes, so that the answer has a line of its own below what it
-# is about where a page is narrow.
-_ROW = "display:flex;flex-wrap:wrap;padding:2px 0;background:none"
+# No inline style knows a narrow page from a wide one, so the text of a row is two flexible boxes:
+# where a page is narrow, the answer has lines of its own below what it is about.
+_ROW = "display:flex;padding:0;background:none"
 _CELL = (
-    "box-sizing:border-box;text-align:left;padding:2px 14px 2px 0;font-size:13px;"
-    "white-space:normal;overflow-wrap:anywhere"
+    "box-sizing:border-box;text-align:left;padding:3px 0;font-size:13px;white-space:normal;"
+    "overflow-wrap:anywhere;border:none"
 )
 
 
@@ -67,8 +67,12 @@ class Diagnosis:
                     style=f"{_CELL};flex:0 0 24px;color:{_COLOURS[each.level]}",
                     aria_label=each.level,
                 ),
-                element("td", each.subject, style=f"{_CELL};flex:0 0 {width}px"),
-                element("td", *_answer(each), style=f"{_CELL};flex:1 1 300px"),
+                element(
+                    "td",
+                    element("b", each.subject, style=f"flex:0 0 {width}px;font-weight:600"),
+                    element("div", *_answer(each), style="flex:1 1 300px"),
+                    style=f"{_CELL};flex:1 1 0;display:flex;flex-wrap:wrap",
+                ),
                 style=_ROW,
             )
             for each in self.findings

@@ -24,7 +24,7 @@ from notebook_accel.launch import run_list
 from notebook_accel.launch.text import wording
 from notebook_accel.notebook.display_slot import widget_view
 from notebook_accel.notebook.log_view import LogView
-from notebook_accel.notebook.markup import Markup, element
+from notebook_accel.notebook.markup import Markup, copyable, element
 from notebook_accel.notebook.metrics_view import MetricsView
 from notebook_accel.notebook.panel import (
     Details,
@@ -151,7 +151,7 @@ class LivePanel:
         gone = element(
             "div",
             "The kernel of this run is gone. This shows what was kept: ",
-            element("code", f"{run_list.expression(run.id)}.show()"),
+            copyable("code", f"{run_list.expression(run.id)}.show()"),
             class_="na",
         )
         self._style = widgets.make(ipywidgets.HTML, f"{style_element()}{self._hiding_style}{gone}")
@@ -246,7 +246,7 @@ class LivePanel:
         """Stacks or the folder, whatever came last: asked for, or found with a hang."""
         if self._is_folder_asked:
             self._is_folder_asked = False
-            path = element("code", str(self._run.log_dir))
+            path = copyable("code", str(self._run.log_dir))
             self._note.value = str(element("div", "log folder ", path, class_="na na-folder"))
         elif self.asked_stacks is not None and self.asked_stacks is not self._drawn_stacks:
             self._drawn_stacks = asked = self.asked_stacks

@@ -16,10 +16,24 @@ from notebook_accel.launch.text.terminal_text import plain_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["Markup", "element", "escape", "join", "join_lines", "message_bytes", "shorten"]
+__all__ = [
+    "Markup",
+    "copyable",
+    "element",
+    "escape",
+    "join",
+    "join_lines",
+    "message_bytes",
+    "shorten",
+]
 
 # Bytes of the characters that markupsafe writes as several.
 _ESCAPED_BYTES = {"&": 5, "<": 4, ">": 4, '"': 5, "'": 5}
+# By way of a selection: pages that are not served by HTTPS have no clipboard of their own.
+_COPY = (
+    "getSelection().selectAllChildren(this.previousElementSibling);"
+    "if(document.execCommand('copy'))this.textContent='Copied'"
+)
 _VOID_TAGS = frozenset({"br", "col", "img"})
 
 
@@ -61,6 +75,15 @@ def element(tag: str, /, *children: str, **attributes: str | float | bool | None
     if tag in _VOID_TAGS:
         return Markup(f"{start}>")
     return Markup(f"{start}>{''.join(map(escape, children))}</{tag}>")
+
+
+def copyable(tag: str, text: str) -> Markup:
+    """``text`` in an element, and a button that copies it.
+
+    For the values of widgets alone: what a saved notebook keeps runs no script.
+    """
+    button = element("button", "Copy", class_="na-copy", type="button", onclick=_COPY)
+    return join([element(tag, text), " ", button])
 
 
 def shorten(text: str, max_bytes: int) -> str:

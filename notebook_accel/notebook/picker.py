@@ -29,7 +29,7 @@ from notebook_accel.notebook.clicks import clicks_for
 from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
 from notebook_accel.notebook.launcher import check_leaves_notebook_free, launch_below
 from notebook_accel.notebook.lost_widget import LostWidgetText
-from notebook_accel.notebook.markup import element
+from notebook_accel.notebook.markup import copyable, element, join
 from notebook_accel.notebook.picker_fields import StrategyRow, plugin_rows, setting_rows
 from notebook_accel.notebook.picker_texts import (
     as_code,
@@ -285,7 +285,7 @@ class ConfigPicker:
         self._buttons["Save"].disabled = is_wrong
         self._has_call = code not in (_INVALID, _NO_CALL) and bool(self._function.value)
         self._show_whether_launched()
-        self._code.value, self._yaml.value = (str(element("pre", each)) for each in (code, yaml))
+        self._code.value, self._yaml.value = (str(copyable("pre", each)) for each in (code, yaml))
 
     def _values(self) -> dict[str, Any]:
         """The settings that the form gives, those left open aside."""
@@ -360,7 +360,9 @@ class ConfigPicker:
             below=self._below,
         )
         typed = f"import notebook_accel; run = notebook_accel.find_run({self.run.id!r})"
-        self._say(f"Launched. To have the run in a cell: {typed}", "na-fine")
+        self._say(
+            join(["Launched. To have the run in a cell: ", copyable("code", typed)]), "na-fine"
+        )
         self._show_whether_launched()
         # Another launch would take the place of this one's panel.
         _start_thread(partial(self._await_end, self.run), name="notebook-accel-picker")

@@ -512,6 +512,12 @@ picker = config_picker({{"num_processes": 1}})
 picker
 """
 
+CODE_SCROLLS = """() => {
+  const code = document.querySelector('.na-picker pre'), box = code.getBoundingClientRect();
+  const form = document.querySelector('.na-picker').getBoundingClientRect();
+  return innerWidth === 400 && box.right <= form.right && code.scrollWidth > code.clientWidth
+    && code.querySelector('br') === null && getComputedStyle(code).whiteSpace === 'pre';
+}"""
 HAS_PLAIN_LISTS = """() => [...document.querySelectorAll('.na-picker select')].every(
   (list) => getComputedStyle(list).backgroundImage === 'none')"""
 
@@ -571,6 +577,15 @@ def test_a_training_is_picked_saved_loaded_and_launched_by_mouse(
     form.get_by_label("Function", exact=True).select_option(label="train")
     form.get_by_label("Arguments", exact=True).fill("0.5, epochs=3")
     wait_for(form, "notebook_launcher(train, args=(0.5,), kwargs={'epochs': 3}")
+    # The code is copied by a click, and on a narrow page its lines are scrolled, never wrapped.
+    page = notebook.page
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    form.get_by_role("button", name="Copy").locator("visible=true").click()
+    copied = str(page.evaluate("navigator.clipboard.readText()"))
+    assert "\nrun = notebook_launcher(train, args=(0.5,), kwargs={'epochs': 3}, config" in copied
+    page.set_viewport_size({"width": 400, "height": 1000})
+    page.wait_for_function(CODE_SCROLLS, timeout=10_000)
+    page.set_viewport_size({"width": 1100, "height": 1000})
     launch.click()
     # What rank 0 displays is there while it trains, and in the end.
     drawn = form.get_by_text("drawn by rank 0")
