@@ -149,7 +149,7 @@ def pack_call(
     before = () if session is None else session.objects
     try:
         # `own.sent` fills up while what stands before it is pickled: it must come last.
-        file, buffers, pickler = _dump(
+        body, buffers, pickler = _dump(
             make, lambda own: (function, args, kwargs, len(before), own.sent)
         )
     except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
@@ -158,7 +158,7 @@ def pack_call(
     files = {used.__code__.co_filename for used, _ in pickler.used}
     used_sources = tuple(source for source in sources if source.filename in files)
     return PackedCall(
-        packed=_as_packed(file, buffers, used_sources),
+        packed=_as_packed(body, buffers, used_sources),
         registry=Registry((*before, *pickler.sent)),
         notices=_moved_notice(pickler.moved, labelled),
         models=_unique(name for name, value in labelled if _is_model(value)),
@@ -198,7 +198,7 @@ def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> 
 
 def _dump(
     make: Callable[..., P], value: Callable[[P], object]
-) -> tuple[io.BytesIO, list[pickle.PickleBuffer], P]:
+) -> tuple[bytes, list[pickle.PickleBuffer], P]:
     """Pickle ``value(pickler)``; of large storages only what tensors show (small_views.py)."""
     policy: StoragePolicy = Watch()
     while True:
@@ -215,16 +215,18 @@ def _dump(
                     seen.dump(value(seen))
                 policy = survey.parts()
                 continue
-            return file, buffers, pickler
+            # Not getbuffer(): to collect its view crashes Python 3.12.0 and 3.12.1, and makes later
+            # ones write to stderr (https://github.com/python/cpython/issues/111049, 111331).
+            return file.getvalue(), buffers, pickler
 
 
 def _as_packed(
-    file: io.BytesIO,
+    body: bytes,
     buffers: Sequence[pickle.PickleBuffer],
     sources: tuple[CellSource, ...] = (),
 ) -> Packed:
     views = (buffer.raw() for buffer in buffers)
-    return Packed(pickle.dumps(sources), (*views, file.getbuffer()))
+    return Packed(pickle.dumps(sources), (*views, memoryview(body)))
 
 
 def _open_pickle(
@@ -330,10 +332,10 @@ def pack_result(value: object, call: UnpackedCall | None = None) -> Packed:
     """
     sent = call.sent if call else ()
     try:
-        file, buffers, _ = _dump(partial(ResultPickler, sent=sent), lambda _: value)
+        body, buffers, _ = _dump(partial(ResultPickler, sent=sent), lambda _: value)
     except (Exception, SystemExit) as error:  # whatever a user's object does to be pickled
         raise cannot_return(value, sent, error) from cause(error)
-    return _as_packed(file, buffers)
+    return _as_packed(body, buffers)
 
 
 def unpack_result(packed: Packed, registry: Registry) -> Any:

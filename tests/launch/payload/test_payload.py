@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import types
@@ -836,3 +837,15 @@ def test_this_process_is_left_as_it_was(notebook: Notebook) -> None:
     assert notebook.launch("train") == 1
     assert sys.modules["__main__"] is main
     assert os.getcwd() == directory
+
+
+def test_a_packed_call_is_collected_in_silence(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Traceback and frames of a launch that failed hold each other, and so the packed call."""
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    circle: list[Any] = [payload.pack_call(len, ((1,),)).packed]
+    circle.append(circle)
+    del circle
+    gc.collect()
+    assert capfd.readouterr().err == ""
