@@ -71,8 +71,10 @@ def stubborn():
         except BaseException:
             pass
 """
-# A fork of the kernel holds copies of all its sockets.
+# A fork of the kernel holds copies of all its sockets. Python 3.12 warns of one beside threads.
 _FORK = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)
 child = os.fork()
 if not child:
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -142,11 +142,12 @@ def test_the_versions_of_what_carries_the_devices_are_named(
 ) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
+    monkeypatch.setattr("torch.version.cuda", "13.0")
     versions = {"torch": "2.13.0", **devices._cuda_versions()}
     found = Machine(kind="cuda", devices=(), versions=versions, **HOST)
     monkeypatch.setattr(doctor, "look_at_machine", lambda: found)
     answer_as_nvidia(monkeypatch, tmp_path, "echo 570.86; echo 570.86")
-    assert about("versions").found == "torch 2.13.0, NCCL 2.27.3, NVIDIA driver 570.86"
+    assert about("versions").found == "torch 2.13.0, CUDA 13.0, NCCL 2.27.3, NVIDIA driver 570.86"
 
 
 SCRIPT = """

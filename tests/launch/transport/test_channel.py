@@ -128,6 +128,7 @@ def _raises_at(instant: int, act: Callable[[], Any]) -> bool:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for it only in settrace
     sys.settrace(trace)
     try:
         act()
