@@ -8,6 +8,8 @@ PYTEST := $(BIN)/python -m pytest
 # How many test files run at a time; with 1, one test after the other in one process. Tests wait more
 # than they compute: three at a time keep two cores busy.
 JOBS   ?= 3
+# Those of `make test-pythons`.
+PYTHONS ?= python3.10 python3.12 python3.13
 
 # The kernels that tests and examples start are those of the environment, not of the person.
 export JUPYTER_PREFER_ENV_PATH := 1
@@ -15,8 +17,8 @@ export JUPYTER_PREFER_ENV_PATH := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check coverage test-binder test-chaos test-datasets test-deepspeed test-eight \
-  test-fp8 test-gpu test-inductor test-kernels test-kills test-soak test-trackers bench demo lab env \
-  browser clean
+  test-fp8 test-gpu test-inductor test-kernels test-kills test-pythons test-soak \
+  test-trackers test-without-browser bench demo lab env browser clean
 
 help:
 	@echo 'make demo            train in a notebook, headless; writes build/demo/'
@@ -34,6 +36,7 @@ help:
 	@echo 'make test-inductor   trains by what torch.compile builds, which takes a minute'
 	@echo 'make test-kernels    blocking, background, Stop, Interrupt in six versions of ipykernel'
 	@echo 'make test-kills      kill ranks of trainings that save checkpoints, and resume each'
+	@echo 'make test-pythons    the tests, browsers aside, on other versions of Python: $(PYTHONS)'
 	@echo 'make test-soak       launch 1,000 times, and look at what that leaves behind'
 	@echo 'make test-trackers   logs to dvclive, swanlab and trackio, which it gets'
 	@echo 'make bench           the figures of the README, peers beside us'
@@ -113,6 +116,25 @@ test-kernels: $(READY)
 
 test-kills: $(READY)
 	$(BIN)/python -m tests.kills $(ARGS)
+
+# Each Python in an environment of its own; one that does not start is not installed.
+test-pythons:
+	@failed=; \
+	for python in $(PYTHONS); do \
+	  $$python -c '' 2>/dev/null || { echo "== $$python is not installed: skipped"; continue; }; \
+	  echo "== $$python"; \
+	  $(MAKE) --no-print-directory test-without-browser PYTHON=$$python VENV=build/$$python || \
+	    failed="$$failed $$python"; \
+	done; \
+	[ -z "$$failed" ] || { echo "Failed:$$failed"; exit 1; }
+
+test-without-browser: $(READY)
+ifeq ($(strip $(ARGS)),)
+	$(PYTEST) --numprocesses $(JOBS) --dist loadfile -m 'not browser and not serial'
+	$(PYTEST) -m serial $(call marked,serial)
+else
+	$(PYTEST) -m 'not browser' $(ARGS)
+endif
 
 test-soak: $(READY)
 	$(BIN)/python -m tests.soak $(ARGS)
