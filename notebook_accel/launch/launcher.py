@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launch import preflight, run_list
 from notebook_accel.launch.control.environment import rank_environment
-from notebook_accel.launch.control.export import Origins, script_of
+from notebook_accel.launch.control.export import script_of
 from notebook_accel.launch.control.metrics_file import MetricStore
 from notebook_accel.launch.control.run_folder import RunFolder
 from notebook_accel.launch.control.stacks import stacks_text
@@ -71,7 +71,6 @@ def launch(
     notices: Sequence[str] = (),
     advise: bool = True,
     name: str | None = None,
-    origins: Callable[[], Origins] = Origins,
 ) -> Run:
     """Call ``function(*args, **kwargs)`` on every rank of a new run.
 
@@ -87,7 +86,6 @@ def launch(
         notices: lines for the person that are known already.
         advise: say at the end what a training function seems to have forgotten.
         name: what the person calls the run; None: as the function.
-        origins: gives where the values came from, for a script that makes them again.
 
     Raises:
         ConfigError: an argument makes no sense, or there are more ranks than accelerators.
@@ -105,7 +103,6 @@ def launch(
         timeout=timeout,
         advise=advise,
         name=name,
-        origins=origins,
     )
     try:
         begin = _prepare_launch(request, list(notices))
@@ -185,7 +182,6 @@ class Session:
         notices: Sequence[str] = (),
         advise: bool = False,
         name: str | None = None,
-        origins: Callable[[], Origins] = Origins,
         asked: frozenset[int] | None = None,
         brings_globals: bool = False,
         keeps_error: bool = False,
@@ -216,7 +212,6 @@ class Session:
             environment=self._request.environment,
             advise=advise,
             name=name,
-            origins=origins,
             keeps_error=keeps_error,
         )
         if not brings_globals:
@@ -356,7 +351,6 @@ def _checked_request(
     environment: dict[str, str] | None = None,
     name: str | None = None,
     keeps_error: bool = False,
-    origins: Callable[[], Origins] = Origins,
 ) -> CallRequest:
     """What is called, by arguments that make sense; an ``environment`` of None is a new one."""
     preflight.check_wait(block=block, timeout=timeout)
@@ -377,7 +371,6 @@ def _checked_request(
         advise=advise,
         arguments=_as_text(args, kwargs or {}),
         keeps_error=keeps_error,
-        origins=origins,
     )
 
 
@@ -536,5 +529,4 @@ def _script(request: CallRequest, world_size: int, file: str) -> str:
         world_size=world_size,
         file=file,
         sources=request.sources,
-        origins=request.origins(),
     )

@@ -490,13 +490,12 @@ class Run:
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write the function, with what it needs, as a script that torchrun runs; gives the path.
 
-        What was written in cells is copied as it is now in the notebook. A value that a cell has
-        made is made again by that cell's own statement, after the newest seed that was set before
-        the launch; one that was changed since is pickled, and a comment says so.
+        Functions and classes of cells are copied as source, as they are now in the notebook. Other
+        values are written as literals or pickled, 1 MB at most: load data inside the function.
 
         Raises:
             NotebookAccelError: this is no handle that the launch gave, but one of ``runs()``; or
-                the function uses a value that cannot be pickled.
+                the function uses a value that is too large, or cannot be pickled.
             OSError: the file cannot be written.
         """
         if self._source is None:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from notebook_accel.config import LaunchConfig
-    from notebook_accel.launch.control.export import Origins
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Run
     from notebook_accel.launch.view import View
@@ -90,14 +89,12 @@ def launch_for_debugger(
     timeout: float | None,
     notices: Sequence[str],
     name: str | None,
-    origins: Callable[[], Origins],
     below: DisplaySlot | None = None,
 ) -> Run:
     """Launch as ``launch.launcher.launch``, and hold the ranks if one of them raises.
 
     Args:
-        function, args, kwargs, config, view, sources, block, timeout, notices, name, origins: as
-            there.
+        function, args, kwargs, config, view, sources, block, timeout, notices, name: as there.
         below: where it is told, of a launch in the background, that the ranks are held; None is
             the output of the cell that launches.
 
@@ -127,7 +124,6 @@ def launch_for_debugger(
             name=name,
             brings_globals=True,
             keeps_error=True,
-            origins=origins,
         )
     except BaseException as error:
         if session.newest_call is None:

@@ -17,7 +17,6 @@ from notebook_accel.launch.launcher import launch
 from notebook_accel.notebook.clicks import find_kernel
 from notebook_accel.notebook.held_launch import end_held_launch, launch_for_debugger
 from notebook_accel.notebook.kernel_session import session_for
-from notebook_accel.notebook.origins import origins_of_click, origins_of_launch
 from notebook_accel.notebook.sources import cell_sources
 from notebook_accel.notebook.tracebacks import show_in_short
 from notebook_accel.notebook.views import choose_view, dashboard_in
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
-    from notebook_accel.launch.control.export import Origins
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Run
     from notebook_accel.launch.view import View
@@ -204,7 +202,6 @@ def notebook_launcher(
             timeout=timeout,
             notices=[*notices, *_unused(changed, chosen)],
             name=name,
-            origins=origins_of_launch(get_ipython(), function),
         )
 
 
@@ -262,7 +259,6 @@ def launch_below(
     below.clear()
     chosen, notices = resolve({}, config)
     check_leaves_notebook_free(chosen)
-    shell = get_ipython()
     return _launch(
         function,
         arguments.args,
@@ -272,7 +268,6 @@ def launch_below(
         view=dashboard_in(find_kernel(), waits=False, slot=slot),
         block=False,
         notices=[*notices, *_unused({}, chosen)],
-        origins=origins_of_click(shell, arguments.text),
         below=below,
     )
 
@@ -300,7 +295,6 @@ def _launch(
     view: View,
     block: bool,
     notices: Sequence[str],
-    origins: Callable[[], Origins],
     timeout: float | None = None,
     name: str | None = None,
     below: DisplaySlot | None = None,
@@ -315,7 +309,6 @@ def _launch(
         "timeout": timeout,
         "notices": notices,
         "name": name,
-        "origins": origins,
     }
     if asks_debugger and shell is not None and engine_named(config.engine).keeps_ranks:
         return launch_for_debugger(function, args, kwargs, **given, below=below)

@@ -28,14 +28,14 @@ from notebook_accel.launch.template.handle import warm
 from notebook_accel.launch.text.terminal_text import plain_text
 from notebook_accel.notebook import kernel_session, post_mortem
 from notebook_accel.notebook.cell_function import cell_function
-from notebook_accel.notebook.cell_script import script_of_cell
+from notebook_accel.notebook.cell_script import script_of_cells
 from notebook_accel.notebook.completion import complete_magic
 from notebook_accel.notebook.doctor import diagnose
-from notebook_accel.notebook.failed_cells import failed_cells, watch_cells
 from notebook_accel.notebook.held_launch import end_held_launch, held_launch
 from notebook_accel.notebook.launcher import run_cell
 from notebook_accel.notebook.picker import config_picker
 from notebook_accel.notebook.session import CellOptions
+from notebook_accel.notebook.sources import cell_sources
 from notebook_accel.notebook.tracebacks import show_in_short
 from notebook_accel.notebook.unread_requests import keep_reading
 from notebook_accel.notebook.values import by_rank
@@ -58,7 +58,6 @@ _RANKS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Register the magics and start the template, so that the first launch finds it ready."""
     ipython.register_magics(AccelerateMagics)
-    watch_cells(ipython)
     complete_magic(
         ipython,
         AccelerateMagics.accelerate.parser,
@@ -232,14 +231,12 @@ class AccelerateMagics(Magics):
         if running is not None:
             running.await_calls()
         left_out = {} if running is None else running.left_out
-        script = script_of_cell(
-            cell,
-            number=number,
-            inputs=shell.history_manager.input_hist_raw,
-            session_cells={} if running is None else running.cells,
+        before = {} if running is None else running.cells
+        script = script_of_cells(
+            {**before, number: cell},
             left_out=left_out,
-            failed=failed_cells(shell) or (),
             namespace=shell.user_ns,
+            sources=[source.text for source in cell_sources(shell)],
             transform=shell.transform_cell,
             world_size=running.world_size if running else config.num_processes or 1,
             mixed_precision=config.mixed_precision,

@@ -1,9 +1,9 @@
-"""Which names a cell uses from before, assigns, and changes: read from its source.
+"""Which names a cell uses from before and assigns: read from its source.
 
     import math              assigns math
     total = rank + 1         uses rank, assigns total
     print(total)             uses print; total is the cell's own by now
-    rows.append(total)       uses rows and changes it
+    rows.append(total)       uses rows
 
 What a cell does by ``exec`` or by magics is not seen, apart from names that stand in the text of a
 magic: in ``%time f(x)`` are ``f`` and ``x``. Which names in functions and classes are their own,
@@ -13,7 +13,6 @@ and which are the cell's, Python's ``symtable`` knows.
 from __future__ import annotations
 
 import ast
-import builtins
 import re
 import symtable
 import sys
@@ -27,12 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
-    "LAUNCHERS",
     "CellNames",
-    "called",
     "is_history",
     "names_of",
-    "only_looks",
     "submodules",
     "without_watcher",
 ]
@@ -45,28 +41,6 @@ _IDENTIFIER = re.compile(r"(?:(?<!\$)\b[rbfuRBFU]{1,2}(?=['\"]))|\b([^\W\d]\w*)"
 _EXPANDED = re.compile(r"\{[^{}]*\}|\$\w+")
 # Magics that run the rest of the cell as it is, and look on.
 _WATCHER = re.compile(r"\A\s*%%(time|capture|prun)\b[^\n]*\n")
-# Functions that change nothing that they are given.
-_ONLY_LOOK = frozenset(dir(builtins)) - {"delattr", "next", "setattr"} | {"display"}
-# Methods of models, tensors, containers, tables and text that change nothing.
-_LOOKING = """
-    buffers children get_parameter get_submodule modules named_buffers named_children named_modules
-    named_parameters parameters state_dict
-    abs all allclose any argmax argmin clone detach dim element_size equal item max mean min norm
-    numel numpy round size std sum tolist unique var
-    copy count get index items keys values
-    describe head info nunique sample tail value_counts
-    endswith format join lower split splitlines startswith strip title upper
-"""
-_LOOKING_METHODS = frozenset(_LOOKING.split())
-# Methods that change their owner, and whose value is often taken all the same.
-_CHANGING = """
-    eval fit fit_transform load_state_dict partial_fit pop popitem popleft send setdefault step
-    train
-    add_ clamp_ copy_ div_ mul_ requires_grad_ sub_ zero_
-"""
-_CHANGING_METHODS = frozenset(_CHANGING.split())
-# Functions whose ranks have copies of what they are given.
-LAUNCHERS = ("debug_launcher", "notebook_launcher")
 
 
 def is_history(name: str) -> bool:
@@ -89,18 +63,12 @@ class CellNames:
         assigned: those that it assigns or deletes at its top, or as ``global`` in a function.
         certain: of those, the ones that it has assigned whenever it comes to its end;
             loops are taken to run.
-        changed: those whose values it changes at its top: it assigns a part of them, or has a call
-            in an expression that stands alone, whose value nobody takes; of other calls count those
-            of ``next`` and of methods such as ``pop``.
-        sets_seed: whether such a call sets the seed of random numbers, which have no name.
     """
 
     used: frozenset[str] = frozenset()
     dotted: frozenset[str] = frozenset()
     assigned: frozenset[str] = frozenset()
     certain: frozenset[str] = frozenset()
-    changed: frozenset[str] = frozenset()
-    sets_seed: bool = False
 
 
 def names_of(text: str) -> CellNames:
@@ -120,8 +88,6 @@ def names_of(text: str) -> CellNames:
         dotted=frozenset(reader.dotted),
         assigned=frozenset(reader.assigned),
         certain=frozenset(certain),
-        changed=frozenset(reader.changed),
-        sets_seed=reader.sets_seed,
     )
 
 
@@ -186,8 +152,6 @@ class _Reader:
         self.used: set[str] = set()
         self.dotted: set[str] = set()
         self.assigned: set[str] = set()
-        self.changed: set[str] = set()
-        self.sets_seed = False
 
     def block(self, statements: Sequence[ast.stmt], own: set[str]) -> None:
         """Read statements that run one after the other; adds to ``own`` what they assign."""
@@ -195,7 +159,6 @@ class _Reader:
             self._statement(statement, own)
 
     def _statement(self, node: ast.stmt, own: set[str]) -> None:
-        self._note_call(node)
         blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
         blocks += [part.body for part in getattr(node, "handlers", [])]
         blocks += [part.body for part in getattr(node, "cases", [])]
@@ -213,21 +176,6 @@ class _Reader:
         # Whether a branch runs is not known: what it assigns is its own alone.
         for block in blocks:
             self.block(block, own if isinstance(node, (ast.With, ast.AsyncWith)) else set(own))
-        if isinstance(node, (ast.For, ast.AsyncFor)) and _names_in(node.target) & self.changed:
-            # ``for p in model.parameters(): p.requires_grad = False`` changes the model.
-            self.changed |= _stands_for(node.iter)
-
-    def _note_call(self, node: ast.stmt) -> None:
-        """Note what the calls of a statement are there to change."""
-        value = node.value if isinstance(node, ast.Expr) else None
-        # ``_ = torch.manual_seed(0)`` only keeps it from being shown.
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_":
-            value = node.value
-        if value is not None:
-            self.changed |= _changed_in(value, _changed_by)
-            self.sets_seed |= isinstance(value, ast.Call) and "seed" in called(value)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value:
-            self.changed |= _changed_in(node.value, _changed_though_taken)
 
     def _read(self, node: ast.AST, own: set[str], skip: Iterable[ast.AST] = ()) -> None:
         """Note the names that a node reads, functions inside of it included."""
@@ -266,10 +214,7 @@ class _Reader:
         return read
 
     def _bound(self, node: ast.AST, skip: Iterable[ast.AST] = ()) -> set[str]:
-        """The names that a statement assigns here, not those inside of functions and classes.
-
-        Notes also those of which it assigns or deletes a part.
-        """
+        """The names that a statement assigns here, not those inside of functions and classes."""
         found: set[str] = set()
         deleted: set[str] = set()
         for part in _walk(node, skip, _parts_here):
@@ -277,9 +222,6 @@ class _Reader:
                 found.add(part.id)
             elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Del):
                 deleted.add(part.id)
-            elif isinstance(part, (ast.Attribute, ast.Subscript)):
-                if not isinstance(part.ctx, ast.Load):
-                    self.changed |= _stands_for(part)
             elif isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 found.add(part.name)
             elif isinstance(part, ast.ImportFrom) and part.names[0].name == "*":
@@ -355,97 +297,6 @@ def _exported(name: str | None) -> set[str]:
 
 def _names_in(node: ast.AST) -> set[str]:
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-
-
-def _stands_for(node: ast.expr) -> set[str]:
-    """The names whose values change with that of the expression.
-
-    model.layers[0]            model
-    model.parameters()         model: what a method gives may be a part of its owner
-    zip(layers, names)         layers, names: and what a function gives, of what it was given
-    """
-    if isinstance(node, ast.Name):
-        return {node.id}
-    if isinstance(node, (ast.Attribute, ast.Subscript, ast.Starred)):
-        return _stands_for(node.value)
-    if isinstance(node, (ast.Tuple, ast.List)):
-        return _all_stand_for(node.elts)
-    if not isinstance(node, ast.Call):
-        return set()
-    if isinstance(node.func, ast.Attribute):
-        return _stands_for(node.func.value)
-    return _all_stand_for(_arguments(node))
-
-
-def _all_stand_for(nodes: Iterable[ast.expr]) -> set[str]:
-    return {name for node in nodes for name in _stands_for(node)}
-
-
-def _arguments(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(keyword.value for keyword in call.keywords)]
-
-
-def called(call: ast.Call) -> str:
-    """The last name of what is called: ``eval`` of ``model.eval()``."""
-    return ast.unparse(call.func).rpartition(".")[2]
-
-
-def only_looks(node: ast.AST) -> bool:
-    """Whether no call in a statement can change or teach anything: ``print(len(model.layers))``."""
-    return all(_is_look(part) for part in ast.walk(node) if isinstance(part, ast.Call))
-
-
-def _is_look(call: ast.Call) -> bool:
-    known = _LOOKING_METHODS if isinstance(call.func, ast.Attribute) else _ONLY_LOOK
-    return called(call) in known
-
-
-def _changed_in(node: ast.AST, by: Callable[[ast.Call], set[str]]) -> set[str]:
-    """The names whose values the calls in an expression change, each as ``by`` tells.
-
-    print(fit(model))                        model
-    [freeze(p) for p in net.parameters()]    net
-    """
-    if isinstance(node, ast.Lambda) or (isinstance(node, ast.Call) and called(node) in LAUNCHERS):
-        return set()
-    found = {name for child in ast.iter_child_nodes(node) for name in _changed_in(child, by)}
-    if isinstance(node, ast.Call):
-        found |= by(node)
-    for part in reversed(node.generators if isinstance(node, _COMPREHENSIONS) else []):
-        own = _names_in(part.target)
-        if own & found:
-            found = (found - own) | _stands_for(part.iter)
-    return found
-
-
-def _changed_though_taken(call: ast.Call) -> set[str]:
-    """The names whose values a call changes for certain, though its own value is taken.
-
-    last = rows.pop()          rows
-    batch = next(batches)      batches
-    model = Net(size).eval()   nothing: what it changes is new
-    """
-    name = called(call)
-    if not isinstance(call.func, ast.Attribute):
-        return _all_stand_for(call.args[:1]) if name == "next" else set()
-    is_of_name = not any(isinstance(part, ast.Call) for part in ast.walk(call.func.value))
-    return _stands_for(call.func.value) if is_of_name and name in _CHANGING_METHODS else set()
-
-
-def _changed_by(call: ast.Call) -> set[str]:
-    """The names whose values a call changes, or may change, whose own value nobody takes.
-
-    model.eval()               model
-    freeze(model)              model: a function may change what it is given
-    init.zeros_(weight)        init, weight: torch ends names so of what changes its arguments
-    print(model)               nothing
-    """
-    if _is_look(call):
-        return set()
-    if isinstance(call.func, ast.Attribute):
-        given = _arguments(call) if called(call).endswith("_") else []
-        return _stands_for(call.func.value) | _all_stand_for(given)
-    return _all_stand_for(_arguments(call))
 
 
 def _texts_for_ipython(call: ast.Call) -> list[str]:

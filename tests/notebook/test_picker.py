@@ -27,7 +27,6 @@ from notebook_accel.launch.system.interrupts import Latch
 from notebook_accel.notebook import display_slot, launcher
 from notebook_accel.notebook import picker as picker_module
 from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
-from notebook_accel.notebook.failed_cells import watch_cells
 from notebook_accel.notebook.picker_fields import plugin_rows, setting_rows
 from notebook_accel.notebook.picker_texts import (
     Arguments,
@@ -419,7 +418,6 @@ class Launcher:
         config = Config(HistoryManager={"enabled": False})
         # As a kernel does, it names cells by their text.
         self.shell: Any = InteractiveShell.instance(config=config, compiler_class=XCachingCompiler)
-        watch_cells(self.shell)
         self.given: dict[str, Any] = {}
         self.is_held = False
         monkeypatch.setattr(display_slot, "display", lambda *_, **__: None)
@@ -472,28 +470,6 @@ def test_a_click_launches_as_the_code_of_the_form_does(
         assert by_click["config"].seed == 6
         assert by_click["config"].num_processes == 2
         assert by_click["config"].debug
-
-
-def test_what_a_click_launched_is_exported_in_the_notebooks_own_words(started: Launcher) -> None:
-    started.run(
-        "def set_seed(n): ...\ndef make(n): return [object()] * n\nsize = 2",
-        "set_seed(3)",
-        "table = make(size)",
-        "def train(data, rate=1): return table",
-    )
-    started.click(LaunchConfig(), "make(size), rate=make(1)")
-    origins = started.given["origins"]()
-    texts = [origins.of_argument(key).text for key in (0, "rate")]
-    assert texts == ["make(size)", "make(1)"]
-    table = started.shell.user_ns["table"]
-    assert origins.of_global("table", table).text == "table = make(size)"
-    assert origins.of_seed().text == "set_seed(3)"
-    # What the cells have changed since then is no longer what the words mean.
-    started.run("size = 3", "set_seed(4)")
-    origins = started.given["origins"]()
-    assert origins.of_argument(0) is None
-    assert origins.of_argument("rate").text == "make(1)"
-    assert origins.of_seed().text == "set_seed(3)"
 
 
 def test_one_run_at_a_time_is_launched_and_bad_arguments_have_no_code(

@@ -1,87 +1,77 @@
-"""A run's function as a script that torchrun starts.
+"""Write a run's function as a script that torchrun starts.
 
-What was written in cells is copied as source, what was imported is imported, plain values are
-written down, others made as the notebook made them; only what has no readable form is carried along
-pickled.
+    imported modules, functions and classes   imported
+    functions and classes of cells            copied as source, in the order of their cells
+    numbers, texts, lists of these            written as literals
+    everything else                           pickled into the script, together
+
+Classes and functions that are copied as source are pickled by name, so that an instance in the
+script has the script's own class. Functions that are pickled (lambdas, closures) have copies of the
+globals that they use. What a cell changes on a class or function after its definition
+(``Net.forward = faster``) is not written.
 """
 
 from __future__ import annotations
 import __future__
 
 import ast
+import base64
+import functools
 import inspect
+import io
 import keyword
 import re
 import symtable
 import sys
 import types
-from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from collections import ChainMap
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import cloudpickle
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launch.control.script_pickles import LOAD, ScriptPickler, is_definition
 from notebook_accel.launch.control.script_sources import (
     globals_of,
     globals_read,
     parsed,
     source_of,
 )
+from notebook_accel.launch.payload.remade import BY_TYPE, remake
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from notebook_accel.launch.payload import CellSource
 
-__all__ = ["Origin", "Origins", "is_public_name", "script_of"]
+__all__ = ["Script", "script_of"]
 
 # The attribute by which something that is called says why no script can call it, and what to do.
 _NO_SCRIPT = "_notebook_accel_no_script"
+# A script is text to read and to commit; data belongs into files.
+_MAX_BYTES = 1_000_000
 
-_HEAD = '''"""{name}, exported from a notebook.
+_HEAD = '''"""{what}, exported from a notebook.
 
 Run it with: torchrun --nproc_per_node={world_size} {file}
 """
 '''
 _FUTURE = "from __future__ import annotations\n"
+_LOAD = """
+# Values that no source text makes, pickled.
+def _unpickle(text):
+    import base64, functools, io, pickle
 
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, name):
+            name, *parts = name.split(".")
+            return functools.reduce(getattr, parts, globals()[name])
 
-@dataclass(frozen=True)
-class Origin:
-    """A text of the notebook that makes a value once more.
+    return Unpickler(io.BytesIO(base64.b85decode(text))).load()
 
-    Attributes:
-        text: a statement, or the expression of an argument.
-        names: what it reads, with the values that the notebook has.
-        order: its place among the notebook's statements.
-    """
-
-    text: str
-    names: Mapping[str, Any]
-    order: int
-
-
-class Origins:
-    """Where the values of a launch came from.
-
-    This class knows of none, as outside of a notebook; the notebook's is in notebook/origins.py.
-    """
-
-    def of_argument(self, key: int | str) -> Origin | None:
-        """The expression of an argument, by its place or name."""
-        return None
-
-    def of_global(self, name: str, value: Any) -> Origin | None:
-        """The statement that made the value which the notebook has under that name, as it is."""
-        return None
-
-    def changed_parts(self, name: str) -> set[str]:
-        """The attributes of a class or function of that name that statements may have changed."""
-        return set()
-
-    def of_seed(self) -> Origin | None:
-        """The statement before the launch that set the seed of random numbers."""
-        return None
+_pickled = _unpickle({text!r})
+"""
+# What ``functools.lru_cache`` and ``cache`` make of a function.
+_Cached: Any = type(functools.lru_cache(len))
 
 
 def script_of(
@@ -92,36 +82,32 @@ def script_of(
     world_size: int,
     file: str,
     sources: Sequence[CellSource] = (),
-    origins: Origins | None = None,
 ) -> str:
-    """The text of a script that calls ``function(*args, **kwargs)``.
+    """Return the text of a script that calls ``function(*args, **kwargs)``.
 
     Args:
         function: as the notebook has it now.
         args, kwargs: what it is called with.
         world_size: the number of processes that the script's first lines propose.
         file: the name that they call the script.
-        sources: the notebook's cells, newest first: where classes without methods are found.
-        origins: where the values came from.
+        sources: the notebook's cells, newest first: where the source of classes is looked up.
 
     Raises:
-        NotebookAccelError: the function says that no script can call it, or a value that is used
-            can neither be written down nor pickled.
+        NotebookAccelError: the function says that no script can call it; a value can neither be
+            written down nor pickled, or is larger than 1 MB.
     """
     refusal = getattr(function, _NO_SCRIPT, None)
     if refusal is not None:
         raise NotebookAccelError(refusal)
     name = getattr(function, "__name__", "function")
-    head = _HEAD.format(name=name, world_size=world_size, file=file)
-    cells = [source.text for source in sources]
-    future = _FUTURE if _keeps_annotations(function, cells) else ""
-    script = _Script(cells=cells, origins=origins or Origins(), future=future)
-    text = script.text(head, script.call(function, args, kwargs))
-    if script.has_circle and not future:
-        # Cells that ran more than once may name each other in their annotations.
-        script = _Script(cells=cells, origins=origins or Origins(), future=_FUTURE)
-        text = script.text(head, script.call(function, args, kwargs))
-    return text
+    script = Script([source.text for source in sources])
+    called = script.value("function", function)
+    given = [script.value(f"args[{index}]", arg) for index, arg in enumerate(args)]
+    named = {key: script.value(f"kwargs[{key!r}]", value) for key, value in kwargs.items()}
+    given += [f"{key}={text}" for key, text in named.items() if _is_name(key)]
+    given += [f"**{{{key!r}: {text}}}" for key, text in named.items() if not _is_name(key)]
+    body = f'if __name__ == "__main__":\n    {called}({", ".join(given)})\n'
+    return script.text(body, what=name, world_size=world_size, file=file)
 
 
 def _is_name(key: str) -> bool:
@@ -129,304 +115,294 @@ def _is_name(key: str) -> bool:
     return key.isidentifier() and not keyword.iskeyword(key)
 
 
-# The places of definitions, and of the call that sets the seed.
-_FIRST = -2
-_SEED = -1
+class Script:
+    """Collects imports, definitions and values that a script needs, and writes them in order.
 
-
-@dataclass(frozen=True)
-class _Definition:
-    """A function or class that is copied, or the statement of another value.
-
-    Attributes:
-        source: its statement; empty where the value is pickled.
-        read: the globals that it looks up, at any time.
-        needed: those of them that it looks up while the statement runs: decorators, bases,
-            defaults, and what the body of a class does.
-        order: its place after the functions and classes; theirs is `_FIRST`.
-        owner: where it gives an attribute to a function or class, the name of that.
+    Args:
+        cells: texts of the notebook's cells, newest first.
     """
 
-    source: str
-    read: frozenset[str]
-    needed: frozenset[str]
-    order: int
-    owner: str = ""
+    def __init__(self, cells: Sequence[str]) -> None:
+        self._cells = cells
+        # What each global of the script is.
+        self._names: dict[str, Any] = {}
+        self._imports: set[str] = set()
+        self._literals: dict[str, str] = {}
+        # The source of each definition.
+        self._definitions: dict[str, str] = {}
+        # By name, or by what an error calls it: ``args[0]``.
+        self._pickled: dict[str, Any] = {}
+        self._keeps_annotations = any(
+            re.search(r"^from __future__ import .*annotations", text, re.MULTILINE)
+            for text in cells
+        )
 
-
-@dataclass
-class _Script:
-    """Parts of the script, in the order in which they are written.
-
-    Attributes:
-        cells: the notebook's, newest first.
-        origins: where the values came from.
-        future: the import by which annotations are kept as text, where the notebook has it.
-        has_circle: whether definitions need each other while their statements run.
-    """
-
-    cells: Sequence[str]
-    origins: Origins
-    future: str
-    imports: dict[str, None] = field(default_factory=dict)
-    values: list[str] = field(default_factory=list)
-    definitions: dict[str, _Definition] = field(default_factory=dict)
-    # What each global of the script is: reserved before it is defined.
-    names: dict[str, Any] = field(default_factory=dict)
-    defined: set[str] = field(default_factory=set)
-    pickled: dict[str, Any] = field(default_factory=dict)
-    makes_values: bool = False
-    has_circle: bool = False
-
-    def call(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> str:
-        """The call of the function, which the script makes at its end."""
-        called = self.value(getattr(function, "__name__", "function"), function)
-        given = [
-            self.value(f"args[{index}]", arg, self.origins.of_argument(index))
-            for index, arg in enumerate(args)
-        ]
-        named = {
-            key: self.value(key, value, self.origins.of_argument(key))
-            for key, value in kwargs.items()
-        }
-        given += [f"{key}={text}" for key, text in named.items() if _is_name(key)]
-        given += [f"**{{{key!r}: {text}}}" for key, text in named.items() if not _is_name(key)]
-        self._add_seed()
-        return f"{called}({', '.join(given)})"
-
-    def reserve(self, names: Mapping[str, Any]) -> bool:
-        """Keep these names for these values; False where another value has one of them."""
-        if any(self.names.get(name, value) is not value for name, value in names.items()):
-            return False
-        self.names.update(names)
-        return True
-
-    def define(self, name: str, value: Any) -> None:
-        """Give the script a global of that name, which was reserved for the value."""
-        if name in self.defined:
-            return
-        self.defined.add(name)
-        if isinstance(value, types.ModuleType):
-            module = value.__name__
-            lines = [f"import {module} as {name}"]
-            if module == name:
-                lines = [f"import {part}" for part in self._submodules_of(name) or [name]]
-            self.imports |= dict.fromkeys(lines)
-        elif is_public_name(value):
-            own = value.__qualname__
-            alias = own if own == name else f"{own} as {name}"
-            self.imports[f"from {_public_module(value)} import {alias}"] = None
-        elif (
-            is_definition(value)
-            and getattr(value, "__name__", None) == name
-            and (source := source_of(value, self.cells))
-            and self._copy_source(value, source)
-        ):
-            return
-        elif _is_plain(value):
-            self.values.append(f"{name} = {value!r}")
-        elif (origin := self.origins.of_global(name, value)) and self.reserve(origin.names):
-            self._copy_statement(name, origin, origin.order)
-        else:
-            self._pickle(name, value, label=name)
-
-    def value(self, label: str, value: Any, origin: Origin | None = None) -> str:
-        """An expression for a value, which an error calls by the label."""
-        if _is_plain(value):
-            return repr(value)
-        name = getattr(value, "__name__", "") if is_definition(value) else ""
-        has_name = name.isidentifier()
-        has_text = has_name and (is_public_name(value) or source_of(value, self.cells) is not None)
-        # Several functions of one name may be made by one text: ``make_loss(1.0), make_loss(2.0)``.
-        if not has_text and origin is not None and self.reserve(origin.names):
-            self.makes_values = True
-            self._define_all(origin.names)
-            return origin.text
-        if has_name and self.reserve({name: value}):
+    def value(self, label: str, value: Any) -> str:
+        """Return an expression for a value, and add what it needs; an error calls it ``label``."""
+        if _is_literal(value):
+            return _checked_literal(label, value)
+        name = getattr(value, "__name__", "") if _is_definition(value) else ""
+        has_text = _is_definition(value) and (_is_public(value) or self._has_source(name, value))
+        if has_text and self._names.get(name, value) is value:
             self.define(name, value)
             return name
-        name = "given_" + re.sub(r"\W+", "_", label).strip("_")
-        while not self.reserve({name: value}):
-            name += "_"
-        self._pickle(name, value, label)
-        return name
+        self._pickle(label, value)
+        return f"_pickled[{label!r}]"
 
-    def _add_seed(self) -> None:
-        """Set the seed as the notebook did, where the script makes values: they may be random."""
-        origin = self.origins.of_seed() if self.makes_values else None
-        if origin is not None and self.reserve(origin.names):
-            self._copy_statement(origin.text, origin, _SEED)
+    def define(self, name: str, value: Any) -> None:
+        """Add a global of that name.
 
-    def _submodules_of(self, package: str) -> list[str]:
-        """What cells import by ``import package.part``, which assigns the package alone."""
-        imported = {
-            part.name
-            for text in self.cells
+        Raises:
+            NotebookAccelError: the script has another value of that name, or this one can neither
+                be written down nor pickled.
+        """
+        if self._names.setdefault(name, value) is not value:
+            raise NotebookAccelError(
+                f"`{name}` is the name of two things that the script needs; rename one of them, "
+                "launch again, and export that run"
+            )
+        if name in self._definitions or name in self._pickled:
+            return
+        if isinstance(value, types.ModuleType):
+            self._import(name, value.__name__)
+        elif _is_public(value):
+            own = value.__qualname__
+            alias = own if own == name else f"{own} as {name}"
+            self._imports.add(f"from {value.__module__} import {alias}")
+        elif self._has_source(name, value):
+            self._copy(name, value)
+        elif _is_literal(value):
+            self._literals[name] = _checked_literal(name, value)
+        else:
+            self._pickle(name, value)
+
+    def text(self, body: str, *, what: str, world_size: int, file: str) -> str:
+        """Return the script; ``body`` is its end.
+
+        Raises:
+            NotebookAccelError: definitions and pickled values need each other.
+        """
+        needs = self._needed_at_once()
+        late = {name for name in needs if needs[name] & self._pickled.keys()}
+        ordered = self._ordered(needs)
+        parts = [
+            _HEAD.format(what=what, world_size=world_size, file=file),
+            _FUTURE if self._keeps_annotations else "",
+            "\n".join(sorted(self._imports)),
+            "\n".join(f"{name} = {text}" for name, text in self._literals.items()),
+            *(f"\n{self._definitions[name].strip()}" for name in ordered if name not in late),
+            self._load(late),
+            *(f"\n{self._definitions[name].strip()}" for name in ordered if name in late),
+            f"\n{body}",
+        ]
+        return "\n".join(part for part in parts if part.strip())
+
+    def _import(self, name: str, module: str) -> None:
+        if module != name:
+            self._imports.add(f"import {module} as {name}")
+            return
+        # ``import package.part`` in a cell assigns the package alone.
+        parts = {
+            alias.name
+            for text in self._cells
             for node in ast.walk(parsed(text))
             if isinstance(node, ast.Import)
-            for part in node.names
-            if part.asname is None and part.name.startswith(f"{package}.")
+            for alias in node.names
+            if alias.asname is None and alias.name.startswith(f"{name}.")
         }
-        return sorted(imported & sys.modules.keys())
+        self._imports |= {f"import {part}" for part in parts & sys.modules.keys() or {name}}
 
-    def _define_all(self, names: Mapping[str, Any]) -> None:
-        for name, value in names.items():
-            self.define(name, value)
+    def _has_source(self, name: str, value: Any) -> bool:
+        is_named = _is_definition(value) and getattr(value, "__name__", "") == name
+        return is_named and source_of(value, self._cells) is not None
 
-    def _copy_statement(self, name: str, origin: Origin, order: int) -> None:
-        self.makes_values = True
-        read = frozenset(origin.names)
-        self.definitions[name] = _Definition(origin.text, read, needed=read, order=order)
-        self._define_all(origin.names)
+    def _copy(self, name: str, value: Any) -> None:
+        source = source_of(value, self._cells) or ""
+        self._definitions[name] = source
+        code = getattr(inspect.unwrap(value), "__code__", None)
+        flags = 0 if code is None else code.co_flags
+        self._keeps_annotations |= bool(flags & __future__.annotations.compiler_flag)
+        known = globals_of(value)
+        for read in sorted(set(globals_read(symtable.symtable(source, "", "exec")))):
+            if read in known:
+                self.define(read, known[read])
 
-    def _pickle(self, name: str, value: Any, label: str) -> None:
-        """Give the script a global that is pickled, and what the pickle needs of the script."""
-        # This pickle only shows what the value needs. `_sources` writes the final one, once the
-        # order of all definitions is known.
-        pickler = self._pickler(is_there=lambda _: True)
+    def _pickle(self, label: str, value: Any) -> None:
+        """Keep a value for the script's pickle, once it was seen to fit and what it needs."""
+        self._pickled[label] = value
         try:
-            pickler.text_of(value)
+            self._dumped(value)
+        except NotebookAccelError:
+            raise
+        except _TooLargeError:
+            raise _too_large(label, value) from None
         except Exception as error:  # whatever a user's object does when it is pickled
             raise NotebookAccelError(
                 f"`{label}` ({type(value).__name__}) cannot be written into a script: {error}. "
                 "Make it inside the function, launch again, and export that run"
             ) from error
-        self.pickled[name] = value
-        needed, read = frozenset(pickler.needed), frozenset(pickler.read)
-        self.definitions[name] = _Definition("", read, needed, order=_FIRST)
-        self._define_all(pickler.read)
 
-    def _pickler(self, is_there: Callable[[str], bool]) -> ScriptPickler:
-        return ScriptPickler(globals_of=globals_of, reserve=self.reserve, is_there=is_there)
+    def _dumped(self, value: Any) -> bytes:
+        file = _SmallFile()
+        _ScriptPickler(file, self._reference).dump(value)
+        return file.getvalue()
 
-    def _copy_source(self, value: Any, source: str) -> bool:
-        """Copy a definition; False where it reads a global that is another one in the script."""
-        read = frozenset(globals_read(symtable.symtable(source, "", "exec")))
-        # With `from __future__ import annotations` no name in an annotation is looked up.
-        table = symtable.symtable(self.future + source, "", "exec")
-        needed = frozenset(globals_read(table, at_once=True))
-        known = globals_of(value)
-        used = {name: known[name] for name in sorted(read & known.keys())}
-        if not self.reserve(used):
-            return False
-        self.definitions[value.__name__] = _Definition(source, read, needed, order=_FIRST)
-        self._define_all(used)
-        self._change_parts(value, source)
-        return True
+    def _reference(self, value: Any) -> str | None:
+        """Return the script's name of a definition that is copied as source, or of a part of it
+        (``Net.forward``); None for other values."""
+        if not _is_definition(value) or getattr(value, "__module__", "") != "__main__":
+            return None
+        name, *parts = value.__qualname__.split(".")
+        owner = globals_of(value).get(name)
+        try:
+            is_reached = functools.reduce(getattr, parts, owner) is value
+        except AttributeError:
+            return None
+        if owner is None or not is_reached or not self._has_source(name, owner):
+            return None
+        is_taken = self._names.get(name, owner) is not owner
+        if is_taken and isinstance(value, types.FunctionType):
+            return None
+        self.define(name, owner)
+        return str(value.__qualname__)
 
-    def _change_parts(self, value: Any, source: str) -> None:
-        """Give a definition the attributes that it was given after its statement."""
-        own = vars(value)
-        names = self.origins.changed_parts(value.__name__) & own.keys()
-        # Without a decorator a function begins with no attributes, so that each came later.
-        if not isinstance(value, type) and not source.startswith("@"):
-            names |= own.keys()
-        for name in sorted(names):
-            part, path = own[name], f"{value.__name__}.{name}"
-            if getattr(part, "__qualname__", None) == path or not name.isidentifier():
-                continue
-            text = self.value(path, part)
-            read = frozenset(globals_read(symtable.symtable(text, "", "eval")))
-            needed = read | {value.__name__}
-            statement = f"{path} = {text}"
-            self.definitions[path] = _Definition(
-                statement, needed, needed, order=_FIRST, owner=value.__name__
-            )
+    def _load(self, late: Collection[str]) -> str:
+        """Return what reads the pickled values and gives them their names."""
+        if not self._pickled:
+            return ""
 
-    def _sources(self) -> list[str]:
-        """The definitions, each after those that must be there when its statement runs.
+        def reference(value: Any) -> str | None:
+            path = self._reference(value)
+            name = "" if path is None else path.partition(".")[0]
+            if name not in late:
+                return path
+            if isinstance(value, type):
+                raise NotebookAccelError(
+                    f"`{name}` needs a value while it is defined that itself needs `{name}`: make "
+                    "that value inside the function, launch again, and export that run"
+                )
+            # A function may be there twice: what was registered with a decorator, say.
+            return None
 
-        A statement may call a name that it needs (a decorator, a default). So what that name reads
-        comes before the statement too, unless it needs this definition itself.
+        file = _SmallFile()
+        try:
+            # In one pickle: an object that two values share stays one.
+            _ScriptPickler(file, reference).dump(self._pickled)
+        except _TooLargeError:
+            raise _too_large("`, `".join(self._pickled), self._pickled) from None
+        names = [f"{name} = _pickled[{name!r}]" for name in self._pickled if name in self._names]
+        text = base64.b85encode(file.getvalue()).decode()
+        return "\n".join([_LOAD.format(text=text), *names])
+
+    def _needed_at_once(self) -> dict[str, set[str]]:
+        """Return the globals that each definition may look up while its statement runs.
+
+        Those are its decorators, bases and defaults, what the body of a class reads, and what
+        these read in turn, since they may be called.
         """
-        begun: set[str] = set()
-        written: dict[str, str] = {}
-        # Two definitions may need each other, as a function and what was registered with it do.
-        # What comes second is not defined yet where the first is made, so a pickle holds a copy.
-        pickler = self._pickler(lambda name: name in written or name not in self.definitions)
+        future = _FUTURE if self._keeps_annotations else ""
+        tables = {
+            name: symtable.symtable(future + source, "", "exec")
+            for name, source in self._definitions.items()
+        }
+        needs: dict[str, set[str]] = {}
+        for name, table in tables.items():
+            found = needs[name] = set()
+            waiting = [*globals_read(table, at_once=True)]
+            while waiting:
+                used = waiting.pop()
+                if used not in found:
+                    found.add(used)
+                    waiting += globals_read(tables[used]) if used in tables else ()
+        return needs
 
-        def write(name: str) -> None:
-            if name in begun or name not in self.definitions:
+    def _ordered(self, needs: Mapping[str, set[str]]) -> list[str]:
+        """Return the definitions in the order of their cells, each after those that it needs."""
+        ordered: dict[str, None] = {}
+        begun: set[str] = set()
+
+        def add(name: str) -> None:
+            if name in begun or name not in needs:
                 return
             begun.add(name)
-            definition = self.definitions[name]
-            for used in sorted(definition.needed):
-                write(used)
-            # An attribute that is given to a class calls nothing of the class.
-            called = definition.needed - {definition.owner}
-            write_ready(self._reached(called, attrgetter("read")))
-            self.has_circle |= bool(definition.needed & self.definitions.keys() - written.keys())
-            written[name] = definition.source
-            if name in self.pickled:
-                written[name] = f"{name} = {pickler.text_of(self.pickled[name])}"
-            write_ready(path for path, one in self.definitions.items() if one.owner == name)
+            for used in sorted(needs[name]):
+                add(used)
+            ordered[name] = None
 
-        def write_ready(names: Iterable[str]) -> None:
-            for used in sorted(names):
-                if not self._reached({used}, attrgetter("needed")) & (begun - written.keys()):
-                    write(used)
+        for name in sorted(self._definitions, key=self._place):
+            add(name)
+        return [*ordered]
 
-        # What was found last is used by what was found before it; the sort keeps that order.
-        found = reversed(self.definitions)
-        for name in sorted(found, key=lambda name: self.definitions[name].order):
-            write(name)
-        # A statement that assigns several names stands under each of them, and is written once.
-        return list(dict.fromkeys(written.values()))
-
-    def _reached(
-        self, names: Iterable[str], of: Callable[[_Definition], frozenset[str]]
-    ) -> set[str]:
-        """The definitions of these names, those that they use, and so on."""
-        found: set[str] = set()
-        left = [*names]
-        while left:
-            name = left.pop()
-            if name in self.definitions and name not in found:
-                found.add(name)
-                left += of(self.definitions[name])
-        return found
-
-    def text(self, head: str, call: str) -> str:
-        load = LOAD if self.pickled else ""
-        parts = [
-            head,
-            self.future,
-            "\n".join(sorted(self.imports)),
-            load,
-            "\n".join(self.values),
-            *(f"\n{source.strip()}" for source in self._sources()),
-            f'\nif __name__ == "__main__":\n    {call}\n',
-        ]
-        return "\n".join(part for part in parts if part.strip())
+    def _place(self, name: str) -> tuple[int, int]:
+        """Return the number of a definition's cell, from the oldest on, and the place in it."""
+        source = self._definitions[name].strip()
+        for index, cell in enumerate(self._cells):
+            if source in cell:
+                return len(self._cells) - index, cell.find(source)
+        return 0, list(self._definitions).index(name)
 
 
-def _keeps_annotations(function: Callable[..., Any], cells: Iterable[str]) -> bool:
-    """Whether the notebook keeps annotations as text, by an import from ``__future__``."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    is_public = is_public_name(function)
-    if code is not None and not is_public and code.co_flags & __future__.annotations.compiler_flag:
-        return True
-    imports = [node for text in cells for node in parsed(text).body]
-    return any(
-        isinstance(node, ast.ImportFrom)
-        and node.module == "__future__"
-        and any(part.name == "annotations" for part in node.names)
-        for node in imports
+class _TooLargeError(Exception):
+    """A pickle has grown larger than a script should be."""
+
+
+class _SmallFile(io.BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > _MAX_BYTES:
+            raise _TooLargeError
+        return super().write(data)
+
+
+class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles definitions that the script has by their names, everything else by value."""
+
+    dispatch_table: ClassVar[Any] = ChainMap(BY_TYPE, cloudpickle.Pickler.dispatch_table)
+
+    def __init__(self, file: io.BytesIO, reference: Callable[[Any], str | None]) -> None:
+        super().__init__(file)
+        self._reference = reference
+
+    def persistent_id(self, value: Any) -> str | None:
+        return self._reference(value)
+
+    def reducer_override(self, value: Any) -> Any:
+        return remake(value) or super().reducer_override(value)
+
+
+def _too_large(label: str, value: Any) -> NotebookAccelError:
+    return NotebookAccelError(
+        f"`{label}` ({type(value).__name__}) is larger than the {_MAX_BYTES // 1_000_000} MB that "
+        "a script should hold: load it inside the function, from a file, launch again, and "
+        "export that run"
     )
 
 
-def is_public_name(value: Any) -> bool:
+def _checked_literal(label: str, value: Any) -> str:
+    text = repr(value)
+    if len(text) > _MAX_BYTES:
+        raise _too_large(label, value)
+    return text
+
+
+def _is_definition(value: Any) -> bool:
+    """Whether a statement that begins with ``def`` or ``class`` may have made the value."""
+    return isinstance(value, (type, types.FunctionType, _Cached))
+
+
+def _is_public(value: Any) -> bool:
     """Whether the value is a class or function that its module has under its own name."""
-    module = sys.modules.get(getattr(value, "__module__", None) or "")
-    name = getattr(value, "__qualname__", "")
+    try:
+        module = sys.modules.get(getattr(value, "__module__", None) or "")
+        name = str(getattr(value, "__qualname__", ""))
+    except Exception:  # whatever a user's class does
+        return False
     if module is None or module.__name__ == "__main__" or not name.isidentifier():
         return False
     return getattr(module, name, None) is value
 
 
-def _is_plain(value: Any) -> bool:
+def _is_literal(value: Any) -> bool:
+    """Whether ``repr`` is an expression of an equal value of the same types."""
     try:
         made = ast.literal_eval(repr(value))
         return bool(made == value) and _has_types_of(made, value)
@@ -435,7 +411,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _has_types_of(made: Any, value: Any) -> bool:
-    """Whether plain data has the very types of the equal ``value``: a class derived from dict may
+    """Whether literals have the very types of the equal ``value``: a class derived from dict may
     have dict's own text."""
     if type(made) is not type(value):
         return False
@@ -444,16 +420,3 @@ def _has_types_of(made: Any, value: Any) -> bool:
     if isinstance(made, (list, tuple)):
         return all(map(_has_types_of, made, value))
     return not isinstance(made, set) or set(map(type, made)) == set(map(type, value))
-
-
-def _public_module(value: Any) -> str:
-    """The outermost package that has the value by its name: ``torch.nn`` for ``Linear``."""
-    parts = value.__module__.split(".")
-    outer = (".".join(parts[:count]) for count in range(1, len(parts)))
-    name = value.__qualname__
-    for module_name in outer:
-        module = sys.modules.get(module_name)
-        # By dir() first: asking some packages for a name imports a module of theirs.
-        if name in dir(module) and getattr(module, name, None) is value:
-            return module_name
-    return str(value.__module__)

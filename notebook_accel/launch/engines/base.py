@@ -35,7 +35,6 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.launch import run_list, wire
 from notebook_accel.launch.control.closing_advice import closing_advice
 from notebook_accel.launch.control.environment import num_threads_of, rank_environment
-from notebook_accel.launch.control.export import Origins
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.results import Results
 from notebook_accel.launch.control.supervisor import Supervisor
@@ -111,7 +110,6 @@ class CallRequest(StartRequest):
         advise: say at the end what a training function seems to have forgotten.
         arguments: what the function is called with, as a short text.
         keeps_error: a rank keeps what the call raises, for a debugger.
-        origins: gives where the values came from, whenever it is called.
     """
 
     function: Callable[..., Any]
@@ -122,7 +120,6 @@ class CallRequest(StartRequest):
     advise: bool = True
     arguments: str = ""
     keeps_error: bool = False
-    origins: Callable[[], Origins] = Origins
 
 
 @dataclass(frozen=True, kw_only=True)
