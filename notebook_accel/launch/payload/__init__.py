@@ -30,12 +30,10 @@ from notebook_accel.launch.payload.culprits import (
 )
 from notebook_accel.launch.payload.pickling import (
     CallPickler,
-    Discard,
     ResultPickler,
     SessionPickler,
     load,
 )
-from notebook_accel.launch.payload.small_views import SmallView, StoragePolicy, Survey, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -199,25 +197,14 @@ def unpack_call(packed: Packed, *, sent_before: Sequence[Any] | None = None) -> 
 def _dump(
     make: Callable[..., P], value: Callable[[P], object]
 ) -> tuple[bytes, list[pickle.PickleBuffer], P]:
-    """Pickle ``value(pickler)``; of large storages only what tensors show (small_views.py)."""
-    policy: StoragePolicy = Watch()
-    while True:
-        file = io.BytesIO()
-        buffers: list[pickle.PickleBuffer] = []
-        with make(file, buffers.append) as pickler:
-            pickler.storage_policy = policy
-            try:
-                pickler.dump(value(pickler))
-            except SmallView:
-                survey = Survey()
-                with make(Discard(), lambda _: None) as seen:
-                    seen.storage_policy = survey
-                    seen.dump(value(seen))
-                policy = survey.parts()
-                continue
-            # Not getbuffer(): to collect its view crashes Python 3.12.0 and 3.12.1, and makes later
-            # ones write to stderr (https://github.com/python/cpython/issues/111049, 111331).
-            return file.getvalue(), buffers, pickler
+    """Pickle ``value(pickler)``."""
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    with make(file, buffers.append) as pickler:
+        pickler.dump(value(pickler))
+    # Not getbuffer(): to collect its view crashes Python 3.12.0 and 3.12.1, and makes later ones
+    # write to stderr (https://github.com/python/cpython/issues/111049, 111331).
+    return file.getvalue(), buffers, pickler
 
 
 def _as_packed(

@@ -24,7 +24,6 @@ import cloudpickle
 from notebook_accel.launch.payload import cells
 from notebook_accel.launch.payload.refusals import Refused, remedy_of
 from notebook_accel.launch.payload.remade import BY_TYPE, NAMED_TYPES, remake
-from notebook_accel.launch.payload.small_views import StoragePolicy
 from notebook_accel.launch.system.import_path import import_path
 
 if TYPE_CHECKING:
@@ -43,6 +42,8 @@ __all__ = [
 # Length of the reduce tuple by which an object is recognised that cloudpickle sends by value: all
 # six items are there, the last one sets the state.
 _BY_VALUE = 6
+# From this size on, a result that is a part of a storage is copied out of it.
+_LARGE_BYTES = 1 << 20
 # A class may say what is sent back to the notebook in the place of its instances.
 _UNWRAP = "__notebook_accel_unwrap__"
 _WRAPPERS = {"torch.nn.parallel.distributed.DistributedDataParallel": "module"}
@@ -151,7 +152,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     Attributes:
         moved: device and number of bytes of each storage that was copied to the CPU.
-        storage_policy: decides what of a storage is sent (small_views.py).
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(BY_TYPE, cloudpickle.Pickler.dispatch_table)
@@ -159,7 +159,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: Any, buffer_callback: Callable[[Any], Any] | None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.moved: list[tuple[str, int]] = []
-        self.storage_policy = StoragePolicy()
         self._routes: dict[type, Callable[[Any], Any]] = {}
         self._storages: dict[tuple[Any, ...], Any] = {}
         # Packages that were looked at, and those of them that go by value while this one pickles.
@@ -215,7 +214,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return _reduce_parametrized if _is_parametrized(kind) else _as_usual
 
     def _reduce_tensor(self, tensor: Any) -> Any:
-        reduced = self.storage_policy.tensor(tensor, tensor.__reduce_ex__(5))
+        reduced = tensor.__reduce_ex__(5)
         if getattr(reduced[0], "__name__", "") == "_rebuild_tensor_v3":
             return rebuild_tensor, reduced[1]
         return reduced
@@ -223,7 +222,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     # ---- storages ----
 
     def _reduce_storage(self, storage: Any) -> Any:
-        self.storage_policy.storage(storage)
         # Several Python objects may stand for one storage, and several storages for one memory:
         # they are known by their address and size, and what is the same is sent once.
         size = storage.nbytes()
@@ -463,6 +461,8 @@ class ResultPickler(_Pickler):
         # leaf that requires a gradient.
         if tensor.requires_grad and not tensor.is_leaf:
             tensor = tensor.detach()
+        if _shows_little(tensor):
+            tensor = tensor.clone()
         return super()._reduce_tensor(tensor)
 
     def _reduce_definition(self, value: Any) -> Any:
@@ -470,6 +470,20 @@ class ResultPickler(_Pickler):
         if index is not None:
             return notebook_object, (index,)
         return super()._reduce_definition(value)
+
+
+def _shows_little(tensor: Any) -> bool:
+    """Whether most of a tensor's memory is not shown by it, as of ``big[:3]``.
+
+    The notebook would hold all of that memory for as long as it holds the result.
+    """
+    if tensor.requires_grad or str(tensor.layout) != "torch.strided" or tensor.is_meta:
+        return False
+    try:
+        size = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # a tensor class without a storage of its own
+        return False
+    return bool(size >= _LARGE_BYTES and 2 * tensor.nbytes < size)
 
 
 def _unwrap(value: Any) -> Any:

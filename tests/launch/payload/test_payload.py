@@ -849,3 +849,13 @@ def test_a_packed_call_is_collected_in_silence(
     del circle
     gc.collect()
     assert capfd.readouterr().err == ""
+
+
+def test_a_result_that_is_a_small_part_of_a_tensor_comes_without_the_rest() -> None:
+    big = torch.arange(10_000_000)
+    for part in (big[:3], big[-3:].to(torch.bfloat16), big[100:200:7], big[7], big[3:3]):
+        packed = payload.pack_result({"part": part})
+        assert sum(buffer.nbytes for buffer in packed.buffers) < 10_000
+        copies = tuple(memoryview(bytearray(buffer)) for buffer in packed.buffers)
+        back = payload.unpack_result(payload.Packed(packed.header, copies), payload.Registry())
+        assert torch.equal(back["part"], part)
