@@ -8,7 +8,10 @@ import os
 import pickle
 import pydoc
 import re
+import shutil
 import stat
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError, fields
 from enum import Enum
 from pathlib import Path
@@ -19,8 +22,10 @@ import yaml
 
 from notebook_accel import ConfigError
 from notebook_accel.config import LaunchConfig, default_config_path, resolve, write_basic_config
-from notebook_accel.plugin_options import PLUGINS
-from notebook_accel.setting_checks import check_enough_devices
+from notebook_accel.config.checks import check_enough_devices
+from notebook_accel.config.plugins import PLUGINS
+from notebook_accel.config.setting import settings_of
+from tests.public import PACKAGE
 
 FULL = LaunchConfig(
     num_processes=2,
@@ -48,7 +53,7 @@ def _settings_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     for plugin in PLUGINS.values():
-        for variable in (plugin.switch, *(option.variable for option in plugin.options)):
+        for variable in (plugin.switch, *(one.variable for one in plugin.options.values())):
             monkeypatch.delenv(variable, raising=False)
 
 
@@ -142,11 +147,11 @@ def test_a_line_of_a_file_is_named_without_its_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"fsdp": {"cpu_offload": "yes"}}, "fsdp={'cpu_offload': 'yes'}: expected True or False"),
+        ({"fsdp": {"cpu_offload": "yes"}}, "fsdp['cpu_offload']='yes': expected True or False"),
         ({"fsdp": {"sharding_strategy": "ALL"}}, "expected one of 'FULL_SHARD', 'SHARD_GRAD_OP'"),
-        ({"fsdp": {"shards": 2}}, "no option is called so; there are sharding_strategy"),
-        ({"fsdp": {"min_num_params": 0}}, "expected a whole number, 1 or more"),
-        ({"fsdp": {"fsdp_version": 3}}, "{'fsdp_version': 3}: expected a whole number, 1 to 2"),
+        ({"fsdp": {"shards": 2}}, "no option is called so; there are fsdp_version, sharding"),
+        ({"fsdp": {"min_num_params": -1}}, "expected a whole number, 0 or more"),
+        ({"fsdp": {"fsdp_version": 3}}, "fsdp['fsdp_version']=3: expected a whole number, 1 to 2"),
         ({"deepspeed": {"zero_stage": 4}}, "expected a whole number, 0 to 3"),
         ({"parallelism": {"tp_size": True}}, "expected a whole number, 1 or more"),
     ],
@@ -162,8 +167,7 @@ def test_the_options_of_a_plugin_are_its_fields() -> None:
 
     for name, plugin in PLUGINS.items():
         assert name in {field.name for field in fields(LaunchConfig)}
-        known = {field.name for field in fields(getattr(notebook_accel, plugin.plugin_class))}
-        assert {option.name for option in plugin.options} <= known
+        assert settings_of(getattr(notebook_accel, plugin.plugin_class)) == plugin.options
 
 
 @pytest.mark.parametrize(
@@ -900,22 +904,52 @@ def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
 # ---- one list ------------------------------------------------------------------------------
 
 
-def test_each_field_is_documented_under_it() -> None:
-    import ast
-    import inspect
+_TRIAL = """
+import os, pydoc, sys
+from pathlib import Path
+from notebook_accel import ConfigError, LaunchConfig
+from notebook_accel.config import resolve
+from notebook_accel.launch.control.environment import rank_environment
+from notebook_accel.notebook.picker_fields import setting_rows
 
-    (tree,) = ast.parse(inspect.getsource(LaunchConfig)).body
-    assert isinstance(tree, ast.ClassDef)
-    pairs = zip(tree.body, tree.body[1:], strict=False)
-    told = {
-        node.target.id
-        for node, after in pairs
-        if isinstance(node, ast.AnnAssign)
-        and isinstance(node.target, ast.Name)
-        and isinstance(after, ast.Expr)
-        and isinstance(after.value, ast.Constant)
-    }
-    assert told == {field.name for field in fields(LaunchConfig)}
+assert LaunchConfig.__module__ and "warmup: int | None = None" in pydoc.render_doc(LaunchConfig)
+file = Path(sys.argv[1])
+LaunchConfig(warmup=3).save(file)
+assert LaunchConfig.load(file).warmup == 3
+try:
+    LaunchConfig(warmup="x")
+except ConfigError as error:
+    assert str(error) == "warmup='x': expected a whole number, 1 or more"
+os.environ["NOTEBOOK_ACCEL_WARMUP"] = "7"
+config, _ = resolve({})
+assert config.warmup == 7
+assert rank_environment(LaunchConfig(warmup=5))["NOTEBOOK_ACCEL_WARMUP"] == "5"
+row = setting_rows()["warmup"]
+row.widget.value = " 9 "
+assert (row.value, row.widget.placeholder) == (9, "none")
+print("everywhere")
+"""
+
+
+def test_a_setting_added_in_one_line_appears_everywhere(tmp_path: Path) -> None:
+    package = shutil.copytree(
+        PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    file = package / "config" / "launch_config.py"
+    row = 'setting(check=as_count, about="Steps of", unset="none", is_for_ranks=True)'
+    text = file.read_text()
+    anchor = "    fsdp: Mapping[str, Any] | None"
+    file.write_text(text.replace(anchor, f"    warmup: int | None = {row}\n{anchor}"))
+    done = subprocess.run(
+        [sys.executable, "-c", _TRIAL, str(tmp_path / "it.yaml")],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "everywhere\n", done.stderr
 
 
 def test_help_shows_each_setting_with_its_type_default_and_meaning() -> None:

@@ -30,28 +30,21 @@ MAY_IMPORT = {
     "": {"notebook.warming"},
     "errors": set(),
     "text_values": {"errors"},
-    "setting_checks": {"errors", "text_values"},
-    "plugin_options": {"errors", "setting_checks", "text_values"},
-    "accelerate_yaml": {"errors", "plugin_options", "text_values"},
-    "config_file": {"errors"},
-    "config": {
+    "config": {"errors", "text_values"},
+    "launch": {"errors", "config", "text_values"},
+    "training": {
         "errors",
-        "accelerate_yaml",
-        "config_file",
-        "plugin_options",
-        "setting_checks",
         "text_values",
+        "config.checks",
+        "config.deepspeed",
+        "config.fsdp",
+        "config.mesh",
+        "config.setting",
+        "launch.group_store",
+        "launch.rank",
+        "launch.wire",
     },
-    "launch": {
-        "errors",
-        "config",
-        "config_file",
-        "plugin_options",
-        "setting_checks",
-        "text_values",
-    },
-    "training": {"errors", "text_values", "launch.group_store", "launch.rank", "launch.wire"},
-    "notebook": {"errors", "config", "launch", "plugin_options", "text_values"},
+    "notebook": {"errors", "config", "launch", "text_values"},
     "cli": {"errors", "config", "launch"},
     "compat": {"errors", "config", "launch", "training", "notebook"},
 }
@@ -59,8 +52,8 @@ MAY_IMPORT = {
 # the table of engines is where they are; the settings ask it for their names once some are made.
 LATER = {
     ("launch.template.process", "training.devices"),
-    ("config", "launch.engines"),
-    ("config", "launch.engines.base"),
+    ("config.launch_config", "launch.engines"),
+    ("config.launch_config", "launch.engines.base"),
 }
 ONLY_IN_NOTEBOOK = {"IPython", "ipywidgets", "ipykernel", "jupyter_client", "comm"}
 CARRIERS = ("ray", "torch_xla", "torch_tpu", "deepspeed", "torch.distributed.elastic")

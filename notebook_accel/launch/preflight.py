@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.config import shares_devices
+from notebook_accel.config.checks import check_enough_devices, check_seconds
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.system import processes
 from notebook_accel.launch.system.interrupts import held
 from notebook_accel.launch.system.open_files import check_open_files, files_needed, hard_limit
-from notebook_accel.setting_checks import check_enough_devices, check_seconds
 from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:

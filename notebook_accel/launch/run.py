@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from notebook_accel.config.checks import check_seconds
 from notebook_accel.errors import NotebookAccelError, RunStopped, WorkerError
 from notebook_accel.launch.control.plotting import number_steps, plot_metrics
 from notebook_accel.launch.control.state import RESCUED, Progress
 from notebook_accel.launch.system.interrupts import held
-from notebook_accel.setting_checks import check_seconds
 
 if TYPE_CHECKING:
     import os

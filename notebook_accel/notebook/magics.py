@@ -22,7 +22,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.display import display
 
-from notebook_accel.config import choices_of, resolve
+from notebook_accel.config import LaunchConfig, resolve, settings_of
 from notebook_accel.launch.payload import CellSource
 from notebook_accel.launch.template.handle import warm
 from notebook_accel.launch.text.terminal_text import plain_text
@@ -63,7 +63,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
         AccelerateMagics.accelerate.parser,
         {name: _OPTIONS_OF.get(name) for name in _COMMANDS},
         {
-            "mixed_precision": lambda: choices_of("mixed_precision"),
+            "mixed_precision": lambda: settings_of(LaunchConfig)["mixed_precision"].texts,
             "pull": _session_names,
             "push": lambda: ipython.run_line_magic("who_ls", ""),
         },

@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 from IPython.core.getipython import get_ipython
 
-from notebook_accel.config import LaunchConfig, default_config_path, given_settings
+from notebook_accel.config import (
+    LaunchConfig,
+    default_config_path,
+    given_settings,
+    settings_of,
+)
+from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.preflight import check_fits, crowding
@@ -41,7 +47,6 @@ from notebook_accel.notebook.picker_texts import (
 )
 from notebook_accel.notebook.remembered import recall, remember
 from notebook_accel.notebook.style import style_element
-from notebook_accel.plugin_options import PLUGINS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -52,14 +57,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ConfigPicker", "config_picker"]
 
-_FIRST = (
-    "num_processes",
-    "devices",
-    "mixed_precision",
-    "engine",
-    "gradient_accumulation_steps",
-    "seed",
-)
 _INVALID = "Settings that make no sense have no code: change what is marked."
 _NO_CALL = "Arguments that make no sense have no code: change them."
 # What the default config file is for, which the form names first.
@@ -192,7 +189,9 @@ class ConfigPicker:
     # ---- layout ----------------------------------------------------------------------------
 
     def _lay_out(self) -> Any:
-        rest = [row.box for name, row in self._rows.items() if name not in _FIRST]
+        settings = settings_of(LaunchConfig)
+        first = [row.box for name, row in self._rows.items() if settings[name].is_first]
+        rest = [row.box for name, row in self._rows.items() if not settings[name].is_first]
         more = ipywidgets.Accordion(children=[ipywidgets.VBox(rest)], selected_index=None)
         more.set_title(0, "More settings")
         for name, rows in self._plugins.items():
@@ -216,7 +215,7 @@ class ConfigPicker:
             [
                 style,
                 self._devices,
-                *(self._rows[name].box for name in _FIRST),
+                *first,
                 self._strategy.box,
                 *self._plugin_boxes.values(),
                 more,

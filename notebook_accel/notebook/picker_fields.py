@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-from functools import partial
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from notebook_accel.config import LaunchConfig, choices_of, descriptions, value_of_text
+from notebook_accel.config import LaunchConfig, settings_of
+from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.notebook.markup import element
-from notebook_accel.plugin_options import PLUGINS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from notebook_accel.plugin_options import Option, Plugin
+    from notebook_accel.config.plugins import Plugin
+    from notebook_accel.config.setting import Setting
 
 __all__ = [
     "ChoiceRow",
@@ -36,20 +36,6 @@ __all__ = [
     "setting_rows",
 ]
 
-# What stands before each setting, and what leaving it empty means.
-_LABELS = {
-    "num_processes": ("Processes", "one for each accelerator, else 1"),
-    "devices": ("Devices", "all that are visible"),
-    "mixed_precision": ("Mixed precision", "as the function says"),
-    "engine": ("Engine", "auto"),
-    "gradient_accumulation_steps": ("Accumulation", "as the function says"),
-    "seed": ("Seed", "the notebook's generators as they are"),
-    "backend": ("Backend", "the devices' own"),
-    "use_port": ("Port", "a free one"),
-    "grace": ("Grace, in seconds", "10"),
-    "debug": ("Debug", ""),
-    "env": ("Environment", ""),
-}
 _DATA_PARALLEL = "Data parallel (DDP)"
 _OPEN = ""
 
@@ -210,39 +196,25 @@ class StrategyRow(Row):
 
 def setting_rows() -> dict[str, Row]:
     """A row for each setting of ``LaunchConfig`` that is no plugin, by its name."""
-    kinds: Mapping[str, Any] = get_type_hints(LaunchConfig)
-    abouts = descriptions()
-    rows: dict[str, Row] = {}
-    for name in sorted(set(abouts) - set(PLUGINS), key=_order):
-        label, default = _LABELS.get(name, (name.replace("_", " ").capitalize(), ""))
-        # What leaving it empty means stands in the field itself.
-        about = abouts[name].replace("``", "").partition("; None")[0].rstrip(".") + "."
-        if choices_of(name):
-            choices = [choice for choice in choices_of(name) if choice != default]
-            rows[name] = ChoiceRow(name, label, about, default=default, choices=choices)
-        elif kinds[name] is bool:
-            rows[name] = FlagRow(name, label, about)
-        elif name == "env":
-            rows[name] = LinesRow(name, label, about)
-        else:
-            read = partial(value_of_text, name)
-            rows[name] = TextRow(name, label, about, default=default, read=read)
-    return rows
-
-
-def _order(name: str) -> int:
-    return list(_LABELS).index(name) if name in _LABELS else len(_LABELS)
+    return {
+        name: LinesRow(name, one.label, f"{one.about}.") if name == "env" else _row(one)
+        for name, one in settings_of(LaunchConfig).items()
+        if name not in PLUGINS
+    }
 
 
 def plugin_rows(plugin: Plugin) -> list[Row]:
     """A row for each option of a plugin."""
-    return [_option_row(option) for option in plugin.options]
+    return [_row(option) for option in plugin.options.values()]
 
 
-def _option_row(option: Option) -> Row:
-    # By its own name, as the documentation of every library has it.
-    name, about = option.name, f"{option.about[0].upper()}{option.about[1:]}."
-    if option.choices or option.kind is bool:
-        choices = option.choices or (True, False)
-        return ChoiceRow(name, name, about, default="default", choices=choices)
-    return TextRow(name, name, about, default="default", read=option.from_text)
+def _row(one: Setting) -> Row:
+    # An option is called by its own name, as the documentation of every library has it.
+    label, about = one.label or one.name, f"{one.about}.".replace("``", "")
+    default = one.unset or ("default" if one.default is None else str(one.default))
+    if one.kind is bool and one.default is False:
+        return FlagRow(one.name, label, about)
+    if one.texts or one.kind is bool:
+        choices = [choice for choice in one.texts or (True, False) if choice != default]
+        return ChoiceRow(one.name, label, about, default=default, choices=choices)
+    return TextRow(one.name, label, about, default=default, read=one.from_text)

@@ -157,7 +157,7 @@ def row_of_error(
     text: str, rows: Mapping[str, Row], plugins: Mapping[str, Sequence[Row]]
 ) -> Row | None:
     """The row that an error's text is about: it starts with the setting; None for none of them."""
-    found = re.match(r"(\w+)(?:=(?:\{'(\w+)')?| )", text)
+    found = re.match(r"(\w+)(?:\['(\w+)'\])?[= ]", text)
     if found is None:
         return None
     name, option = found.groups()

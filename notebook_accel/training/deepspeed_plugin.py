@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from notebook_accel.config.deepspeed import DeepSpeedOptions
+from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
-from notebook_accel.text_values import parse_flag
 from notebook_accel.training import environment
 from notebook_accel.training.availability import (
     is_deepspeed_available,
@@ -26,9 +28,11 @@ from notebook_accel.training.deepspeed_config import AUTO, HfDeepSpeedConfig, is
 from notebook_accel.training.notices import notice_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch.nn import Module
+
+    from notebook_accel.config.setting import Setting
 
 __all__ = [
     "DeepSpeedPlugin",
@@ -36,60 +40,15 @@ __all__ = [
     "resolve_deepspeed",
 ]
 
-_ZERO = "zero_optimization."
-_DEVICES = ("none", "cpu", "nvme")
+_OPTIONS = settings_of(DeepSpeedOptions)
+_DEVICES = _OPTIONS["offload_param_device"].texts
+# The options that are entries of DeepSpeed's configuration.
+_ENTRIES = {name: one for name, one in _OPTIONS.items() if one.entry}
 
 
-def _auto_or(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    return lambda text: text if text == AUTO else kind(text)
-
-
-def _flag(text: str) -> bool:
-    return parse_flag("zero3_save_16bit_model", text)
-
-
-class _Field(NamedTuple):
-    """A field of the plugin that is an entry of the configuration."""
-
-    key: str
-    variable: str | None
-    """Without the prefix ACCELERATE_ or NOTEBOOK_ACCEL_; None for none."""
-    default: Any
-    read: Callable[[str], Any] = str
-
-
-_FIELDS = {
-    "gradient_accumulation_steps": _Field(
-        # Its variable is the Accelerator's, whose argument goes before it.
-        "gradient_accumulation_steps",
-        None,
-        AUTO,
-    ),
-    "gradient_clipping": _Field("gradient_clipping", "GRADIENT_CLIPPING", AUTO, _auto_or(float)),
-    "zero_stage": _Field(_ZERO + "stage", "DEEPSPEED_ZERO_STAGE", 2, int),
-    "offload_optimizer_device": _Field(
-        _ZERO + "offload_optimizer.device", "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"
-    ),
-    "offload_optimizer_nvme_path": _Field(
-        _ZERO + "offload_optimizer.nvme_path", "DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", None
-    ),
-    "offload_param_device": _Field(
-        _ZERO + "offload_param.device", "DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"
-    ),
-    "offload_param_nvme_path": _Field(
-        _ZERO + "offload_param.nvme_path", "DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", None
-    ),
-    "zero3_save_16bit_model": _Field(
-        _ZERO + "stage3_gather_16bit_weights_on_model_save",
-        "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-        False,
-        _flag,
-    ),
-}
-
-
+@documented
 @dataclass
-class DeepSpeedPlugin:
+class DeepSpeedPlugin(DeepSpeedOptions):
     """Weights, gradients and optimizer states over the ranks by DeepSpeed's ZeRO.
 
     DeepSpeed does precision, loss scaling, accumulation and clipping itself. What it is to do is a
@@ -108,51 +67,13 @@ class DeepSpeedPlugin:
         ConfigError: a field has a value that is not known, or another one than the configuration.
     """
 
-    hf_ds_config: Any = None
-    """A DeepSpeed configuration: dictionary, path of a JSON file, or ``HfDeepSpeedConfig``.
-    Variable ACCELERATE_DEEPSPEED_CONFIG_FILE."""
-    gradient_accumulation_steps: Any = None
-    """Batches a step; None or "auto" takes the Accelerator's."""
-    gradient_clipping: Any = None
-    """Largest norm of the gradients; None or "auto" clips where ``clip_grad_norm_`` is called.
-    Variable ACCELERATE_GRADIENT_CLIPPING."""
-    zero_stage: int | None = None
-    """0: nothing in parts; 1: optimizer states; 2: gradients too; 3: weights too. Variable
-    ACCELERATE_DEEPSPEED_ZERO_STAGE, else 2."""
-    is_train_batch_min: bool = True
-    """Of several loaders with different batch sizes, whether the smallest or the largest counts."""
-    offload_optimizer_device: str | None = None
-    """Where optimizer states live: "none" (with the weights), "cpu" or "nvme". Variable
-    ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE."""
-    offload_param_device: str | None = None
-    """Where weights live, in stage 3: "none", "cpu" or "nvme". Variable
-    ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE."""
-    offload_optimizer_nvme_path: str | None = None
-    """Folder on a disk, for "nvme". Variable ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH."""
-    offload_param_nvme_path: str | None = None
-    """Folder on a disk, for "nvme". Variable ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH."""
-    zero3_init_flag: bool | None = None
-    """In stage 3, whether ``from_pretrained`` of Transformers puts weights in parts as it reads
-    them. Variable ACCELERATE_DEEPSPEED_ZERO3_INIT, else True in stage 3."""
-    zero3_save_16bit_model: bool | None = None
-    """Entry of the configuration for DeepSpeed's own ``save_16bit_model``; ``save_model`` and
-    ``get_state_dict`` gather whole weights with and without. Variable
-    ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL."""
-    transformer_moe_cls_names: str | None = None
-    """Names of classes, with commas, that stage 3 gathers as a whole: layers of experts, of which
-    a batch uses some. Variable ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES."""
-    enable_msamp: bool | None = None
-    """True is refused: MS-AMP is not there."""
-    msamp_opt_level: str | None = None
-    """Accepted."""
-
     def __post_init__(self) -> None:
         if self.enable_msamp:
             raise ConfigError('enable_msamp=True: MS-AMP is not there; use mixed_precision="bf16"')
         self.selected = False
         self.dschf: Any = None
         self._wants_init = self.zero3_init_flag is True
-        given = self.hf_ds_config or environment.read("DEEPSPEED_CONFIG_FILE") or "none"
+        given = self.hf_ds_config or _OPTIONS["hf_ds_config"].from_environment() or "none"
         self.hf_ds_config = _configuration_of(given)
         self._join_with_fields()
         self._check()
@@ -161,30 +82,31 @@ class DeepSpeedPlugin:
         self.deepspeed_config["steps_per_print"] = float("inf")
         is_zero3 = self.hf_ds_config.is_zero3()
         if self.zero3_init_flag is None:
-            text = environment.read("DEEPSPEED_ZERO3_INIT")
-            self.zero3_init_flag = is_zero3 if text is None else _flag(text)
-            self._wants_init = text is not None and self.zero3_init_flag
+            asked = _OPTIONS["zero3_init_flag"].from_environment()
+            self.zero3_init_flag = is_zero3 if asked is None else asked
+            self._wants_init = bool(asked)
         if self.zero3_init_flag and not is_zero3:
             notice_once("zero3 init", "zero3_init_flag has no effect below zero_stage=3")
             self.zero3_init_flag = False
         if self.transformer_moe_cls_names is None:
-            self.transformer_moe_cls_names = environment.read("DEEPSPEED_MOE_LAYER_CLS_NAMES")
+            names = _OPTIONS["transformer_moe_cls_names"].from_environment()
+            self.transformer_moe_cls_names = names
 
     def _join_with_fields(self) -> None:
         """Let fields and configuration say the same."""
         differing = []
-        for name, entry in _FIELDS.items():
-            asked, there = getattr(self, name), self.get_value(entry.key)
+        for name, option in _ENTRIES.items():
+            asked, there = getattr(self, name), self.get_value(option.entry)
             if not is_open(asked):
                 if not is_open(there) and there != asked:
-                    differing.append(f"{name}={asked!r}, and {entry.key} is {there!r}")
-                self.hf_ds_config.set_value(entry.key, asked)
+                    differing.append(f"{name}={asked!r}, and {option.entry} is {there!r}")
+                self.hf_ds_config.set_value(option.entry, asked)
                 continue
             value = there
             if is_open(value):
-                value = _from_environment(name, entry)
+                value = _from_environment(name, option)
                 if there is not None:
-                    self.hf_ds_config.set_value(entry.key, value)
+                    self.hf_ds_config.set_value(option.entry, value)
             setattr(self, name, value)
         if differing:
             raise ConfigError(
@@ -415,8 +337,8 @@ def _configuration_of(given: Any) -> HfDeepSpeedConfig:
     if given == "none":
         # Without a configuration all is "auto", and the fields fill it in.
         made = HfDeepSpeedConfig({"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO})
-        for entry in _FIELDS.values():
-            made.set_value(entry.key, AUTO)
+        for option in _ENTRIES.values():
+            made.set_value(option.entry, AUTO)
         return made
     config = given if isinstance(given, HfDeepSpeedConfig) else HfDeepSpeedConfig(given)
     if not isinstance(config.config.get("zero_optimization"), dict):
@@ -427,16 +349,13 @@ def _configuration_of(given: Any) -> HfDeepSpeedConfig:
     return config
 
 
-def _from_environment(name: str, entry: _Field) -> Any:
-    text = None if entry.variable is None else environment.read(entry.variable)
-    if text is None:
-        return entry.default
-    try:
-        return entry.read(text)
-    except ValueError:
-        raise ConfigError(
-            f"{name}={text!r}, from the variable ACCELERATE_{entry.variable}: expected a number"
-        ) from None
+def _from_environment(name: str, option: Setting) -> Any:
+    # Its variable is the Accelerator's, whose argument goes before it.
+    if name == "gradient_accumulation_steps":
+        return AUTO
+    variable = option.variable_set(os.environ)
+    is_auto = variable is not None and os.environ[variable].strip() == AUTO
+    return AUTO if is_auto else option.from_environment()
 
 
 class DeepSpeedPlugins:

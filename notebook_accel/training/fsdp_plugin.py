@@ -11,12 +11,14 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from notebook_accel.config.fsdp import FsdpOptions
+from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
 from notebook_accel.text_values import parse_flag
@@ -32,24 +34,14 @@ __all__ = [
     "resolve_fsdp",
 ]
 
-_WRAPS = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+_WRAPS = settings_of(FsdpOptions)["auto_wrap_policy"].texts
+# What the environment says of these depends on other fields.
+_BY_OTHER_FIELDS = ("reshard_after_forward", "state_dict_type")
 
 
-def _flag(name: str, default: bool = False) -> bool:
-    """A variable of Accelerate's launcher, which has no prefix of its own."""
-    text = os.environ.get(name, "").strip()
-    return parse_flag(name, text) if text else default
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, "").strip()
-    if text and not text.isdecimal():
-        raise ConfigError(f"{name}={text!r}: expected a whole number, 0 or more")
-    return int(text) if text else default
-
-
+@documented
 @dataclass
-class FullyShardedDataParallelPlugin:
+class FullyShardedDataParallelPlugin(FsdpOptions):
     """Weights, gradients and optimizer states in parts, one a rank (torch's ``fully_shard``).
 
     Version 1 and 2 are accepted, and both train by ``fully_shard`` (FSDP2): what version 1 has
@@ -60,82 +52,23 @@ class FullyShardedDataParallelPlugin:
         ConfigError: a field has a value that is not known.
     """
 
-    fsdp_version: int | None = None
-    """1 or 2: decides the defaults of ``state_dict_type``. Variable FSDP_VERSION, else 1."""
-    sharding_strategy: Any = None
-    """A ``ShardingStrategy`` or its name or number: FULL_SHARD, SHARD_GRAD_OP (weights stay whole
-    between forward and backward), NO_SHARD, or HYBRID_SHARD (sharded within a machine, replicated
-    over machines; HYBRID_SHARD_ZERO2: and whole between forward and backward). Variable
-    FSDP_SHARDING_STRATEGY."""
-    reshard_after_forward: Any = None
-    """Whether weights are dropped after forward and gathered again for backward; or a sharding
-    strategy, as version 1 has it. Variable FSDP_RESHARD_AFTER_FORWARD, else as
-    ``sharding_strategy`` says."""
-    backward_prefetch: Any = None
-    """Accepted."""
-    mixed_precision_policy: Any = None
-    """A ``MixedPrecisionPolicy`` or ``MixedPrecision``, or what one is made of: the name of a type,
-    or a dict. None follows the Accelerator's ``mixed_precision``."""
-    auto_wrap_policy: Any = None
-    """Which modules are gathered on their own: "transformer_based_wrap", "size_based_wrap",
-    "no_wrap", or a function ``(module, recurse, nonwrapped_numel) -> bool``. Variable
-    FSDP_AUTO_WRAP_POLICY."""
-    cpu_offload: Any = None
-    """True, ``CPUOffload`` or ``CPUOffloadPolicy``: parts live on the host. Read back, a flag is
-    torch's object. Variable FSDP_OFFLOAD_PARAMS."""
-    ignored_modules: Iterable[Module] | str | None = None
-    """Modules whose weights every rank keeps whole, or a regular expression of their names.
-    Variable FSDP_IGNORED_MODULES."""
-    state_dict_type: Any = None
-    """FULL_STATE_DICT or SHARDED_STATE_DICT: how ``save_state`` writes. Variable
-    FSDP_STATE_DICT_TYPE, else full for version 1 (or a full config) and sharded for 2."""
-    state_dict_config: Any = None
-    """Such as ``FullStateDictConfig(offload_to_cpu=True, rank0_only=True)``."""
-    optim_state_dict_config: Any = None
-    """Such as ``FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)``."""
-    limit_all_gathers: bool = True
-    """Accepted."""
-    use_orig_params: bool | None = None
-    """Accepted: parameters always are the user's own."""
-    param_init_fn: Callable[[Module], None] | None = None
-    """Fills the weights of a module that was made on the meta device."""
-    sync_module_states: bool | None = None
-    """Whether all ranks start from rank 0's weights, as under DDP. Variable
-    FSDP_SYNC_MODULE_STATES, else True."""
-    forward_prefetch: bool | None = None
-    """Accepted."""
-    activation_checkpointing: bool | None = None
-    """Whether the wrapped modules compute their forward again in backward, for less memory.
-    Variable FSDP_ACTIVATION_CHECKPOINTING."""
-    activation_checkpointing_offload: bool | None = None
-    """Whether what activation checkpointing keeps, the inputs of the wrapped modules, goes to the
-    host. Variable FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD."""
-    cpu_ram_efficient_loading: bool | None = None
-    """Whether rank 0 alone has read the weights; Transformers is told so as the ``Accelerator`` is
-    made. Variable FSDP_CPU_RAM_EFFICIENT_LOADING."""
-    transformer_cls_names_to_wrap: list[str] | str | None = None
-    """Names of the classes that "transformer_based_wrap" wraps, in a list or with commas; None
-    takes the model's own ``_no_split_modules``. Variable FSDP_TRANSFORMER_CLS_TO_WRAP."""
-    min_num_params: int | None = None
-    """Weights from which on "size_based_wrap" wraps; 0 wraps nothing. Variable
-    FSDP_MIN_NUM_PARAMS."""
-
     def __post_init__(self) -> None:
-        if self.fsdp_version is None:
-            self.fsdp_version = _number("FSDP_VERSION", 1)
+        for name, option in settings_of(FsdpOptions).items():
+            if getattr(self, name) is None and name not in _BY_OTHER_FIELDS:
+                setattr(self, name, option.from_environment())
+        for name in ("use_orig_params", "forward_prefetch"):
+            if getattr(self, name) is None:
+                variable = f"FSDP_{name.upper()}"
+                text = os.environ.get(variable, "").strip()
+                setattr(self, name, bool(text) and parse_flag(variable, text))
         if self.fsdp_version not in (1, 2):
             raise ConfigError(f"fsdp_version={self.fsdp_version!r}: expected 1 or 2")
         self._resolve_sharding()
         self._resolve_wrapping()
         self.set_state_dict_type()
         self._resolve_policies()
-        if self.ignored_modules is None:
-            self.ignored_modules = os.environ.get("FSDP_IGNORED_MODULES") or None
-        elif not isinstance(self.ignored_modules, str):
+        if self.ignored_modules is not None and not isinstance(self.ignored_modules, str):
             self.ignored_modules = list(self.ignored_modules)
-        for name, default in _FLAGS.items():
-            if getattr(self, name) is None:
-                setattr(self, name, _flag(f"FSDP_{name.upper()}", default))
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             notice_once(
                 "FSDP weights of rank 0",
@@ -152,7 +85,7 @@ class FullyShardedDataParallelPlugin:
     def _resolve_sharding(self) -> None:
         from torch.distributed.fsdp import ShardingStrategy
 
-        strategy = self.sharding_strategy or os.environ.get("FSDP_SHARDING_STRATEGY")
+        strategy = self.sharding_strategy
         reshards = self.reshard_after_forward
         if reshards is None:
             reshards = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").strip() or None
@@ -163,9 +96,7 @@ class FullyShardedDataParallelPlugin:
         is_strategy = isinstance(reshards, ShardingStrategy)
         if is_strategy or str(reshards).upper() in map(_name, ShardingStrategy):  # in version 1
             strategy, reshards = reshards, None
-        self.sharding_strategy = _member(
-            ShardingStrategy, strategy or "FULL_SHARD", "sharding_strategy"
-        )
+        self.sharding_strategy = _member(ShardingStrategy, strategy, "sharding_strategy")
         if reshards is None:
             keeps = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
             reshards = self.sharding_strategy not in keeps
@@ -174,8 +105,6 @@ class FullyShardedDataParallelPlugin:
         self.reshard_after_forward = reshards
 
     def _resolve_policies(self) -> None:
-        if self.cpu_offload is None:
-            self.cpu_offload = _flag("FSDP_OFFLOAD_PARAMS")
         self.set_cpu_offload()
         self.validate_cpu_offload()
         given = self.mixed_precision_policy
@@ -189,8 +118,6 @@ class FullyShardedDataParallelPlugin:
     def _resolve_wrapping(self) -> None:
         from torch.distributed.fsdp import wrap
 
-        if self.auto_wrap_policy is None:
-            self.auto_wrap_policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "no_wrap")
         # Torch's own functions lack what the fields below say, such as the classes.
         if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
             self.auto_wrap_policy = "transformer_based_wrap"
@@ -210,13 +137,9 @@ class FullyShardedDataParallelPlugin:
                 "torch's ModuleWrapPolicy({Block})"
             )
         names = self.transformer_cls_names_to_wrap
-        if names is None:
-            names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
         if isinstance(names, str):
             names = [name.strip() for name in names.split(",") if name.strip()]
         self.transformer_cls_names_to_wrap = names or None
-        if self.min_num_params is None:
-            self.min_num_params = _number("FSDP_MIN_NUM_PARAMS", 0)
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Have ``save_state`` write in another way from now on; all ranks call it.
@@ -405,16 +328,6 @@ class FullyShardedDataParallelPlugin:
                 f"{type(model).__name__}: all its weights are sharded",
             )
         return found
-
-
-_FLAGS = {
-    "activation_checkpointing": False,
-    "activation_checkpointing_offload": False,
-    "cpu_ram_efficient_loading": False,
-    "forward_prefetch": False,
-    "sync_module_states": True,
-    "use_orig_params": False,
-}
 
 
 def _member(kind: Any, given: Any, field: str) -> Any:

@@ -10,11 +10,13 @@ import os
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.config.mesh import MeshOptions
+from notebook_accel.config.setting import documented, settings_of
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import environment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -55,8 +57,9 @@ class TorchContextParallelConfig:
             )
 
 
+@documented
 @dataclass
-class ParallelismConfig:
+class ParallelismConfig(MeshOptions):
     """How many ranks each kind of parallelism gets; their product is the number of ranks.
 
     The ranks form a mesh in this order, the innermost last: pipeline, replicas, shards, context,
@@ -70,50 +73,14 @@ class ParallelismConfig:
         ConfigError: a size is no whole number of at least 1, or something is not known.
     """
 
-    dp_replicate_size: int | None = None
-    """Copies of the model (or of its shards) that read different samples. Variable
-    PARALLELISM_CONFIG_DP_REPLICATE_SIZE, and so on for each size."""
-    dp_shard_size: int | None = None
-    """Ranks over which one copy is sharded (FSDP2), each with samples of its own."""
-    tp_size: int | None = None
-    """Ranks that compute each layer together (tensor parallelism)."""
-    cp_size: int | None = None
-    """Ranks that divide each sequence (context parallelism): train inside
-    ``accelerator.maybe_context_parallel``. Weights are sharded over them, too."""
-    cp_backend: str | None = None
-    """There is "torch" alone. Variable PARALLELISM_CONFIG_CP_BACKEND."""
-    sp_size: int | None = None
-    """Refused beyond 1: sequences are divided by ``cp_size``."""
-    sp_backend: str | None = None
-    """There is "deepspeed" alone. Variable PARALLELISM_CONFIG_SP_BACKEND."""
-    tp_handler: Any = None
-    """A :class:`TorchTensorParallelConfig`."""
-    cp_handler: Any = None
-    """A :class:`TorchContextParallelConfig`."""
-    sp_handler: Any = None
-    """Accepted."""
-    pp_size: int | None = None
-    """Ranks over which the model's blocks are divided, one after the other (a pipeline). Train by
-    ``accelerator.forward_backward``; composes with all but ``cp_size``."""
-    pp_schedule: str = "1F1B"
-    """In which order the stages work: "1F1B", "GPipe" or "Interleaved1F1B" (two stages a rank)."""
-    num_microbatches: int | None = None
-    """Parts of a batch that follow each other through the pipeline; None: two a rank."""
-    tp_plan: Mapping[str, Any] | None = None
-    """How layers are divided: module name, or pattern with ``*``, to "colwise", "rowwise", or a
-    ``ParallelStyle`` of torch; None takes the model's own ``tp_plan`` or ``_tp_plan``."""
-
     def __post_init__(self) -> None:
         self.device_mesh: DeviceMesh | None = None
-        for name in _SIZES:
-            value, shown = getattr(self, name), f"ParallelismConfig({name}={getattr(self, name)!r})"
-            if value is None:
-                variable = f"PARALLELISM_CONFIG_{name.upper()}"
-                text = os.environ.get(variable, "").strip() or "1"
-                value, shown = int(text) if text.isdecimal() else text, f"{variable}={text!r}"
-                setattr(self, name, value)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{shown}: expected a whole number, 1 or more")
+        for name, option in settings_of(MeshOptions).items():
+            if getattr(self, name) is None:
+                setattr(self, name, option.from_environment())
+            setattr(self, name, option.checked(f"ParallelismConfig: {name}", getattr(self, name)))
+        if self.sp_size is None:
+            self.sp_size = environment.get_int_from_env(["PARALLELISM_CONFIG_SP_SIZE"], 1)
         self._check_backends()
         if self.pp_schedule not in _SCHEDULES:
             raise ConfigError(

@@ -22,6 +22,7 @@ from traitlets.config import Config
 
 from notebook_accel import ConfigError, LaunchConfig, config_picker
 from notebook_accel.config import default_config_path
+from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.launch.machine import Device, Machine
 from notebook_accel.launch.system.interrupts import Latch
 from notebook_accel.notebook import display_slot, launcher
@@ -36,7 +37,6 @@ from notebook_accel.notebook.picker_texts import (
     read_arguments,
 )
 from notebook_accel.notebook.remembered import remember
-from notebook_accel.plugin_options import PLUGINS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,7 +76,7 @@ def row(picker: ConfigPicker, name: str) -> Any:
 def test_every_setting_has_a_row() -> None:
     assert {*setting_rows(), *PLUGINS} == {field.name for field in fields(LaunchConfig)}
     for plugin in PLUGINS.values():
-        assert [row.name for row in plugin_rows(plugin)] == [o.name for o in plugin.options]
+        assert [row.name for row in plugin_rows(plugin)] == list(plugin.options)
 
 
 @pytest.mark.parametrize("config", [LaunchConfig(), FULL])

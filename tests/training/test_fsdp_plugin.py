@@ -381,7 +381,7 @@ def test_a_variable_that_is_no_number_is_named(
         (lambda: Plugin(mixed_precision_policy={"output_dtype": None}), "MixedPrecision of fsdp_v"),
         (lambda: Plugin(cpu_offload="no"), "cpu_offload='no': expected True, False"),
         (lambda: Plugin(activation_checkpointing_offload=True), "set activation_checkpointing=T"),
-        (lambda: ParallelismConfig(tp_size=0), r"tp_size=0\): expected a whole number, 1 or more"),
+        (lambda: ParallelismConfig(tp_size=0), r"tp_size=0: expected a whole number, 1 or more"),
         (lambda: ParallelismConfig(pp_size=2, cp_size=2), "does not compose with divided sequ"),
         (lambda: ParallelismConfig(pp_size=4, num_microbatches=3), "expects 4 or more"),
         (

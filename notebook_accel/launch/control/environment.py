@@ -13,13 +13,13 @@ import itertools
 import os
 from typing import TYPE_CHECKING
 
+from notebook_accel.config import LaunchConfig, settings_of
+from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.errors import ConfigError
-from notebook_accel.plugin_options import PLUGINS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from notebook_accel.config import LaunchConfig
 
 __all__ = ["ON_CPU", "WITHOUT_DEVICES", "num_cores", "num_threads_of", "rank_environment"]
 
@@ -74,24 +74,19 @@ def rank_environment(
 
 def _asked_for(config: LaunchConfig) -> dict[str, str]:
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(config.use_port or 0)}
-    if config.mixed_precision is not None:
-        variables["ACCELERATE_MIXED_PRECISION"] = config.mixed_precision
-        variables["NOTEBOOK_ACCEL_MIXED_PRECISION"] = config.mixed_precision
     if config.devices == "cpu":
         variables.update(ON_CPU)
     elif isinstance(config.devices, tuple):
         variables[_VISIBLE] = _among_visible(config.devices)
         variables["ACCELERATE_USE_CPU"] = "false"
-    if config.gradient_accumulation_steps is not None:
-        steps = str(config.gradient_accumulation_steps)
-        variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = steps
-        variables["NOTEBOOK_ACCEL_GRADIENT_ACCUMULATION_STEPS"] = steps
+    for name, row in settings_of(LaunchConfig).items():
+        value = getattr(config, name)
+        if row.is_for_ranks and value is not None:
+            variables |= dict.fromkeys(row.variables, str(value))
     for name, plugin in PLUGINS.items():
         options = getattr(config, name)
         if options is not None:
             variables.update(plugin.variables(options))
-    if config.backend is not None:
-        variables["NOTEBOOK_ACCEL_BACKEND"] = config.backend
     if config.debug:
         variables["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         variables["NOTEBOOK_ACCEL_DEBUG"] = "1"

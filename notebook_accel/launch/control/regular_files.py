@@ -6,7 +6,7 @@ import os
 import stat
 from typing import IO, TYPE_CHECKING
 
-from notebook_accel.config_file import not_too_large
+from notebook_accel.config.file import not_too_large
 from notebook_accel.launch.system.interrupts import held
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from notebook_accel.config import shares_devices
+from notebook_accel.config.checks import check_enough_devices
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launch.control.agent_link import AgentEnd, AgentLink
 from notebook_accel.launch.control.environment import ON_CPU, WITHOUT_DEVICES
@@ -13,7 +14,6 @@ from notebook_accel.launch.engines.base import AgentEngine, RankPlan
 from notebook_accel.launch.system import processes, scratch
 from notebook_accel.launch.template.handle import ask_template
 from notebook_accel.launch.transport.handshake import AuthenticationError, connect, new_secret
-from notebook_accel.setting_checks import check_enough_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,27 +19,65 @@ __all__ = [
     "as_count",
     "as_devices",
     "as_env",
+    "as_flag",
     "as_index",
     "as_port",
+    "as_positive",
+    "as_seconds",
     "as_seed",
+    "as_text",
     "check_enough",
     "check_enough_devices",
     "check_seconds",
 ]
 
 
-def as_count(name: str, value: Any) -> int | None:
-    """The whole number of at least 1 that ``value`` is; None stays None.
+def as_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
+    """The whole number that ``value`` is.
 
     Raises:
-        ConfigError: it is none; the message calls it ``name``.
+        ConfigError: it is none, or not between ``least`` and ``most``; the message calls it
+            ``name``.
     """
-    if value is None:
-        return None
     number = as_index(value)
-    if number is None or number < 1:
-        raise ConfigError(f"{name}={shown(value)}: expected a whole number, 1 or more")
+    if number is None or number < least or (most is not None and number > most):
+        last = "or more" if most is None else f"to {most}"
+        raise ConfigError(f"{name}={shown(value)}: expected a whole number, {least} {last}")
     return number
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """The flag that ``value`` is.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={shown(value)}: expected True or False")
+    return value
+
+
+def as_positive(name: str, value: Any) -> float:
+    """The number above 0 that ``value`` is.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not value > 0:
+        raise ConfigError(f"{name}={shown(value)}: expected a number above 0")
+    return value if type(value) is int else float(value)
+
+
+def as_text(name: str, value: Any) -> str:
+    """The text that ``value`` is, as a plain one.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}={shown(value)}: expected text")
+    return str.__str__(value)
 
 
 def as_index(value: Any) -> int | None:
@@ -52,16 +90,26 @@ def as_index(value: Any) -> int | None:
         return None
 
 
-def as_seed(value: Any) -> int | None:
-    """The seed that ``value`` is; None stays None.
+def as_seed(name: str, value: Any) -> int:
+    """The seed that ``value`` is.
 
     Raises:
         ConfigError: no generator takes it.
     """
-    number = None if value is None else as_index(value)
-    if value is not None and (number is None or not 0 <= number < 2**63):
-        raise ConfigError(f"seed={shown(value)}: expected a whole number, 0 or more, below 2**63")
+    number = as_index(value)
+    if number is None or not 0 <= number < 2**63:
+        raise ConfigError(f"{name}={shown(value)}: expected a whole number, 0 or more, below 2**63")
     return number
+
+
+def as_seconds(name: str, value: Any) -> float:
+    """The number of seconds that ``value`` is.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    check_seconds(name, value)
+    return float(value)
 
 
 def check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:
@@ -76,76 +124,73 @@ def check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:
         raise ConfigError(f"{name}={shown(value)}: expected {expected}")
 
 
-def as_choice(name: str, value: Any, choices: Sequence[str | None]) -> str | None:
+def as_choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """The one of the choices that ``value`` is, as a plain text where it is a member of an Enum.
 
     Raises:
         ConfigError: it is none of them.
     """
-    if not (value is None or isinstance(value, str)) or value not in choices:
-        named = ", ".join(repr(choice) for choice in choices if choice is not None)
+    if not isinstance(value, str) or value not in choices:
+        named = ", ".join(map(repr, choices))
         raise ConfigError(f"{name}={shown(value)}: expected one of {named}")
     return next(choice for choice in choices if choice == value)
 
 
-def as_port(value: Any) -> int | None:
-    """The port that ``value`` is; None stays None.
+def as_port(name: str, value: Any) -> int:
+    """The port that ``value`` is.
 
     Raises:
         ConfigError: it is none.
     """
     number = as_index(value)
-    if value is not None and (number is None or not 0 < number < 65_536):
-        raise ConfigError(f"use_port={shown(value)}: expected None (a free port) or 1 to 65535")
+    if number is None or not 0 < number < 65_536:
+        raise ConfigError(f"{name}={shown(value)}: expected None (a free port) or 1 to 65535")
     return number
 
 
-def as_env(value: Any) -> dict[str, str] | None:
-    """The environment variables that ``value`` is, as plain texts; None stays None.
+def as_env(name: str, value: Any) -> dict[str, str]:
+    """The environment variables that ``value`` is, as plain texts.
 
     The texts are in no error: they may be secrets, and a notebook is saved with its errors.
 
     Raises:
         ConfigError: it names the first variable that cannot be one.
     """
-    if value is None:
-        return None
     expected = "expected a mapping of names to texts, such as env={'N': '4'}"
     if not isinstance(value, Mapping):
-        raise ConfigError(f"env is a {type(value).__name__}: {expected}")
-    for name, text in value.items():
-        if not isinstance(name, str):
-            raise ConfigError(f"env has a name of type {type(name).__name__}: {expected}")
-        if not name or "=" in name or "\0" in name:
+        raise ConfigError(f"{name} is a {type(value).__name__}: {expected}")
+    for variable, text in value.items():
+        if not isinstance(variable, str):
+            raise ConfigError(f"env has a name of type {type(variable).__name__}: {expected}")
+        if not variable or "=" in variable or "\0" in variable:
             # What stands after a "=" is most likely the text.
-            before, sign, _ = name.partition("=")
+            before, sign, _ = variable.partition("=")
             raise ConfigError(
                 f"env has the name {shown(before + sign)}: expected names that are not empty and "
                 "have no '=' and no NUL character"
             )
         if not isinstance(text, str):
-            raise ConfigError(f"env has {shown(name)} of type {type(text).__name__}: {expected}")
+            kind = type(text).__name__
+            raise ConfigError(f"{name} has {shown(variable)} of type {kind}: {expected}")
         if "\0" in text:
             raise ConfigError(
-                f"env has {shown(name)} with a NUL character in its text: leave it out"
+                f"env has {shown(variable)} with a NUL character in its text: leave it out"
             )
-    return {str.__str__(name): str.__str__(text) for name, text in value.items()}
+    return {str.__str__(each): str.__str__(text) for each, text in value.items()}
 
 
-def as_devices(value: Any) -> tuple[int, ...] | str | None:
-    """The accelerators that ``value`` means: their indices, "cpu", or None.
+def as_devices(name: str, value: Any) -> tuple[int, ...] | str:
+    """The accelerators that ``value`` means: their indices, or "cpu".
 
     Raises:
         ConfigError: it means none of these.
     """
-    if value is None:
-        return None
     if isinstance(value, str) and value == "cpu":
         return "cpu"
     devices = _as_indices(value)
     if not devices or min(devices) < 0 or len(set(devices)) < len(devices):
         raise ConfigError(
-            f"devices={shown(value)}: expected 'cpu', or different indices such as [0, 2]"
+            f"{name}={shown(value)}: expected 'cpu', or different indices such as [0, 2]"
         )
     return devices
 

@@ -1,6 +1,6 @@
 """What a launch here makes of the YAML that ``accelerate config`` writes.
 
-    the file's names --settings_of--> settings by our names, and lines about what is not used
+    the file's names --settings_from--> settings by our names, and lines about what is not used
 
 What Accelerate's launcher tells its ranks by variables that are no setting here (``dynamo_config``,
 ``fp8_config``, ``enable_cpu_affinity``, how context parallelism exchanges) becomes ``env``.
@@ -9,23 +9,17 @@ What Accelerate's launcher tells its ranks by variables that are no setting here
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.errors import ConfigError
-from notebook_accel.plugin_options import PLUGINS
 from notebook_accel.text_values import shown
 
-__all__ = ["is_accelerates", "settings_of"]
+if TYPE_CHECKING:
+    from notebook_accel.config.setting import Setting
 
-# What of the file a launch uses, by our names.
-_NAMES = {
-    "num_processes": "num_processes",
-    "mixed_precision": "mixed_precision",
-    "debug": "debug",
-    "main_process_port": "use_port",
-    "gpu_ids": "devices",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-}
+__all__ = ["is_accelerates", "settings_from"]
+
 # Values in the file that ask for what this package does not have.
 _ABSENT = {
     "distributed_type": ("MEGATRON_LM", "XLA", "TPU"),
@@ -51,17 +45,23 @@ def is_accelerates(data: Mapping[str, Any]) -> bool:
     return "compute_environment" in data or "distributed_type" in data
 
 
-def settings_of(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def settings_from(
+    data: Mapping[str, Any], settings: Mapping[str, Setting]
+) -> tuple[dict[str, Any], list[str]]:
     """What of the file a launch here can use, by our names; and lines about what it does not use.
+
+    Args:
+        data: of the file.
+        settings: the rows of a launch's settings.
 
     Raises:
         ConfigError: it asks for what is not there, or a section makes no sense.
     """
     _check_possible(data)
     found = {
-        ours: data[theirs]
-        for theirs, ours in _NAMES.items()
-        if data.get(theirs) not in (None, "all")
+        name: data[row.yaml]
+        for name, row in settings.items()
+        if row.yaml and data.get(row.yaml) not in (None, "all")
     }
     asked = data.get("distributed_type")
     kind = _TYPES.get(asked) if isinstance(asked, str) else None

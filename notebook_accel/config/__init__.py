@@ -1,0 +1,23 @@
+"""The settings of a launch: what there is, and where values come from."""
+
+from __future__ import annotations
+
+from notebook_accel.config.launch_config import LaunchConfig, shares_devices, value_of_text
+from notebook_accel.config.setting import settings_of
+from notebook_accel.config.sources import (
+    default_config_path,
+    given_settings,
+    resolve,
+    write_basic_config,
+)
+
+__all__ = [
+    "LaunchConfig",
+    "default_config_path",
+    "given_settings",
+    "resolve",
+    "settings_of",
+    "shares_devices",
+    "value_of_text",
+    "write_basic_config",
+]

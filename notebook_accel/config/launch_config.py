@@ -1,0 +1,310 @@
+"""``LaunchConfig``: the settings of a launch, one row each (see :mod:`setting`)."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence  # noqa: TC003 (types are read at run time)
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import yaml
+
+from notebook_accel.config import accelerate_yaml
+from notebook_accel.config.checks import (
+    as_count,
+    as_devices,
+    as_env,
+    as_port,
+    as_seconds,
+    as_seed,
+    check_enough,
+)
+from notebook_accel.config.file import expanded, read_settings, replace_text
+from notebook_accel.config.plugins import PLUGINS
+from notebook_accel.config.setting import documented, setting, settings_of
+from notebook_accel.errors import ConfigError
+from notebook_accel.text_values import shown
+
+if TYPE_CHECKING:
+    from notebook_accel.launch.engines.base import Engine
+
+__all__ = [
+    "LaunchConfig",
+    "check_names",
+    "engines",
+    "settings_in_file",
+    "shares_devices",
+    "value_of_text",
+]
+
+
+class _Backend(NamedTuple):
+    """What a backend of torch.distributed can do."""
+
+    works_on_cpu: bool
+    shares_devices: bool
+    """Whether several ranks may use one accelerator."""
+
+
+_BACKENDS = {
+    "nccl": _Backend(works_on_cpu=False, shares_devices=False),
+    "gloo": _Backend(works_on_cpu=True, shares_devices=True),
+}
+
+# Engines that are planned: whoever asks for one is told so.
+_ENGINES_TO_COME = ("xla", "elastic", "ray")
+
+
+def engines() -> Mapping[str, type[Engine]]:
+    """The engines by name: the one table of them is where they are (launch/engines)."""
+    from notebook_accel.launch.engines import ENGINES
+
+    return ENGINES
+
+
+def _options(name: str) -> Any:
+    """A setting that is a mapping of a plugin's options."""
+    plugin = PLUGINS[name]
+    return setting(
+        about=f"Fields of ``{plugin.plugin_class}``, for every ``Accelerator`` that is not given "
+        "one; {} takes its defaults",
+        check=lambda _, value: plugin.check(name, value),
+    )
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """How a run is launched; checked at construction.
+
+    Raises:
+        ConfigError: a setting that makes no sense, alone or with another.
+    """
+
+    num_processes: int | None = setting(
+        check=as_count,
+        label="Processes",
+        is_first=True,
+        about="Number of ranks, the processes that train",
+        unset="one for each accelerator, else 1",
+        yaml="num_processes",
+    )
+    devices: Sequence[int] | str | None = setting(
+        check=as_devices,
+        label="Devices",
+        is_first=True,
+        about='Indices of the accelerators to use, one rank each, or "cpu"',
+        unset="all that are visible",
+        variable="ACCELERATE_USE_CPU",
+        yaml="gpu_ids",
+    )
+    mixed_precision: str | None = setting(
+        choices=("no", "bf16", "fp16", "fp8"),
+        label="Mixed precision",
+        is_first=True,
+        about='"no", "bf16", "fp16" or "fp8", for every ``Accelerator`` that does not say its own',
+        unset="as the function says",
+        variable="ACCELERATE_MIXED_PRECISION",
+        yaml="mixed_precision",
+        is_for_ranks=True,
+    )
+    engine: str = setting(
+        "auto",
+        choices=lambda: tuple(engines()),
+        label="Engine",
+        is_first=True,
+        about='"auto", "local" (processes of this machine) or "inline" (in the kernel, for a '
+        "debugger)",
+    )
+    gradient_accumulation_steps: int | None = setting(
+        check=as_count,
+        label="Accumulation",
+        is_first=True,
+        about="Batches whose gradients are added up for each step, for every ``Accelerator`` that "
+        "does not say its own",
+        unset="as the function says",
+        variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        yaml="gradient_accumulation_steps",
+        is_for_ranks=True,
+    )
+    seed: int | None = setting(
+        check=as_seed,
+        label="Seed",
+        is_first=True,
+        about="Seed of the random numbers of Python, numpy and torch in every rank. With "
+        'engine="inline" they are the notebook\'s own',
+        unset="the notebook's generators as they are",
+    )
+    backend: str | None = setting(
+        choices=tuple(_BACKENDS),
+        label="Backend",
+        about='torch.distributed backend of the ranks; "gloo" lets several ranks share an '
+        "accelerator",
+        unset="the devices' own",
+        is_for_ranks=True,
+    )
+    use_port: int | None = setting(
+        check=as_port,
+        label="Port",
+        about="The port at which the ranks meet (MASTER_PORT). Ranks of a session meet at a free "
+        "one after a call that failed: who is left of the group before may still use this port",
+        unset="a free one",
+        yaml="main_process_port",
+    )
+    grace: float = setting(
+        10.0,
+        check=as_seconds,
+        label="Grace, in seconds",
+        about="Seconds that ranks get to leave: after Stop until they are interrupted, and after "
+        "an interrupt until they are terminated",
+    )
+    debug: bool = setting(
+        False,
+        label="Debug",
+        about="Check the shapes of every collective across ranks, and have torch explain "
+        "mismatches",
+        variable="ACCELERATE_DEBUG_MODE",
+        yaml="debug",
+    )
+    env: Mapping[str, str] | None = setting(
+        check=as_env,
+        label="Environment",
+        about="Environment variables of the ranks, beside those of the notebook. They may be "
+        "secrets, and what is shown of the settings leaves them out",
+        shows=False,
+    )
+    fsdp: Mapping[str, Any] | None = _options("fsdp")
+    deepspeed: Mapping[str, Any] | None = _options("deepspeed")
+    parallelism: Mapping[str, Any] | None = _options("parallelism")
+
+    def __post_init__(self) -> None:
+        is_to_come = isinstance(self.engine, str) and self.engine in _ENGINES_TO_COME
+        if is_to_come and self.engine not in engines():
+            raise ConfigError(
+                f"engine={self.engine!r} is not there yet (TPUs, several machines, restarts and "
+                f"Ray are not built): expected one of {', '.join(map(repr, engines()))}"
+            )
+        for name, row in settings_of(LaunchConfig).items():
+            object.__setattr__(self, name, row.checked(name, getattr(self, name)))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        wanted, most = self.num_processes, engines()[self.engine].max_ranks
+        if wanted is not None and most is not None and wanted > most:
+            raise ConfigError(
+                f"engine={self.engine!r} has {most} rank{'s' * (most > 1)}, so num_processes="
+                f"{wanted} cannot be had: leave it out, or take engine='local'"
+            )
+        asked = [name for name in PLUGINS if getattr(self, name) is not None]
+        if len(asked) > 1 and not all(PLUGINS[name].composes for name in asked):
+            raise ConfigError(f"{' and '.join(asked)} were given, which do not compose: pass one")
+        backend = _BACKENDS.get(self.backend or "")
+        if self.devices == "cpu" and backend is not None and not backend.works_on_cpu:
+            raise ConfigError(
+                f"backend={self.backend!r} needs GPUs: with devices='cpu' take 'gloo'"
+            )
+        if isinstance(self.devices, tuple) and wanted is not None and not shares_devices(self):
+            check_enough(wanted, len(self.devices), f"devices={list(self.devices)}")
+        # How many more there may be, a plugin that the function makes can say.
+        num_divided = math.prod((self.parallelism or {}).values())
+        if wanted is not None and wanted % num_divided:
+            raise ConfigError(
+                f"parallelism={self.parallelism} takes {num_divided} ranks, and num_processes="
+                f"{wanted}: make num_processes that, or a multiple of it"
+            )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> LaunchConfig:
+        """Read a YAML file, ours or one that ``accelerate config`` wrote.
+
+        Of Accelerate's, a warning names what a launch here does not use.
+
+        Raises:
+            ConfigError: the file is not there, is no mapping, or holds what we cannot use.
+        """
+        settings, notices = settings_in_file(path)
+        for notice in notices:
+            warnings.warn(notice, stacklevel=2)
+        return cls(**settings)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the settings that differ from the defaults as YAML.
+
+        The file's folder is made, and a file that is there is replaced as a whole: it keeps its
+        mode, and stays as it was where the new one cannot be written.
+
+        Raises:
+            ConfigError: the path begins with "~", and there is no such home folder.
+            OSError: the file cannot be written.
+        """
+        file = expanded(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists() and not file.is_file():
+            # A device or a pipe must not become a file.
+            file.write_text(self.to_yaml(), encoding="utf-8")
+        else:
+            # A link stays: what it leads to is replaced.
+            replace_text(file.resolve(), self.to_yaml())
+
+    def to_yaml(self) -> str:
+        """The settings that differ from the defaults as YAML."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings that differ from the defaults, as plain values."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        default = {field.name: field.default for field in fields(self)}
+        changed = {name: value for name, value in given.items() if value != default[name]}
+        # YAML has lists, and no tuples.
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in changed.items()
+        }
+
+
+def shares_devices(config: LaunchConfig) -> bool:
+    """Whether several ranks of a launch may use one accelerator, as its backend allows."""
+    backend = _BACKENDS.get(config.backend or "")
+    return backend is not None and backend.shares_devices
+
+
+def value_of_text(name: str, text: str) -> Any:
+    """The value of a field that ``text`` means; the text itself where it is none of its type."""
+    return settings_of(LaunchConfig)[name].from_text(text)
+
+
+def settings_in_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings that a YAML file gives, checked; and lines about what else it has.
+
+    Raises:
+        ConfigError: the file is not there, or holds what we cannot use.
+    """
+    name = f"config file {os.fspath(path)!r}"
+    not_used: list[str] = []
+    try:
+        data = read_settings(expanded(path))
+        if accelerate_yaml.is_accelerates(data):
+            data, not_used = accelerate_yaml.settings_from(data, settings_of(LaunchConfig))
+        check_names(data)
+        LaunchConfig(**data)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    return data, [f"{name}: {line}" for line in not_used]
+
+
+def check_names(data: Mapping[Any, Any]) -> None:
+    """Refuse names that are no settings.
+
+    Raises:
+        ConfigError: it names them.
+    """
+    known = [field.name for field in fields(LaunchConfig)]
+    unknown = [name for name in data if name not in known]
+    if unknown:
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        raise ConfigError(
+            f"no setting is called {', '.join(map(shown, unknown[:5]))}{more}; "
+            f"there are {', '.join(known)}"
+        )

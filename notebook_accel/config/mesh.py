@@ -1,0 +1,63 @@
+"""How a mesh of ranks is asked for: the fields of ``ParallelismConfig``.
+
+This file imports no torch, since the notebook's kernel reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.config.setting import setting
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["MeshOptions"]
+
+
+def _size(name: str, about: str) -> Any:
+    variable = f"PARALLELISM_CONFIG_{name.upper()}"
+    return setting(kind=int, about=about, variable=variable, own="", fallback=1)
+
+
+@dataclass
+class MeshOptions:
+    """Fields of ``ParallelismConfig``."""
+
+    dp_replicate_size: int | None = _size(
+        "dp_replicate_size", "Copies of the model (or of its shards) that read different samples"
+    )
+    dp_shard_size: int | None = _size(
+        "dp_shard_size", "Ranks over which one copy is sharded (FSDP2), each with its own samples"
+    )
+    tp_size: int | None = _size("tp_size", "Ranks that compute each layer together")
+    cp_size: int | None = _size(
+        "cp_size",
+        "Ranks that divide each sequence; the loop trains inside "
+        "``accelerator.maybe_context_parallel``. Weights are sharded over them, too",
+    )
+    cp_backend: str | None = None
+    """There is "torch" alone. Variable PARALLELISM_CONFIG_CP_BACKEND."""
+    sp_size: int | None = None
+    """Refused beyond 1: sequences are divided by ``cp_size``."""
+    sp_backend: str | None = None
+    """There is "deepspeed" alone. Variable PARALLELISM_CONFIG_SP_BACKEND."""
+    tp_handler: Any = None
+    """A ``TorchTensorParallelConfig``."""
+    cp_handler: Any = None
+    """A ``TorchContextParallelConfig``."""
+    sp_handler: Any = None
+    """Accepted."""
+    pp_size: int | None = _size(
+        "pp_size",
+        "Ranks of a pipeline, over which the model's blocks are divided; the loop calls "
+        "``accelerator.forward_backward``. Composes with all but ``cp_size``",
+    )
+    pp_schedule: str = "1F1B"
+    """In which order the stages work: "1F1B", "GPipe" or "Interleaved1F1B" (two stages a rank)."""
+    num_microbatches: int | None = None
+    """Parts of a batch that follow each other through the pipeline; None: two a rank."""
+    tp_plan: Mapping[str, Any] | None = None
+    """How layers are divided: module name, or pattern with ``*``, to "colwise", "rowwise", or a
+    ``ParallelStyle`` of torch; None takes the model's own ``tp_plan`` or ``_tp_plan``."""

@@ -1,0 +1,209 @@
+"""The kinds of parallelism that a launch can choose without a line in the function.
+
+    LaunchConfig(fsdp={...}) --check--> variables of Accelerate's launcher --> the plugin in a rank
+
+A rank's ``Accelerator`` that is given no plugin makes one from these variables; their names are
+Hugging Face Accelerate's, so that its YAML and its launcher mean the same here. The options are
+declared in fsdp.py, deepspeed.py and mesh.py beside this file, on which the plugins' classes stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.config.deepspeed import DeepSpeedOptions
+from notebook_accel.config.fsdp import FsdpOptions
+from notebook_accel.config.mesh import MeshOptions
+from notebook_accel.config.setting import settings_of
+from notebook_accel.errors import ConfigError
+from notebook_accel.text_values import parse_flag, shown
+
+if TYPE_CHECKING:
+    from notebook_accel.config.setting import Setting
+
+__all__ = ["PLUGINS", "Plugin"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin:
+    """One kind of parallelism.
+
+    Attributes:
+        title: what a person reads in a list.
+        about: what it does, in a sentence.
+        plugin_class: the name of the public class whose fields these are.
+        options_class: the dataclass that declares them.
+        switch: the variable that turns it on.
+        section: the name of its part in Accelerate's YAML.
+        without_effect: names in that part which are accepted and change nothing.
+        read_by_ranks: names in that part that are no options, with the texts that they may have:
+            ranks read them from a variable of the same name.
+        composes: whether it can be asked for beside another one.
+        needs_options: whether it changes nothing unless an option is given.
+    """
+
+    title: str
+    about: str
+    plugin_class: str
+    options_class: type
+    switch: str
+    section: str
+    without_effect: tuple[str, ...] = ()
+    read_by_ranks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    composes: bool = True
+    needs_options: bool = False
+
+    @property
+    def options(self) -> Mapping[str, Setting]:
+        """Its options by name."""
+        return settings_of(self.options_class)
+
+    def check(self, name: str, given: object) -> dict[str, Any] | None:
+        """The options as a dictionary of their own; None stays None.
+
+        Raises:
+            ConfigError: there is no such option, or its value makes no sense.
+        """
+        if given is None:
+            return None
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"{name}={shown(given)}: expected a mapping of {self.plugin_class}'s fields, {{}} "
+                "for its defaults"
+            )
+        for key in given:
+            if key not in self.options:
+                raise ConfigError(
+                    f"{name}={{{shown(key)}: ...}}: no option is called so; there are "
+                    f"{', '.join(self.options)}. Others are fields of {self.plugin_class}, which "
+                    "the function gives to its Accelerator"
+                )
+        return {
+            key: self.options[key].checked(f"{name}[{key!r}]", value)
+            for key, value in given.items()
+            if value is not None
+        }
+
+    def variables(self, given: Mapping[str, Any]) -> dict[str, str]:
+        """The environment that makes a rank's Accelerator take these options."""
+        texts = {
+            option.variable: str(given[name]).lower() if option.kind is bool else str(given[name])
+            for name, option in self.options.items()
+            if name in given
+        }
+        return {self.switch: "true", **texts}
+
+    def asked_by(self, environment: Mapping[str, str]) -> bool | None:
+        """Whether the environment turns it on or off; None where it says neither.
+
+        Raises:
+            ConfigError: its switch is no flag.
+        """
+        text = environment.get(self.switch, "").strip()
+        return parse_flag(self.switch, text) if text else None
+
+    def left_open(self, given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+        """The given options of which the environment says nothing itself."""
+        set_there = {
+            name
+            for name, option in self.options.items()
+            if environment.get(option.variable, "").strip()
+        }
+        return {name: value for name, value in given.items() if name not in set_there}
+
+    def from_accelerate(self, section: object) -> dict[str, Any]:
+        """The options that this part of Accelerate's YAML gives.
+
+        Raises:
+            ConfigError: it has a name that cannot be carried over.
+        """
+        if section is None:
+            return {}
+        if not isinstance(section, Mapping):
+            raise ConfigError(
+                f"{self.section}: {shown(section)}: expected names with values below it"
+            )
+        by_name: dict[str, Setting] = {}
+        for each in self.options.values():
+            by_name |= dict.fromkeys((each.variable.lower(), each.yaml or each.name), each)
+        found: dict[str, Any] = {}
+        for name, value in section.items():
+            unused = name in self.without_effect or value in (None, "", "auto")
+            if unused or name in self.read_by_ranks:
+                continue
+            if name not in by_name:
+                known = ", ".join((*by_name, *self.read_by_ranks))
+                raise ConfigError(f"{self.section}: {name}: not supported; there are {known}")
+            option = by_name[name]
+            instead = self.options.get(option.or_choice_of)
+            meant = option.from_text(value)
+            if instead is not None and not isinstance(meant, bool):
+                choice = instead.from_text(value)
+                if choice in instead.texts:
+                    option, meant = instead, choice
+            found[option.name] = meant
+        return found
+
+    def variables_of_accelerate(self, section: Mapping[str, Any]) -> dict[str, str]:
+        """What this part of Accelerate's YAML says that is no option, as variables of the ranks.
+
+        Raises:
+            ConfigError: a value is not one of those that there are.
+        """
+        found = {}
+        for name, choices in self.read_by_ranks.items():
+            value = section.get(name)
+            if value in (None, ""):
+                continue
+            if value not in choices:
+                raise ConfigError(
+                    f"{self.section}: {name}: {shown(value)}: expected one of "
+                    f"{', '.join(map(repr, choices))}"
+                )
+            found[name.upper()] = str(value)
+        return found
+
+
+PLUGINS: Mapping[str, Plugin] = {
+    "fsdp": Plugin(
+        title="FSDP",
+        about="FSDP: each rank keeps a part of the weights, gradients and optimizer states.",
+        plugin_class="FullyShardedDataParallelPlugin",
+        options_class=FsdpOptions,
+        switch="ACCELERATE_USE_FSDP",
+        section="fsdp_config",
+        without_effect=(
+            "fsdp_backward_prefetch",
+            "fsdp_backward_prefetch_policy",
+            "fsdp_forward_prefetch",
+            "fsdp_use_orig_params",
+        ),
+    ),
+    "deepspeed": Plugin(
+        title="DeepSpeed",
+        about="DeepSpeed (ZeRO): each rank keeps a part of what its stage names.",
+        plugin_class="DeepSpeedPlugin",
+        options_class=DeepSpeedOptions,
+        switch="ACCELERATE_USE_DEEPSPEED",
+        section="deepspeed_config",
+        without_effect=(
+            "deepspeed_exclusion_filter",
+            "deepspeed_hostfile",
+            "deepspeed_inclusion_filter",
+            "deepspeed_multinode_launcher",
+        ),
+        composes=False,
+    ),
+    "parallelism": Plugin(
+        title="Mesh of ranks",
+        about="A mesh: how many ranks each kind of parallelism takes.",
+        plugin_class="ParallelismConfig",
+        options_class=MeshOptions,
+        switch="ACCELERATE_USE_PARALLELISM_CONFIG",
+        section="parallelism_config",
+        read_by_ranks={"parallelism_config_cp_comm_strategy": ("allgather", "alltoall")},
+        needs_options=True,
+    ),
+}

@@ -1,0 +1,231 @@
+"""Where the settings of a launch come from.
+
+    argument > config= > NOTEBOOK_ACCEL_* > ACCELERATE_* > default config file > default
+
+:func:`resolve` takes each setting from the first of these that gives it. An argument, a mapping
+and a YAML file give what is written in them, also where that is the default; a ``LaunchConfig``
+gives what differs from the defaults, since it cannot tell what was written.
+
+Mappings are no text: ``fsdp``, ``deepspeed`` and ``parallelism`` have a variable of Accelerate's
+launcher for each option (config/plugins.py), which ranks read by themselves. What the default
+config file says of such an option, or of such a variable in ``env``, holds only where the
+environment does not say it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from notebook_accel.config.file import expanded
+from notebook_accel.config.launch_config import (
+    LaunchConfig,
+    check_names,
+    engines,
+    settings_in_file,
+    value_of_text,
+)
+from notebook_accel.config.plugins import PLUGINS
+from notebook_accel.config.setting import settings_of
+from notebook_accel.errors import ConfigError
+from notebook_accel.text_values import parse_flag, shown, value_of
+
+__all__ = [
+    "default_config_path",
+    "given_settings",
+    "resolve",
+    "write_basic_config",
+]
+
+# Settings whose values are no text.
+_NO_VARIABLE = ("env", *PLUGINS)
+_PREFIXES = ("NOTEBOOK_ACCEL_", "ACCELERATE_", "PARALLELISM_CONFIG_")
+
+
+def default_config_path() -> Path:
+    """The file of settings that every launch uses, where one was saved.
+
+    Raises:
+        ConfigError: this user has no home folder.
+    """
+    try:
+        return Path(platformdirs.user_config_dir("notebook-accel")) / "config.yaml"
+    except RuntimeError as error:
+        raise ConfigError(f"there is no default config file: {error}") from None
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
+) -> Path | bool:
+    """Save a config file, unless there is one already.
+
+    Args:
+        mixed_precision: "no", "bf16", "fp16" or "fp8".
+        save_location: the file; None is the default config file, which every launch uses.
+
+    Returns:
+        its path; False where there was one, which stays as it is.
+
+    Raises:
+        ConfigError: the precision makes no sense.
+        OSError: the file cannot be written.
+    """
+    path = default_config_path() if save_location is None else expanded(save_location)
+    config = LaunchConfig(mixed_precision=mixed_precision)
+    if path.exists():
+        return False
+    config.save(path)
+    return path
+
+
+def resolve(
+    arguments: Mapping[str, Any],
+    config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> tuple[LaunchConfig, list[str]]:
+    """The settings of a launch, and lines for the person about where they came from.
+
+    Args:
+        arguments: what the caller gave, by the names of the fields; None leaves a field open.
+        config: where the fields that the arguments leave open come from, before the environment
+            and the default config file.
+
+    Raises:
+        ConfigError: a setting that makes no sense, or a name that is none.
+    """
+    given, notices = _given(arguments, config)
+    saved: dict[str, Any] = {}
+    path: Path | None = None
+    with contextlib.suppress(ConfigError):
+        path = default_config_path()
+    # Not Path.is_file, which raises where the folder may not be entered, as in a container whose
+    # HOME is another user's: what cannot be looked at counts as not saved.
+    if path is not None and os.path.isfile(path):
+        saved, not_used = settings_in_file(path)
+        notices += [f"settings of {path} are used where the call gives none", *not_used]
+        saved = _left_open(saved, os.environ, given=given)
+    found = _first_of(given, _from_environment(os.environ, given=given), saved)
+    return LaunchConfig(**found), notices
+
+
+def _first_of(*sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Each setting from the first source that gives it.
+
+    Who chooses an engine of few ranks has not asked for the many that a later source says.
+    """
+    found: dict[str, Any] = {}
+    for source in sources:
+        name, wanted = found.get("engine"), source.get("num_processes")
+        engine = engines().get(name) if isinstance(name, str) else None
+        is_too_many = wanted and engine and engine.max_ranks and wanted > engine.max_ranks
+        left = {**source, "num_processes": None} if is_too_many else source
+        found = {**left, **found}
+    return found
+
+
+def given_settings(
+    arguments: Mapping[str, Any],
+    config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> dict[str, Any]:
+    """The settings that the caller itself gives; the arguments are those of :func:`resolve`.
+
+    Raises:
+        ConfigError: a name that is none, or a file that cannot be used.
+    """
+    return _given(arguments, config)[0]
+
+
+def _given(
+    arguments: Mapping[str, Any],
+    config: LaunchConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
+) -> tuple[dict[str, Any], list[str]]:
+    """As :func:`given_settings`, and lines about what a file has beside them."""
+    given, notices = _given_by(config)
+    given.update({name: value for name, value in arguments.items() if value is not None})
+    check_names(given)
+    return given, notices
+
+
+def _given_by(config: Any) -> tuple[dict[str, Any], list[str]]:
+    """The settings that the argument ``config`` of a launch gives, and lines about them."""
+    if config is None:
+        return {}, []
+    if isinstance(config, LaunchConfig):
+        return config.to_dict(), []
+    if isinstance(config, Mapping):
+        return dict(config), []
+    if isinstance(config, (str, os.PathLike)):
+        return settings_in_file(config)
+    raise ConfigError(
+        f"config={shown(config)}: expected a LaunchConfig, a mapping of its fields or a YAML "
+        "file's path"
+    )
+
+
+# ---- environment ---------------------------------------------------------------------------
+
+
+def _from_environment(
+    environment: Mapping[str, str], *, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the environment says of the settings that are not ``given`` already."""
+    found: dict[str, Any] = {}
+    for name, row in settings_of(LaunchConfig).items():
+        variable = None if name in (*_NO_VARIABLE, *given) else row.variable_set(environment)
+        if variable is not None:
+            found.update(_from_variable(name, variable, environment[variable].strip()))
+    return found
+
+
+def _left_open(
+    saved: Mapping[str, Any], environment: Mapping[str, str], *, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The ``saved`` settings, without what the environment says itself or rules out.
+
+    A plugin that the environment turns off, or that does not compose with one that the environment
+    or the call asks for, is left out as a whole.
+    """
+    found = dict(saved)
+    if found.get("devices") == "cpu" and _refuses_cpu(environment):
+        del found["devices"]
+    for name, plugin in PLUGINS.items():
+        if saved.get(name) is not None and name not in given:
+            left = plugin.left_open(saved[name], environment)
+            is_off = plugin.asked_by(environment) is False or _is_beaten(name, environment, given)
+            found[name] = None if is_off else left
+    if saved.get("env"):
+        found["env"] = {
+            variable: text
+            for variable, text in saved["env"].items()
+            if not (variable.startswith(_PREFIXES) and environment.get(variable, "").strip())
+        }
+    return found
+
+
+def _refuses_cpu(environment: Mapping[str, str]) -> bool:
+    """Whether Accelerate's variable says that ranks are not to be on the CPU."""
+    return value_of(environment.get("ACCELERATE_USE_CPU", ""), bool) is False
+
+
+def _is_beaten(name: str, environment: Mapping[str, str], given: Mapping[str, Any]) -> bool:
+    """Whether the call or the environment asks for a plugin that does not compose with this one."""
+    return any(
+        given.get(other) is not None or plugin.asked_by(environment)
+        for other, plugin in PLUGINS.items()
+        if other != name and not (plugin.composes and PLUGINS[name].composes)
+    )
+
+
+def _from_variable(name: str, variable: str, text: str) -> dict[str, Any]:
+    if variable == "ACCELERATE_USE_CPU":
+        return {"devices": "cpu"} if parse_flag(variable, text) else {}
+    try:
+        value = value_of_text(name, text)
+        LaunchConfig(**{name: value})
+    except ConfigError as error:
+        raise ConfigError(f"{variable}={shown(text)} in the environment: {error}") from None
+    return {name: value}
