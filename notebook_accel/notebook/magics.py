@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from notebook_accel.config import LaunchConfig
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.session import NotebookSession
 

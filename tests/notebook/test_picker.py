@@ -61,6 +61,11 @@ FULL = LaunchConfig(
 )
 
 
+def _shown_code(html: str) -> str:
+    """The text of a code box, which has a button beside it."""
+    return unescape(html.removeprefix("<pre>").partition("</pre>")[0])
+
+
 @pytest.fixture(autouse=True)
 def _folder_of_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "HOME"):
@@ -95,7 +100,7 @@ def test_the_code_and_the_yaml_mean_the_settings(tmp_path: Path) -> None:
     for config in (FULL, LaunchConfig()):
         assert LaunchConfig(**(yaml.safe_load(as_yaml(config)) or {})) == config
     picker = config_picker(FULL)
-    shown = unescape(picker._yaml.value).removeprefix("<pre>").removesuffix("</pre>")
+    shown = _shown_code(picker._yaml.value)
     assert LaunchConfig(**yaml.safe_load(shown)) == FULL
     picker._path.value = str(tmp_path / "a" / "b.yaml")
     picker._buttons["Save"].click()
@@ -462,7 +467,7 @@ def test_a_click_launches_as_the_code_of_the_form_does(
         started.click(form)
         by_click, is_held = started.given, started.is_held
         code = config_picker(form)._code.value
-        code = unescape(code.removeprefix("<pre>").removesuffix("</pre>"))
+        code = _shown_code(code)
         started.run(code.replace("config=config)", "config=config, block=False)"))
         assert started.given["config"] == by_click["config"]
         assert started.given["notices"] == by_click["notices"]
