@@ -81,7 +81,12 @@ def open_process_group(
 
 
 def close_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """Leave a group; None is the default one, where nothing happens unless it was made here."""
+    """Leave a group; None is the default one, where nothing happens unless it was made here.
+
+    A prepared model may keep the group. Whoever drops that model later joins gloo's threads with
+    Python's lock held, and hangs where one of them still wants the lock: so they get it before.
+    """
+    _wait_until_gloo_is_idle()
     if group is not None:
         dist.destroy_process_group(group)
     elif current().shared.pop(_OURS, False) and has_process_group():

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from notebook_accel import notebook_launcher
+from notebook_accel import Accelerator, notebook_launcher
 from notebook_accel.training import process_group
 from notebook_accel.training.state import PartialState
 from tests.ports import free_port
@@ -248,6 +248,21 @@ def test_a_script_waits_for_gloo_threads_that_stay() -> None:
     finally:
         leave.set()
         thread.join()
+
+
+def drops_its_model_last() -> None:
+    sys.setswitchinterval(60)  # a thread gets Python's lock only where this one waits
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    for _ in range(20):
+        accelerator.gather(torch.ones(1000))
+    accelerator.state.destroy_process_group()
+    del model
+
+
+def test_a_model_may_outlive_its_group() -> None:
+    for _ in range(4):  # of which one hung, mostly
+        notebook_launcher(drops_its_model_last, num_processes=2, view="none", timeout=60)
 
 
 def test_plain_functions_make_and_destroy_groups_by_master_port(tmp_path: Path) -> None:
