@@ -76,7 +76,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.num_steps = 0
         self._used = False
-        self._skipped = False
+        self._is_overflow = False
         # Of the last batch of a window: the gradients as it began (None: it is not running), and
         # whether zero_grad was called before any of its own came.
         self._at_start: list[tuple[int, int]] | None = None
@@ -141,7 +141,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last real step was left out because a gradient overflowed."""
-        return self._skipped
+        return self._is_overflow
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -172,7 +172,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._accumulation.is_stepping = True
         try:
             if self.scaling is not None:
-                result, self._skipped = self.scaling.step(self.optimizer, closure)
+                result, self._is_overflow = self.scaling.step(self.optimizer, closure)
             elif closure is None:
                 result = self.optimizer.step()
             else:
@@ -181,7 +181,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._accumulation.is_stepping = False
         self._used = True
         self._accumulation.note_step()
-        if not self._skipped:
+        if not self._is_overflow:
             self.num_steps += 1
             current().count_step(self._device_memory)
         return result

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.training.notices import notice_once
 from notebook_accel.training.prepared_lists import PreparedLists
+from notebook_accel.training.state import newest_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,9 +42,11 @@ class PreparingView(PreparedLists):
             the objects to use instead, in the same order; a single one not as a tuple.
 
         Raises:
+            AttributeError: ``AcceleratorState._reset_state()`` was called meanwhile.
             ConfigError: ``device_placement`` has not one entry an object.
             TypeError: an object belongs to another framework.
         """
+        newest_settings()
         placement: Sequence[bool | None] = (
             [None] * len(args) if device_placement is None else device_placement
         )

@@ -50,6 +50,7 @@ __all__ = [
     "deepspeed_required",
     "do_nothing",
     "is_initialized",
+    "newest_settings",
     "get_active_deepspeed_plugin",
 ]
 
@@ -178,6 +179,21 @@ class AcceleratorSettings:
     def show(self) -> None:
         """Let ``AcceleratorState`` show this."""
         current().shared[_SETTINGS] = self
+
+
+def newest_settings() -> AcceleratorSettings:
+    """What the newest ``Accelerator`` of this rank was made with.
+
+    Raises:
+        AttributeError: none was made, or ``AcceleratorState._reset_state()`` was called since.
+    """
+    settings: AcceleratorSettings | None = current().shared.get(_SETTINGS)
+    if settings is None:
+        raise AttributeError(
+            "`AcceleratorState` object has no attribute to show. This happens if "
+            "`AcceleratorState._reset_state()` was called: make a new Accelerator after it"
+        )
+    return settings
 
 
 class AcceleratorState(PartialState):
@@ -325,8 +341,7 @@ class AcceleratorState(PartialState):
 
     @property
     def _settings(self) -> AcceleratorSettings:
-        settings: AcceleratorSettings = current().shared[_SETTINGS]
-        return settings
+        return newest_settings()
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
