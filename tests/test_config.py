@@ -810,6 +810,16 @@ def test_the_saved_file_is_said_to_be_used() -> None:
     assert str(default_config_path()) in line
 
 
+def test_a_mode_of_torch_that_kills_ranks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
+    assert resolve({"debug": True})[1] == []
+    for env in ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, None):
+        (line,) = resolve({"env": env})[1]
+        assert "DETAIL is set: with it, torch ends a rank by SIGSEGV" in line
+        monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    assert resolve({"env": {"TORCH_DISTRIBUTED_DEBUG": "OFF"}})[1] == []
+
+
 def test_a_folder_that_may_not_be_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the home of another user, in a container that was started with --user."""
     path = default_config_path()

@@ -163,8 +163,9 @@ class LaunchConfig:
     debug: bool = setting(
         False,
         label="Debug",
-        about="Check the shapes of every collective across ranks, and have torch explain "
-        "mismatches",
+        about="Compare across ranks what the ``Accelerator``'s collectives are given (gather, "
+        "reduce, broadcast). Torch's own mode, TORCH_DISTRIBUTED_DEBUG=DETAIL, is left out: it "
+        "kills ranks that train by DDP on CPUs",
         variable="ACCELERATE_DEBUG_MODE",
         yaml="debug",
     )

@@ -109,7 +109,20 @@ def resolve(
         notices += [f"settings of {path} are used where the call gives none", *not_used]
         saved = _left_open(saved, os.environ, given=given)
     found = _first_of(given, _from_environment(os.environ, given=given), saved)
-    return LaunchConfig(**found), notices
+    chosen = LaunchConfig(**found)
+    return chosen, [*notices, *_trap_of_torch({**os.environ, **(chosen.env or {})})]
+
+
+def _trap_of_torch(environment: Mapping[str, str]) -> list[str]:
+    """What ends ranks by SIGSEGV: seen with torch 2.13, whose DDP logs by a cast of its group to
+    gloo's class, which DETAIL has wrapped in another one."""
+    if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL":
+        return []
+    line = (
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL is set: with it, torch ends a rank by SIGSEGV as soon as a "
+        "model is prepared for DDP on CPUs. Take it out of the environment, or set it to INFO"
+    )
+    return [line]
 
 
 def _first_of(*sources: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ __all__ = ["debug_launcher"]
 def debug_launcher(
     function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
 ) -> Run:
-    """Call ``function(*args)`` on processes of the CPU that check every collective, in full
-    precision whatever the environment and the default config file say.
+    """Call ``function(*args)`` on processes of the CPU in debug mode, in full precision whatever
+    the environment and the default config file say.
 
     Args:
         function: what each rank calls.

@@ -133,9 +133,10 @@ def notebook_launcher(
         env: environment variables of the ranks, beside those of the notebook.
         session: call it on the ranks that ``%%accelerate`` cells use, which stay; they are started
             if there are none. Where the function uses globals, it uses the session's.
-        debug: check the shapes of every collective across ranks; and where a rank fails, keep all
-            of them, so that ``%accelerate debug`` can look into its frames. They end with the
-            next launch, or with ``%accelerate stop``.
+        debug: compare across ranks what the ``Accelerator``'s collectives are given; and where a
+            rank fails, keep all of them, so that ``%accelerate debug`` can look into its frames.
+            They end with the next launch, or with ``%accelerate stop``. Torch's own mode
+            (TORCH_DISTRIBUTED_DEBUG=DETAIL) is left out: it kills ranks that train by DDP on CPUs.
         join_token: not supported yet.
         block: wait for the end of the run. With False the notebook stays free, and ``run.wait()``
             or ``run[0]`` wait.

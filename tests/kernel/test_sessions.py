@@ -231,6 +231,25 @@ def test_a_launch_with_debug_holds_its_ranks_for_the_debugger(book: Notebook) ->
     assert book.run("print(run[1])") == "7\n"
 
 
+def test_a_session_in_debug_mode_trains(tmp_path: Path) -> None:
+    with open_notebook({"NOTEBOOK_ACCEL_RUNS": str(tmp_path)}) as notebook:
+        notebook.run("""
+            %load_ext notebook_accel
+            import torch
+            from notebook_accel import Accelerator, notebook_launcher
+            def train():
+                accelerator = Accelerator()
+                model = accelerator.prepare(torch.nn.Linear(2, 1))
+                accelerator.backward(model(torch.ones(1, 2)).sum())
+                return [weight.grad.tolist() for weight in model.parameters()]
+        """)
+        launch = "run = notebook_launcher(train, num_processes=2, session=True, debug=True)"
+        notebook.run(launch)
+        assert notebook.run("print(run.results)") == f"{[[[[1.0, 1.0]], [1.0]]] * 2}\n"
+        text = notebook.run("%%accelerate\ntrain(), accelerator.state.debug")
+        assert text == "ranks 0-1: ([[[1.0, 1.0]], [1.0]], True)\n"
+
+
 def typed(book: Notebook, cell: str, prompt: str, answers: list[str]) -> str:
     """Run a cell that asks, and answer; gives what it printed."""
     reply = answer(book, cell, re.escape(prompt), answers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +92,31 @@ def test_the_debug_launcher_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> 
     for given, number in (({}, 2), ({"num_processes": 3}, 3)):
         run = debug_launcher(two_ranks, args=("rank",), **given)
         assert list(run) == [f"rank {rank} of {number} on cpu, no" for rank in range(number)]
+
+
+def trains(*, sharded: bool) -> list[float]:
+    plugin = notebook_accel.FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None
+    accelerator = notebook_accel.Accelerator(fsdp_plugin=plugin)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.full((1, 2), 1.0 + accelerator.process_index)).pow(2).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.gather(loss.detach()[None]).mean()))
+    return losses
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_debug_mode_trains(sharded: bool) -> None:
+    """Torch's own debug mode does not: DDP over gloo ends by SIGSEGV there."""
+    run = notebook_accel.launchers.debug_launcher(partial(trains, sharded=sharded))
+    first, *_, last = run[0]
+    assert last < first
+    assert run[0] == run[1]
 
 
 def test_a_loader_is_prepared_by_accelerates_arguments() -> None:

@@ -33,7 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import notebook_accel
 from notebook_accel.launch.rank import current
-from notebook_accel.training.state import AcceleratorState
+from notebook_accel.notebook.debugging import debug_launcher
+from notebook_accel.training.state import AcceleratorState, PartialState
 from tests.training.harness import run_ranks
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ PEER = importlib.util.find_spec("accelerate")
 pytestmark = pytest.mark.skipif(PEER is None, reason="accelerate is not installed")
 
 DIFFERENT = {
-    "test_reinstantiated_state": "an Accelerator works on when AcceleratorState is reset",
     # It gives a mock and says that it is FSDP's; test_accelerator has a model that cannot join.
     "test_join_raises_warning_for_non_ddp_distributed": "ranks on CPUs join, too",
 }
@@ -120,10 +120,7 @@ def run_scripts(folder: str) -> set[str]:
     stand_in_for_accelerate()
     waiting: set[str] = set()
     with contextlib.redirect_stdout(io.StringIO()):
-        load("test_ops", waiting).main()
-        load("test_script", waiting).main()
-        sync = load("test_sync", waiting)
-        sync.main()
+        sync = run_basics(waiting)
         if os.environ["WORLD_SIZE"] != "1":
             # Its main() tries these on GPUs alone.
             for options in itertools.product([True, False], repeat=3):
@@ -133,6 +130,22 @@ def run_scripts(folder: str) -> set[str]:
             run_hooks(load("test_ddp_comm_hook", waiting))
         run_metrics(waiting)
     return waiting
+
+
+def run_in_debug_mode() -> bool:
+    stand_in_for_accelerate()
+    is_on = PartialState().debug
+    with contextlib.redirect_stdout(io.StringIO()):
+        run_basics(set())
+    return is_on
+
+
+def run_basics(waiting: set[str]) -> Any:
+    load("test_ops", waiting).main()
+    load("test_script", waiting).main()
+    sync = load("test_sync", waiting)
+    sync.main()
+    return sync
 
 
 def run_data_loop(script: Any, folder: str) -> None:
@@ -190,3 +203,8 @@ def test_accelerates_own_checks_pass(ranks: int, tmp_path: Path) -> None:
     missing = set() if importlib.util.find_spec("datasets") else {OF_DATASETS}
     results = run_ranks(run_scripts, ranks, str(tmp_path), timeout=100)
     assert results == [LEFT_OUT[ranks] | missing] * ranks
+
+
+def test_they_pass_in_debug_mode() -> None:
+    """As Accelerate's own tests call them: by ``debug_launcher``."""
+    assert list(debug_launcher(run_in_debug_mode)) == [True, True]

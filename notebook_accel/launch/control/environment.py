@@ -88,7 +88,6 @@ def _asked_for(config: LaunchConfig) -> dict[str, str]:
         if options is not None:
             variables.update(plugin.variables(options))
     if config.debug:
-        variables["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         variables["NOTEBOOK_ACCEL_DEBUG"] = "1"
     return variables
 

@@ -46,8 +46,8 @@ def _mismatch(rank: RankState) -> str:
     if not _MISMATCH.search(said):
         return ""
     return (
-        "Likely, ranks gave one collective (gather, reduce, backward) tensors of different shapes "
-        "or types: launch again with debug=True, which compares them before and names the ranks"
+        "Likely, ranks gave one collective tensors of different shapes or types: launch again with "
+        "debug=True, which compares what gather, reduce and the like are given, and names the ranks"
     )
 
 

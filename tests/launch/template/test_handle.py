@@ -49,7 +49,7 @@ def test_what_the_system_refuses_the_process_is_named(monkeypatch: pytest.Monkey
         ("TORCH_TRACE", True),
         ("TQDM_DISABLE", True),
         ("MALLOC_ARENA_MAX", True),
-        # Read later, or by what the template does not import. The second is how debug=True travels.
+        # Read later, or by what the template does not import.
         ("TORCH_HOME", False),
         ("TORCH_DISTRIBUTED_DEBUG", False),
         ("TMPDIR", False),
