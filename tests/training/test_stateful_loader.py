@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from notebook_accel import Accelerator, ConfigError, DataLoaderConfiguration, skip_first_batches
+from notebook_accel.training import data as training_data
 from notebook_accel.training.data import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from tests.training.harness import run_ranks
 from tests.training.loading import lists, numbers, prepare
@@ -188,6 +189,26 @@ def test_a_loader_that_is_made_by_hand_goes_on_as_accelerates_does(kind: Any, pe
     assert isinstance(again, kind)
     assert isinstance(again, StatefulDataLoader)
     assert [batch.item() % 100 for batch in again] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_loaders_tell_what_they_are_made_of(stateful: bool) -> None:
+    """By the names that Accelerate has for it; its loaders keep one of torch's inside."""
+    prepared = [
+        prepare(numbers(10), use_stateful_dataloader=stateful, dispatch_batches=dispatched)
+        for dispatched in (False, True)
+    ]
+    by_hand = [
+        getattr(module, kind)(range(10), use_stateful_dataloader=stateful, batch_size=3)
+        for module in (training_data, accelerate.data_loader)
+        for kind in ("DataLoaderShard", "DataLoaderDispatcher", "SkipDataLoader")
+    ]
+    restored = [pickle.loads(pickle.dumps(loader)) for loader in (*prepared, *by_hand[:3])]
+    for loader in (*prepared, *by_hand, *restored):
+        assert loader.use_stateful_dataloader is stateful
+        assert isinstance(loader.base_dataloader, StatefulDataLoader) is stateful
+        assert isinstance(loader.base_dataloader, DataLoader)
+        assert len(loader.base_dataloader.dataset) == 10
 
 
 def test_a_loader_without_its_first_batches_is_made_by_hand_too() -> None:

@@ -23,7 +23,7 @@ from notebook_accel.training.checkpoint.file_names import (
 )
 from notebook_accel.training.checkpoint.start import random_states_file, read_random_states
 from notebook_accel.training.checkpoint.weights import load_weights, numbered, with_ties
-from notebook_accel.training.data.stateful import is_stateful
+from notebook_accel.training.data.joined import is_stateful
 from notebook_accel.training.random_states import get_random_states, set_random_states
 from notebook_accel.training.saving import load, save
 

@@ -29,7 +29,7 @@ from torch.utils.data import (
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.active import ActiveLoaders, active_loaders
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
-from notebook_accel.training.data.joined import copy_as
+from notebook_accel.training.data.joined import copy_as, is_stateful
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.data.options import LoaderOptions
 from notebook_accel.training.data.samplers import (
@@ -47,7 +47,6 @@ from notebook_accel.training.data.stateful import (
     StatefulDispatcher,
     StatefulShard,
     as_stateful,
-    is_stateful,
 )
 from notebook_accel.training.data.streams import (
     IterableDatasetShard,

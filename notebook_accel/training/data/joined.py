@@ -12,9 +12,30 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-__all__ = ["add_classes", "copy_as"]
+__all__ = ["WholeLoader", "add_classes", "copy_as", "is_stateful"]
 
 Loader = TypeVar("Loader", bound=DataLoader[Any])
+
+
+class WholeLoader:
+    """Attributes that Accelerate's loaders have of the torch loader that they keep inside. A loader
+    of ours keeps none: it is one."""
+
+    @property
+    def base_dataloader(self) -> DataLoader[Any]:
+        """The loader itself."""
+        assert isinstance(self, DataLoader)
+        return self
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether the loader is torchdata's ``StatefulDataLoader`` too."""
+        return is_stateful(self)
+
+
+def is_stateful(loader: object) -> bool:
+    """Whether a loader is torchdata's, asked without importing it."""
+    return any(kind.__name__ == "StatefulDataLoader" for kind in type(loader).__mro__)
 
 
 def copy_as(kind: type[Loader], loader: DataLoader[Any]) -> Loader:

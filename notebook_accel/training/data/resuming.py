@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from notebook_accel.training.collectives import broadcast_object_list
+from notebook_accel.training.data.joined import WholeLoader
 from notebook_accel.training.data.pass_view import PassView
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["ResumableLoader"]
 
 
-class ResumableLoader(DataLoader[Any], PassView):
+class ResumableLoader(DataLoader[Any], PassView, WholeLoader):
     """Base of the prepared loaders: the sizes of steps, the epoch, and the state of both."""
 
     _options: LoaderOptions

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from notebook_accel.training.data.joined import copy_as
+from notebook_accel.training.data.joined import WholeLoader, copy_as
 
 __all__ = ["SkipDataLoader"]
 
 
-class SkipDataLoader(DataLoader[Any]):
+class SkipDataLoader(DataLoader[Any], WholeLoader):
     """A loader, not prepared, without the first batches of an iterable dataset.
 
     Args:

@@ -34,12 +34,7 @@ if TYPE_CHECKING:
 
     from notebook_accel.training.data.active import Position
 
-__all__ = ["StatefulDispatcher", "StatefulShard", "as_stateful", "is_stateful", "make_stateful"]
-
-
-def is_stateful(loader: DataLoader[Any]) -> bool:
-    """Whether a loader is torchdata's, asked without importing it."""
-    return any(kind.__name__ == "StatefulDataLoader" for kind in type(loader).__mro__)
+__all__ = ["StatefulDispatcher", "StatefulShard", "as_stateful", "make_stateful"]
 
 
 def as_stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
