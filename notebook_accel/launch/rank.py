@@ -211,6 +211,8 @@ class LaunchedContext(RankContext):
         self._next_memory = 0.0
         # How many batches were given before the pass, and its length, as the board has them.
         self._pass: tuple[int, int | None] = (0, None)
+        # That in which the last step was made, and how many of its batches had been given then.
+        self._stepped: tuple[tuple[int, int | None], int] | None = None
         # Within a call it is kept; between calls it is the user's to drop.
         self._training: Training | None = None
         self._any_training: weakref.ref[Training] | None = None
@@ -236,11 +238,16 @@ class LaunchedContext(RankContext):
         self.call = number
         self.made_group = has_group
         self.lost_group = False
-        self._pass = (0, None)
+        self._pass, self._stepped = (0, None), None
 
     def end_call(self) -> None:
         """The call has ended: what was being trained in it is no longer kept here."""
         self._training = None
+        # A validation mostly comes last, and how far the training came is what people ask.
+        if self._stepped is not None and self._stepped[0] != self._pass:
+            (_, total), done = self._stepped
+            self._row.pass_start = self._row.batches - done
+            self._row.total_batches = int(total or 0)
 
     def note_training(self, training: Training) -> None:
         self._training, self._any_training = training, weakref.ref(training)
@@ -285,13 +292,15 @@ class LaunchedContext(RankContext):
             raise RunStopped("the run was stopped")
 
     def count_step(self, device_memory: Callable[[], int | None] | None = None) -> None:
-        self._row.steps += 1
+        row = self._row
+        row.steps += 1
+        self._stepped = self._pass, row.batches - self._pass[0]
         if device_memory is None:
             return
         now = time.monotonic()
         if now >= self._next_memory:
             self._next_memory = now + _MEMORY_SECONDS
-            self._row.device_memory = device_memory() or 0
+            row.device_memory = device_memory() or 0
 
     def should_stop(self) -> bool:
         row = self._row

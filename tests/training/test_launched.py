@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, notebook_launcher
 from notebook_accel.launch.rank import current
+from notebook_accel.launch.view.progress import progress_text
 
 OF_TRAINING = ("torch.", "notebook_accel.")
 
@@ -87,6 +88,26 @@ def test_a_model_that_nobody_prepared_is_told_of_once() -> None:
     assert "each of the 2 ranks trains a model of its own" in told[0]
     alone = notebook_launcher(forget_to_prepare, num_processes=1, view="none")
     assert not [text for text in alone.state.notices if "prepared" in text]
+
+
+def train_and_validate() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    loaders = [DataLoader(torch.ones(length, 1)) for length in (12, 4)]
+    model, optimizer, training, validation = accelerator.prepare(model, made, *loaders)
+    for _ in range(2):
+        for batch in training:
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+        for batch in validation:
+            model(batch)
+
+
+def test_the_summary_counts_the_batches_of_the_loader_in_which_steps_are_made() -> None:
+    run = notebook_launcher(train_and_validate, num_processes=2, view="none")
+    said = {progress_text(rank) for rank in run.state.ranks}
+    assert said == {"12 steps, 6/6 batches"}
 
 
 def count_in_a_child() -> list[int]:
