@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test check coverage test-binder test-chaos test-datasets test-deepspeed test-eight \
   test-fp8 test-gpu test-inductor test-kernels test-kills test-pythons test-soak \
-  test-trackers test-without-browser bench demo lab env browser clean
+  test-without-browser bench demo lab env browser clean
 
 help:
 	@echo 'make demo            train in a notebook, headless; writes build/demo/'
@@ -38,7 +38,6 @@ help:
 	@echo 'make test-kills      kill ranks of trainings that save checkpoints, and resume each'
 	@echo 'make test-pythons    the tests, browsers aside, on other versions of Python: $(PYTHONS)'
 	@echo 'make test-soak       launch 1,000 times, and look at what that leaves behind'
-	@echo 'make test-trackers   logs to dvclive, swanlab and trackio, which it gets'
 	@echo 'make bench           the figures of the README, peers beside us'
 	@echo 'make clean           remove what was built and measured; .venv stays'
 
@@ -138,11 +137,6 @@ endif
 
 test-soak: $(READY)
 	$(BIN)/python -m tests.soak $(ARGS)
-
-# Without constraints.txt: what swanlab needs takes no dateutil of its versions.
-test-trackers: $(READY)
-	$(call on_top,trackers,dvclive==3.49.1 swanlab==0.10.3 trackio==0.43.0)
-	build/trackers/bin/python -m pytest tests/training/test_tracker_libraries.py $(ARGS)
 
 bench: $(READY)
 	@for script in launch session step strategies loader checkpoint closure flood panel faults; do \

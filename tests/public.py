@@ -27,7 +27,9 @@ def public_names() -> dict[str, str]:
 def _doors() -> list[str]:
     """Modules of ``compat/``, by the path under which user code imports them."""
     return [
-        info.name for info in pkgutil.walk_packages([str(PACKAGE / "compat")], "notebook_accel.")
+        info.name
+        for info in pkgutil.walk_packages([str(PACKAGE / "compat")], "notebook_accel.")
+        if not info.name.startswith("notebook_accel._")
     ]
 
 

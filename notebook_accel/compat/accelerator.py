@@ -1,14 +1,16 @@
-"""Door: ``accelerate.accelerator`` under our name, with what it has imported itself there."""
+"""Door: ``accelerate.accelerator`` under our name, with what it has imported there."""
 
-from notebook_accel.training.accelerator import Accelerator as Accelerator
-from notebook_accel.training.tracking.registry import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
+from notebook_accel.compat._accelerate import door
+from notebook_accel.training.accelerator import Accelerator
 
 from .checkpointing import *
 from .data_loader import *
-from .logging import get_logger as get_logger
-from .optimizer import AcceleratedOptimizer as AcceleratedOptimizer
-from .parallelism_config import ParallelismConfig as ParallelismConfig
-from .scheduler import AcceleratedScheduler as AcceleratedScheduler
+from .logging import *
+from .optimizer import *
+from .parallelism_config import *
+from .scheduler import *
 from .state import *
 from .tracking import *
 from .utils import *
+
+__getattr__ = door("accelerator")

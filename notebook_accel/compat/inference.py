@@ -1,6 +1,8 @@
 """Door: ``accelerate.inference`` under our name, with what it has imported there."""
 
-from notebook_accel.training.big_modeling.pipelined import prepare_pippy as prepare_pippy
+from notebook_accel.compat._accelerate import door
 
 from .state import *
 from .utils import *
+
+__getattr__ = door("inference")

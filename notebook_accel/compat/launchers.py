@@ -1,4 +1,4 @@
-"""Door: ``accelerate.launchers`` under our name."""
+"""Door: ``accelerate.launchers`` under our name, whose import brings no torch."""
 
-from notebook_accel.notebook.debugging import debug_launcher as debug_launcher
-from notebook_accel.notebook.launcher import notebook_launcher as notebook_launcher
+from notebook_accel.notebook.debugging import debug_launcher
+from notebook_accel.notebook.launcher import notebook_launcher

@@ -1,6 +1,9 @@
 """Door: ``accelerate.local_sgd`` under our name, with what it has imported there."""
 
-from notebook_accel.training.local_sgd import LocalSGD as LocalSGD
+from notebook_accel.compat._accelerate import door
+from notebook_accel.training.accelerator import Accelerator
+from notebook_accel.training.local_sgd import LocalSGD
 
-from .accelerator import Accelerator as Accelerator
 from .state import *
+
+__getattr__ = door("local_sgd")

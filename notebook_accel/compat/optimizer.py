@@ -1,7 +1,9 @@
 """Door: ``accelerate.optimizer`` under our name, with what it has imported there."""
 
-from notebook_accel.training.nested import move_to_device as move_to_device
-from notebook_accel.training.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+from notebook_accel.compat._accelerate import door
+from notebook_accel.training.optimizer import AcceleratedOptimizer
 
 from .state import *
 from .utils import *
+
+__getattr__ = door("optimizer")

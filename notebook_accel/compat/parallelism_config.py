@@ -1,6 +1,8 @@
 """Door: ``accelerate.parallelism_config`` under our name, with what it has imported there."""
 
-from notebook_accel.training.parallelism import ParallelismConfig as ParallelismConfig
+from notebook_accel.compat._accelerate import door
+from notebook_accel.training.parallelism import ParallelismConfig
 
-from .utils.dataclasses import *
-from .utils.versions import *
+from .utils import *
+
+__getattr__ = door("parallelism_config")

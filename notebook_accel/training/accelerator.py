@@ -30,7 +30,6 @@ from notebook_accel.training.preparing import PreparingView
 from notebook_accel.training.process_group import close_process_group
 from notebook_accel.training.profiling import profile
 from notebook_accel.training.progress import progress
-from notebook_accel.training.rich_tracebacks import install_if_asked
 from notebook_accel.training.settings import ProfileKwargs, pick_handler
 from notebook_accel.training.tracking.registry import resolve_trackers
 from notebook_accel.training.tracking.view import TrackerView, Tracking
@@ -137,7 +136,6 @@ class Accelerator(WindowView, CheckpointView, TrackerView, PreparingView):
         """
         # What a pickled one is made with again; without itself, or it would live on in a cycle.
         self._asked = {**{name: one for name, one in locals().items() if name != "self"}, **others}
-        install_if_asked()
         refuse_unbuilt(others)
         loaders = resolve_loaders(
             dataloader_config,

@@ -21,8 +21,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
 from notebook_accel.training import environment
 from notebook_accel.training.availability import (
-    is_deepspeed_available,
-    is_transformers_available,
+    is_installed,
 )
 from notebook_accel.training.deepspeed_config import AUTO, HfDeepSpeedConfig, is_open
 from notebook_accel.training.notices import notice_once
@@ -256,7 +255,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         training that uses it has imported it before.
         """
         loaded = "transformers" in sys.modules
-        if not loaded and not (self._wants_init and is_transformers_available()):
+        if not loaded and not (self._wants_init and is_installed("transformers")):
             return
         if importlib.util.find_spec("accelerate") is None:
             # Transformers reads the configuration by a class of Accelerate, and raises without it.
@@ -434,7 +433,7 @@ def resolve_deepspeed(plugin: Any, plugins: Any) -> DeepSpeedPlugins | None:
                 f"deepspeed_plugin is a {type(one).__name__}: expected a DeepSpeedPlugin, or a "
                 "dictionary of several by name"
             )
-    if not is_deepspeed_available():
+    if not is_installed("deepspeed"):
         raise ConfigError(
             "DeepSpeed was asked for and is not installed: pip install deepspeed ninja"
         )

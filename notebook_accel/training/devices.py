@@ -37,7 +37,6 @@ __all__ = [
     "distributed_type",
     "empty_cache",
     "free_memory",
-    "get_current_device_type",
     "get_rng_state",
     "has_ring_attention",
     "inventory",
@@ -227,14 +226,6 @@ def with_host(backend: str, device: torch.device) -> str:
 def distributed_type(device: torch.device) -> DistributedType:
     """What several ranks on such devices are called."""
     return _DISTRIBUTED_TYPES.get(device.type, DistributedType.MULTI_GPU)
-
-
-def get_current_device_type() -> tuple[str, str]:
-    """The kind of accelerator that torch was built for ("cuda" for none), and what several ranks
-    with one each are called; no device is used."""
-    accelerator = torch.accelerator.current_accelerator()
-    kind = "cuda" if accelerator is None else accelerator.type
-    return kind, str(_DISTRIBUTED_TYPES.get(kind, DistributedType.MULTI_GPU))
 
 
 def wrapper_device_ids(device: torch.device) -> list[torch.device] | None:

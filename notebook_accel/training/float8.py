@@ -8,14 +8,13 @@ model has the weights of the one before, under the same names, and an optimizer 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import devices
-from notebook_accel.training.availability import is_torchao_available
+from notebook_accel.training.availability import is_installed
 from notebook_accel.training.environment import parse_flag_from_env
 from notebook_accel.training.settings import KwargsHandler
 
@@ -26,16 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AORecipeKwargs",
-    "check_cuda_fp8_capability",
     "convert_model_to_fp8_ao",
-    "filter_first_and_last_linear_layers",
     "filter_linear_layers",
     "find_first_last_linear_layers",
-    "has_ao_layers",
-    "torchao_required",
 ]
 
-_Function = TypeVar("_Function", bound="Callable[..., Any]")
 # torch's product of 8-bit numbers takes no other sizes.
 _DIVISOR = 16
 _LEAST_CAPABILITY = (8, 9)
@@ -47,22 +41,11 @@ def require_torchao(asked: str) -> None:
     Raises:
         ConfigError: it is not installed.
     """
-    if not is_torchao_available():
+    if not is_installed("torchao"):
         raise ConfigError(
             f"{asked} computes in 8 bits by torchao, which is not installed: use "
             'mixed_precision="bf16", or pip install torchao'
         )
-
-
-def torchao_required(func: _Function) -> _Function:
-    """Let a function raise a ConfigError where torchao is not installed."""
-
-    @wraps(func)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        require_torchao(f"{func.__qualname__}()")
-        return func(*args, **kwargs)
-
-    return cast("_Function", checked)
 
 
 @dataclass
@@ -124,7 +107,6 @@ class AORecipeKwargs(KwargsHandler):
         convert_model_to_fp8_ao(model, self.config, self.module_filter_func)
 
 
-@torchao_required
 def convert_model_to_fp8_ao(
     model: Module,
     config: Any = None,
@@ -137,6 +119,7 @@ def convert_model_to_fp8_ao(
         config: a ``torchao.float8.Float8LinearConfig``; None takes torchao's own.
         module_filter_func: as of :class:`AORecipeKwargs`.
     """
+    require_torchao("convert_model_to_fp8_ao()")
     from torchao.float8 import convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
@@ -150,17 +133,6 @@ def convert_model_to_fp8_ao(
         return filter_linear_layers(module, name, ends)
 
     convert_to_float8_training(model, module_filter_fn=is_chosen, config=config)
-
-
-def filter_first_and_last_linear_layers(module: Module, fqn: str) -> bool:
-    """Whether a layer is one to convert: of fitting sizes, and not at either end.
-
-    Args:
-        module: whose first and last linear layers are left as they are; where it is a linear layer
-            itself, its sizes have to be multiples of 16.
-        fqn: name of the layer in it.
-    """
-    return filter_linear_layers(module, fqn, find_first_last_linear_layers(module))
 
 
 def find_first_last_linear_layers(model: Module) -> tuple[str | None, str | None]:
@@ -184,16 +156,3 @@ def filter_linear_layers(
     ):
         return False
     return fqn not in layers_to_filter
-
-
-def check_cuda_fp8_capability() -> bool:
-    """Whether the current NVIDIA device multiplies in 8 bits; False where there is none."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _LEAST_CAPABILITY
-
-
-@torchao_required
-def has_ao_layers(model: Module) -> bool:
-    """Whether layers of a model multiply in 8 bits by torchao."""
-    from torchao.float8.float8_linear import Float8Linear
-
-    return any(isinstance(part, Float8Linear) for part in model.modules())

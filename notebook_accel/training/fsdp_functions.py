@@ -1,4 +1,4 @@
-"""Accelerate's functions for weights in parts, for code that saves or spreads a model by hand.
+"""Accelerate's functions for weights in parts, for code that saves a model by hand (Transformers').
 
 Each does with one model or optimizer what the methods of ``Accelerator`` do with all that was
 prepared. What is written, by ``state_dict_type`` of the plugin::
@@ -10,25 +10,21 @@ prepared. What is written, by ``state_dict_type`` of the plugin::
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.errors import ConfigError
 from notebook_accel.training.checkpoint.file_names import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from notebook_accel.training.checkpoint.pieces import complete, write_one_by_one
 from notebook_accel.training.checkpoint.state_files import read_state, write_state
 from notebook_accel.training.checkpoint.weights import load_weights, numbered, with_ties
 from notebook_accel.training.collectives import gather_object
-from notebook_accel.training.model_parts import is_peft_model
 from notebook_accel.training.optimizer import inner_optimizer
 from notebook_accel.training.prepare import extract_model_from_parallel
-from notebook_accel.training.strategies.request import ModelToPrepare
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
 
-    import torch
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -39,10 +35,6 @@ if TYPE_CHECKING:
     Path_ = str | os.PathLike[str]
 
 __all__ = [
-    "fsdp2_apply_ac",
-    "fsdp2_load_full_state_dict",
-    "fsdp2_prepare_model",
-    "fsdp2_switch_optimizer_parameters",
     "load_fsdp_model",
     "load_fsdp_optimizer",
     "save_fsdp_model",
@@ -74,7 +66,7 @@ def save_fsdp_model(
     state = accelerator._strategy.state_dict(
         own, full=not fsdp_plugin.saves_shards, keeps=accelerator.is_main_process
     )
-    if adapter_only and is_peft_model(own):
+    if adapter_only and _is_of_peft(own):
         trained = {name for name, weight in own.named_parameters() if weight.requires_grad}
         state = {name: value for name, value in state.items() if name in trained}
     folder = _made(output_dir)
@@ -113,7 +105,7 @@ def load_fsdp_model(
         RuntimeError: weights of the model are not among them.
     """
     own, folder = _inner(model), Path(input_dir)
-    strict = not (adapter_only and is_peft_model(own))
+    strict = not (adapter_only and _is_of_peft(own))
     accelerator.wait_for_everyone()
     if fsdp_plugin.saves_shards:
         from notebook_accel.training.checkpoint import sharded
@@ -211,6 +203,11 @@ def _inner(model: Module) -> Module:
     return inner
 
 
+def _is_of_peft(model: Module) -> bool:
+    peft: Any = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
 def _made(folder: Path_) -> Path:
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -234,104 +231,3 @@ def _write_parts(accelerator: Accelerator, piece: Piece, folder: Path) -> None:
     everywhere = gather_object([results])
     if accelerator.is_main_process:
         complete(pieces, everywhere)
-
-
-def fsdp2_prepare_model(accelerator: Accelerator, model: Module) -> Module:
-    """Spread a model over the ranks as ``prepare`` would, and let checkpoints leave it out.
-
-    Returns:
-        the same model, spread in place.
-
-    Raises:
-        ConfigError: the ``Accelerator`` was made without an FSDP plugin.
-    """
-    _require_plugin(accelerator, "fsdp2_prepare_model")
-    asked = ModelToPrepare(model, device=accelerator.device)
-    return accelerator._strategy.prepare_model(asked)
-
-
-def fsdp2_apply_ac(accelerator: Accelerator, model: Module) -> Module:
-    """Let the modules that the plugin's policy chooses compute their forward again in backward.
-
-    Returns:
-        the same model, changed in place.
-
-    Raises:
-        ConfigError: the ``Accelerator`` was made without an FSDP plugin, or its policy chooses
-            nothing in this model.
-    """
-    from notebook_accel.training.strategies import fsdp
-
-    plugin = _require_plugin(accelerator, "fsdp2_apply_ac")
-    fsdp.checkpoint_activations(fsdp.choose_modules(model, plugin), plugin)
-    return model
-
-
-def _require_plugin(accelerator: Accelerator, name: str) -> FullyShardedDataParallelPlugin:
-    plugin = accelerator._plan.fsdp
-    if plugin is None:
-        raise ConfigError(
-            f"{name}() takes its settings from the FSDP plugin, and there is none: make the "
-            "Accelerator with fsdp_plugin=FullyShardedDataParallelPlugin(...)"
-        )
-    return plugin
-
-
-def fsdp2_load_full_state_dict(
-    accelerator: Accelerator,
-    model: Module,
-    full_sd: Mapping[str, Any],
-    cpu_offload: bool = False,  # noqa: ARG001
-) -> Module:
-    """Give a model in parts the whole weights that rank 0 has; all ranks call it.
-
-    Args:
-        accelerator: of these ranks.
-        model: in parts, on the meta device perhaps.
-        full_sd: the weights; on other ranks it may be empty.
-        cpu_offload: accepted: weights stay where the model's are.
-
-    Returns:
-        the same model.
-
-    Raises:
-        RuntimeError: a weight of the model is not there, or has another shape.
-    """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    several = accelerator.num_processes > 1
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
-    set_model_state_dict(model, dict(full_sd), options=options)
-    return model
-
-
-def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[Any, Any]) -> None:
-    """Let an optimizer step other weights, with the state that it had for the old ones.
-
-    Args:
-        optimizer: made before its weights were replaced.
-        mapping: the new weight of each old one, by ``weight.data_ptr`` as Accelerate has it, or by
-            the weight.
-
-    Raises:
-        KeyError: it has none for a weight of the optimizer.
-    """
-    from notebook_accel.training.strategies import dtensors
-
-    own = inner_optimizer(optimizer)
-    replaced = {
-        weight: _new_weight(weight, mapping)
-        for group in own.param_groups
-        for weight in group["params"]
-    }
-    dtensors.remap(own, replaced)
-
-
-def _new_weight(weight: torch.Tensor, mapping: Mapping[Any, Any]) -> Any:
-    for key in (weight.data_ptr, weight):
-        if key in mapping:
-            return mapping[key]
-    raise KeyError(
-        f"the mapping has no new weight for one of shape {tuple(weight.shape)} that the optimizer "
-        "steps: it would go on with the old one, which the model no longer has"
-    )

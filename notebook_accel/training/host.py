@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,31 +15,11 @@ from notebook_accel.training import environment
 
 __all__ = [
     "check_cuda_p2p_ib_support",
-    "check_os_kernel",
-    "get_driver_version",
-    "get_free_port",
-    "get_gpu_info",
-    "is_port_in_use",
     "set_numa_affinity",
 ]
 
 _PCI = Path("/sys/bus/pci/devices")
-_HANGS_BEFORE = "5.5"
 _log = logging.getLogger(__name__)
-
-
-def check_os_kernel() -> None:
-    """Warn of a Linux kernel before 5.5, on which training on several devices may hang."""
-    if platform.system() != "Linux":
-        return
-    text = platform.release().partition("-")[0]
-    if TorchVersion(text) < _HANGS_BEFORE:  # compares any versions, not only torch's
-        _log.warning(
-            "this Linux kernel is %s: before %s a training on several devices may hang; upgrade "
-            "it if one does",
-            text,
-            _HANGS_BEFORE,
-        )
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
@@ -80,39 +58,6 @@ def parse_cores(text: str) -> set[int]:
         first, _, last = part.partition("-")
         cores |= set(range(int(first), int(last or first) + 1))
     return cores
-
-
-def is_port_in_use(port: int | None = None) -> bool:
-    """Whether somebody listens on a port of this machine (29500, torch's own, unless given)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
-        return tried.connect_ex(("localhost", 29500 if port is None else port)) == 0
-
-
-def get_free_port() -> int:
-    """A port of this machine on which nobody listens; another program may take it meanwhile."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
-        tried.bind(("", 0))
-        port: int = tried.getsockname()[1]
-        return port
-
-
-def get_gpu_info() -> tuple[list[str], int]:
-    """Names and number of NVIDIA's devices, asked of ``nvidia-smi``, which uses none of them.
-
-    Raises:
-        FileNotFoundError: there is no ``nvidia-smi``.
-    """
-    names = _ask_nvidia("name")
-    return names, len(names)
-
-
-def get_driver_version() -> str:
-    """The version of NVIDIA's driver, asked of ``nvidia-smi``.
-
-    Raises:
-        FileNotFoundError: there is no ``nvidia-smi``.
-    """
-    return _ask_nvidia("driver_version")[0]
 
 
 def check_cuda_p2p_ib_support() -> bool:

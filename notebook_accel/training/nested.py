@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 __all__ = [
-    "concatenate",
-    "convert_outputs_to_fp32",
     "convert_to_fp32",
     "find_batch_size",
-    "find_device",
     "honor_type",
-    "ignorant_find_batch_size",
     "is_namedtuple",
     "is_torch_tensor",
     "leaves",
     "leaves_with_paths",
-    "listify",
-    "merge_dicts",
-    "move_to_device",
-    "pad_input_tensors",
     "rebuild",
     "recursively_apply",
     "send_to_device",
-    "slice_tensors",
 ]
 
 Value = TypeVar("Value")
@@ -158,11 +148,6 @@ def send_to_device(
     return _send(tensor, device, non_blocking, keep)
 
 
-def move_to_device(state: Any, device: torch.device | str | int) -> Any:
-    """:func:`send_to_device`, as code that moves the state of an optimizer calls it."""
-    return send_to_device(state, device)
-
-
 def _send(value: Any, device: Any, non_blocking: bool, keep: set[str]) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=non_blocking)
@@ -196,67 +181,6 @@ def find_batch_size(data: Any) -> int | None:
     return None
 
 
-# Ours raises nothing to ignore.
-ignorant_find_batch_size = find_batch_size
-
-
-def find_device(data: Any) -> torch.device | None:
-    """Device of the first tensor; None where there is none."""
-    found = (leaf.device for leaf in leaves(data) if isinstance(leaf, torch.Tensor))
-    return next(found, None)
-
-
-def slice_tensors(
-    data: Any,
-    tensor_slice: slice,
-    process_index: int | None = None,  # noqa: ARG001
-    num_processes: int | None = None,  # noqa: ARG001
-) -> Any:
-    """Apply a slice to the first dimension of every tensor; those without one stay.
-
-    Args:
-        data: tensors in lists, tuples and mappings.
-        tensor_slice: the rows.
-        process_index, num_processes: accepted: what a ``slice_fn_for_dispatch`` is given.
-    """
-
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[tensor_slice] if tensor.ndim else tensor
-
-    return recursively_apply(cut, data)
-
-
-def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Join structures of the same form, tensor by tensor; what is no tensor stays as it is where
-    there is one structure alone.
-
-    Raises:
-        TypeError: a leaf of several structures is not a tensor.
-    """
-    first = data[0]
-    if isinstance(first, (list, tuple)):
-        columns = zip(*data, strict=True)
-        return honor_type(first, (concatenate(column, dim=dim) for column in columns))
-    if isinstance(first, Mapping):
-        joined = {key: concatenate([item[key] for item in data], dim=dim) for key in first}
-        return rebuild(first, joined)
-    if isinstance(first, torch.Tensor):
-        return torch.cat(list(data), dim=dim)
-    if len(data) == 1:
-        return first
-    raise TypeError(_refusal(concatenate, first))
-
-
-def listify(data: Any) -> Any:
-    """Every tensor as (nested lists of) Python numbers."""
-
-    def plain(tensor: torch.Tensor) -> Any:
-        tensor = tensor.detach().cpu()
-        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).tolist()
-
-    return recursively_apply(plain, data)
-
-
 def convert_to_fp32(tensor: Any) -> Any:
     """Every float16 and bfloat16 tensor as float32."""
 
@@ -264,49 +188,3 @@ def convert_to_fp32(tensor: Any) -> Any:
         return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
 
     return recursively_apply(torch.Tensor.float, tensor, test_type=is_half)
-
-
-def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that gives every float16 and bfloat16 tensor of a forward's outputs as float32."""
-
-    @functools.wraps(model_forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return convert_to_fp32(model_forward(*args, **kwargs))
-
-    return forward
-
-
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Fill up tensors with zeros until ranks can share them evenly.
-
-    Args:
-        tensor: in lists, tuples and mappings.
-        batch_size: how many samples the tensors have along ``dim``; others stay as they are.
-        num_processes: the length becomes a multiple of it.
-        dim: of the samples.
-    """
-    missing = -batch_size % num_processes
-
-    def pad(value: torch.Tensor) -> torch.Tensor:
-        if value.ndim <= dim or value.shape[dim] != batch_size:
-            return value
-        shape = list(value.shape)
-        shape[dim] = missing
-        return torch.cat((value, value.new_zeros(shape)), dim=dim)
-
-    return recursively_apply(pad, tensor, error_on_other_type=True)
-
-
-def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """Put all of ``source`` into ``destination``, dictionaries in dictionaries merged likewise.
-
-    Returns:
-        ``destination``, which is changed in place.
-    """
-    for key, value in source.items():
-        there = destination.get(key)
-        if isinstance(value, dict):
-            destination[key] = merge_dicts(value, there if isinstance(there, dict) else {})
-        else:
-            destination[key] = value
-    return destination

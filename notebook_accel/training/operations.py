@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from notebook_accel.training import collectives, topology
+from notebook_accel.training import collectives
 from notebook_accel.training.data_group import current_data_group
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["copy_tensor_to_devices", "gather", "gather_object", "pad_across_processes", "reduce"]
+__all__ = ["gather", "gather_object", "pad_across_processes", "reduce"]
 
 
 def _data_ranks() -> dist.ProcessGroup | None:
@@ -81,31 +79,3 @@ def pad_across_processes(
         TypeError: a leaf is not a tensor.
     """
     return collectives.pad_across_processes(tensor, dim, pad_index, pad_first, group=_data_ranks())
-
-
-def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Give every rank the tensor that one of them has; all ranks of the world call it.
-
-    Args:
-        tensor: on one rank a tensor; None on the others, which need not know its shape.
-
-    Returns:
-        the tensor, on each rank's device.
-
-    Raises:
-        ValueError: not exactly one rank has a tensor.
-    """
-    forms = collectives.gather_object(
-        [None if tensor is None else (tuple(tensor.shape), tensor.dtype)]
-    )
-    owners = [rank for rank, form in enumerate(forms) if form is not None]
-    if len(owners) != 1:
-        raise ValueError(
-            f"copy_tensor_to_devices copies the tensor of one rank, but of the {len(forms)} ranks "
-            f"those with a tensor are {owners or 'none'}: pass None on all others"
-        )
-    shape, dtype = forms[owners[0]]
-    device = topology.topology().device
-    room = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.to(device)
-    copied: torch.Tensor = collectives.broadcast(room, owners[0])
-    return copied

@@ -14,7 +14,6 @@ from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.deepspeed_plugin import resolve_deepspeed
 from notebook_accel.training.float8 import AORecipeKwargs
 from notebook_accel.training.fsdp_plugin import resolve_fsdp
-from notebook_accel.training.not_built import OtherFP8
 from notebook_accel.training.notices import notice_once
 from notebook_accel.training.parallelism import fit_sizes, resolve_parallelism
 from notebook_accel.training.precision import (
@@ -284,12 +283,6 @@ def _check_handlers(handlers: Iterable[KwargsHandler]) -> list[KwargsHandler]:
         )
     checked: list[KwargsHandler] = []
     for handler in handlers:
-        if isinstance(handler, OtherFP8):
-            raise ConfigError(
-                f"kwargs_handlers has a {type(handler).__name__}: 8-bit training by "
-                f'{handler.library} is not supported; by torchao it is: mixed_precision="fp8", '
-                "kwargs_handlers=[AORecipeKwargs(...)]"
-            )
         if not isinstance(handler, _KNOWN):
             names = ", ".join(kind.__name__ for kind in _KNOWN)
             raise ConfigError(

@@ -6,8 +6,7 @@ They hold nothing of their own: what they show lives in the rank's context.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
@@ -47,7 +46,6 @@ __all__ = [
     "DistributedType",
     "GradientState",
     "PartialState",
-    "deepspeed_required",
     "do_nothing",
     "is_initialized",
     "newest_settings",
@@ -56,7 +54,6 @@ __all__ = [
 
 _SETTINGS = "accelerator settings"
 _XLA_SYNCED = "gradients were reduced on XLA"
-_Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 
 class _SharedState:
@@ -360,22 +357,6 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
         ConfigError: this rank's ``Accelerator`` was made without one.
     """
     return state._some_deepspeed.active
-
-
-def deepspeed_required(func: _Function) -> _Function:
-    """Let a function raise where this rank's newest ``Accelerator`` trains without DeepSpeed.
-
-    Raises:
-        ConfigError: there is no DeepSpeedPlugin as the function is called.
-    """
-
-    @wraps(func)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if is_initialized():
-            AcceleratorState()._some_deepspeed  # noqa: B018 (raises)
-        return func(*args, **kwargs)
-
-    return cast("_Function", checked)
 
 
 class GradientState:

@@ -15,10 +15,8 @@ from notebook_accel import (
     Accelerator,
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
-    dispatch_model,
     notebook_launcher,
 )
-from tests.training.big_modeling.models import Language
 from tests.training.inductor import train_blocks
 from tests.training.meshes import FLOAT_ERROR
 from tests.training.test_matrix import STRATEGIES, check, precisions_of, train
@@ -118,21 +116,6 @@ def test_loaders_and_checkpoints_with_the_gpu_as_torchs_default(tmp_path: Path) 
         _read_by_default_on_the_gpu, (str(tmp_path / "s"),), num_processes=1, view="none"
     )
     assert result == ([0, 1, 2, 3, 4, 5], "cuda:0")
-
-
-def test_a_model_over_gpu_host_and_disk_computes_as_on_the_host(tmp_path: Path) -> None:
-    import torch
-
-    torch.manual_seed(0)
-    model, tokens = Language().eval(), torch.tensor([1, 2, 3])
-    with torch.no_grad():
-        expected = model(tokens)
-        spread = {"embed": 0, "layers.0": "cpu", "layers.1": "disk", "lmhead": 0}
-        dispatch_model(model, spread, offload_dir=tmp_path)
-        found = model(tokens)
-    torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=0)
-    assert model.embed.weight.device.type == "cuda"
-    assert model.layers[1].first.weight.device.type == "meta"
 
 
 def _resume_fused(folder: str) -> tuple[str, str]:

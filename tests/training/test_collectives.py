@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from notebook_accel import Accelerator, PartialState, WorkerError, notebook_launcher, utils
+from notebook_accel import Accelerator, PartialState, WorkerError, notebook_launcher
 from notebook_accel.training import collectives
 from notebook_accel.training.agreement import DistributedOperationException
 from notebook_accel.training.collectives import (
@@ -28,14 +28,10 @@ from notebook_accel.training.collectives import (
 )
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.nested import (
-    concatenate,
     convert_to_fp32,
     find_batch_size,
-    find_device,
-    listify,
     recursively_apply,
     send_to_device,
-    slice_tensors,
 )
 from tests.training.harness import RankError, run_ranks
 from tests.training.loading import prepare
@@ -80,12 +76,6 @@ class Encoding(UserDict):
 # On ranks. Each function is one start of processes, and returns what the test looks at.
 
 
-def refusal_to_copy() -> str:
-    with pytest.raises(ValueError, match="pass None on all others") as raised:
-        utils.copy_tensor_to_devices(torch.ones(1))
-    return str(raised.value)
-
-
 def gathers() -> dict[str, Any]:
     rank = collectives.this_rank()
     size = collectives.num_ranks()
@@ -108,8 +98,6 @@ def gathers() -> dict[str, Any]:
         "one object": gather_object(f"word{rank}"),
         "tuple": gather_object((rank, rank)),
         "named": gather_object(Pair(rank, 0)),
-        "copied": utils.copy_tensor_to_devices(torch.full((2,), 5) if rank == 1 else None).tolist(),
-        "not copied": refusal_to_copy(),
         "ragged": gather_ragged([torch.full((rank + 1, 2), rank), torch.zeros(size - rank)]),
     }
 
@@ -117,12 +105,6 @@ def gathers() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def gathered() -> list[dict[str, Any]]:
     return run_ranks(gathers, 3)
-
-
-def test_the_tensor_of_one_rank_is_copied(gathered: list[dict[str, Any]]) -> None:
-    for got in gathered:
-        assert got["copied"] == [5, 5]
-        assert "are [0, 1, 2]" in got["not copied"]
 
 
 def test_tensors_of_all_ranks(gathered: list[dict[str, Any]]) -> None:
@@ -406,11 +388,6 @@ def test_looking_into_structures() -> None:
     data = {"n": 3, "loss": torch.tensor(1.0), "x": [torch.zeros(5, 2)]}
     assert find_batch_size(data) == 5
     assert find_batch_size({"n": 3}) is None
-    assert find_device(data) == torch.device("cpu")
-    assert slice_tensors(data, slice(0, 2))["x"][0].shape == (2, 2)
-    joined = concatenate([{"a": (torch.zeros(2),)}, {"a": (torch.ones(1),)}])
-    assert joined["a"][0].tolist() == [0, 0, 1]
-    assert listify([torch.tensor([1.5], dtype=torch.bfloat16)]) == [[1.5]]
     assert convert_to_fp32([torch.zeros(1, dtype=torch.float16)])[0].dtype == torch.float32
     assert convert_to_fp32(torch.zeros(1, dtype=torch.int64)).dtype == torch.int64
 

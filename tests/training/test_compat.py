@@ -47,14 +47,13 @@ def test_paths_of_users_lead_to_our_own_objects() -> None:
 
 
 def test_paths_below_utils_lead_there_too() -> None:
-    from notebook_accel.utils import dataclasses, imports, memory, operations, other, random
+    from notebook_accel.utils import dataclasses, memory, operations, other, random
 
     assert operations.gather is notebook_accel.utils.gather
     assert other.load is notebook_accel.utils.load
     assert memory.find_executable_batch_size is notebook_accel.find_executable_batch_size
     assert random.set_seed is notebook_accel.set_seed
     assert dataclasses.ProjectConfiguration is notebook_accel.ProjectConfiguration
-    assert imports.is_wandb_available is notebook_accel.utils.is_wandb_available
 
 
 def test_a_basic_config_is_written_once(tmp_path: Path) -> None:
@@ -261,25 +260,6 @@ def test_the_main_process_alone_saves_and_shows_a_bar(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "of_0.pt") == {"rank": "0"}
 
 
-def test_a_patched_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from notebook_accel.utils import patch_environment
-
-    monkeypatch.setenv("COMPAT_OLD", "before")
-    monkeypatch.delenv("COMPAT_NEW", raising=False)
-    seen = []
-
-    def leave_by_error() -> None:
-        with patch_environment(compat_old=1, COMPAT_NEW="new"):
-            seen.extend([os.environ["COMPAT_OLD"], os.environ["COMPAT_NEW"]])
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        leave_by_error()
-    assert seen == ["1", "new"]
-    assert os.environ["COMPAT_OLD"] == "before"
-    assert "COMPAT_NEW" not in os.environ
-
-
 def test_small_names_of_utils() -> None:
     from notebook_accel import utils
 
@@ -287,11 +267,6 @@ def test_small_names_of_utils() -> None:
     assert utils.PrecisionType("bf16") == "bf16"
     assert utils.ComputeEnvironment.LOCAL_MACHINE == "LOCAL_MACHINE"
     assert "wandb" in utils.LoggerType.list()
-    there = {"b": {"c": 1}, "x": 0}
-    merged = utils.merge_dicts({"a": 1, "b": {"d": 2}, "x": {"y": 1}}, there)
-    assert merged is there
-    assert there == {"a": 1, "b": {"c": 1, "d": 2}, "x": {"y": 1}}
-    assert utils.get_grad_scaler(init_scale=4.0).get_scale() in (4.0, 1.0)  # 1: it is off
 
 
 def test_wrappers_inside_a_model_are_taken_off_too() -> None:
@@ -308,19 +283,6 @@ def test_wrappers_inside_a_model_are_taken_off_too() -> None:
         assert type(deep[0]) is wrap
         assert extract(model, recursive=True) is inner
         assert [inner[0], inner[1][0], inner[1][1][0]] == parts
-
-
-def test_the_mixed_precision_is_that_of_the_newest_accelerator() -> None:
-    from notebook_accel.utils import AutocastKwargs, get_mixed_precision_context_manager
-
-    def kind(**arguments: object) -> torch.dtype:
-        with get_mixed_precision_context_manager(**arguments):  # type: ignore[arg-type]
-            return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
-    notebook_accel.Accelerator(cpu=True, mixed_precision="bf16")
-    assert kind(native_amp=True) == torch.bfloat16
-    assert kind() == torch.float32
-    assert kind(native_amp=True, autocast_kwargs=AutocastKwargs(enabled=False)) == torch.float32
 
 
 def test_file_names_are_those_that_are_written(tmp_path: Path) -> None:

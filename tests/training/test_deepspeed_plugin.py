@@ -88,7 +88,7 @@ def test_the_steps_of_the_environment_are_the_accelerators(monkeypatch: pytest.M
 
 
 def test_without_the_library_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_plugin, "is_deepspeed_available", lambda: False)
+    monkeypatch.setattr(deepspeed_plugin, "is_installed", lambda _: False)
     with pytest.raises(ConfigError, match="not installed: pip install deepspeed"):
         Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin())
 
@@ -98,7 +98,7 @@ def test_where_deepspeed_does_not_train_in_fp16_is_told(
 ) -> None:
     device = SimpleNamespace(is_fp16_supported=lambda: None)
     library = SimpleNamespace(accelerator=SimpleNamespace(get_accelerator=lambda: device))
-    monkeypatch.setattr(deepspeed_plugin, "is_deepspeed_available", lambda: True)
+    monkeypatch.setattr(deepspeed_plugin, "is_installed", lambda _: True)
     monkeypatch.setattr(deepspeed, "_load_library", lambda *_: library)
     asked: Any = {"cpu": True, "deepspeed_plugin": DeepSpeedPlugin()}
     with pytest.raises(ConfigError, match=r"fp16 on the cpu of this machine; use .*bf16"):
@@ -132,7 +132,7 @@ def test_another_model_may_be_prepared_once_the_first_is_forgotten(
         accelerator=SimpleNamespace(get_accelerator=lambda: device),
         initialize=lambda model, optimizer, **_: (Engine(model, optimizer),),
     )
-    monkeypatch.setattr(deepspeed_plugin, "is_deepspeed_available", lambda: True)
+    monkeypatch.setattr(deepspeed_plugin, "is_installed", lambda _: True)
     monkeypatch.setattr(deepspeed, "_load_library", lambda *_: library)
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
     engines = []

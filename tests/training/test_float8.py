@@ -30,13 +30,11 @@ def recipe(**fields: Any) -> utils.AORecipeKwargs:
 
 
 def test_without_torchao_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "is_torchao_available", lambda: False)
+    monkeypatch.setattr(float8, "is_installed", lambda _: False)
     for ask in (
         lambda: Accelerator(**ASKED),
         utils.AORecipeKwargs,
         lambda: utils.convert_model_to_fp8_ao(nn.Linear(1, 1)),
-        lambda: utils.has_ao_layers(nn.Linear(1, 1)),
-        utils.torchao_required(lambda: None),
     ):
         with pytest.raises(ConfigError, match=r"bf16.*pip install torchao"):
             ask()
@@ -44,7 +42,7 @@ def test_without_torchao_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_does_not_multiply_in_8_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "is_torchao_available", lambda: True)
+    monkeypatch.setattr(float8, "is_installed", lambda _: True)
     with pytest.raises(ConfigError, match=r"on cpu: 8-bit products need .*8\.9.*emulate=True"):
         Accelerator(**ASKED, kwargs_handlers=[recipe()])
     with pytest.raises(ConfigError, match="enable_fsdp_float8_all_gather=True is not supported"):
@@ -59,13 +57,12 @@ def test_what_does_not_multiply_in_8_bits_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_other_code_computes_as_the_emulating_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "is_torchao_available", lambda: True)
-    assert utils.torchao_required(lambda value: value)(3) == 3
+    monkeypatch.setattr(float8, "is_installed", lambda _: True)
     given = recipe(emulate=True)
     accelerator = Accelerator(**ASKED, kwargs_handlers=[given])
     assert accelerator.has_fp8_handler
     assert accelerator.ao_recipe_handler is given
-    with utils.get_mixed_precision_context_manager(native_amp=True):
+    with accelerator.autocast():
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
 
 
@@ -121,7 +118,6 @@ def learn(strategy: str, accumulation: int = 1, emulate: bool = True) -> dict[st
     return {
         **losses,
         "kinds": kinds,
-        "is converted": utils.has_ao_layers(model) == ("Float8Linear" in kinds),
         "names": set(accelerator.get_state_dict(model)),
         "backend": str(accelerator.fp8_backend),
     }
@@ -138,7 +134,7 @@ def test_emulated_training_stays_near_full_precision(strategy: str, accumulation
 @pytest.mark.gpu
 def test_a_gpu_multiplies_in_8_bits() -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
-    if not utils.check_cuda_fp8_capability():
+    if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU of compute capability 8.9")
     check(learn("single", emulate=False))
 
@@ -149,7 +145,7 @@ def check(result: dict[str, Any], has_all_layers: bool = True) -> None:
     assert result["fp8"] != pytest.approx(result["no"], rel=2.0**-10)
     assert result["fp8"][-1] < result["fp8"][0] / 2
     assert result["names"] == set(make().state_dict())
-    assert (result["is converted"], result["backend"]) == (True, "AO")
+    assert result["backend"] == "AO"
     if has_all_layers:
         # Neither the first and the last, nor one whose sizes do not fit.
         linear = [kind for kind in result["kinds"] if "Linear" in kind]

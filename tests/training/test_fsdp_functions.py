@@ -1,4 +1,4 @@
-"""Accelerate's functions for weights in parts: saved, loaded and spread by hand."""
+"""Accelerate's functions for weights in parts: saved and loaded by hand."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import accelerate
 import accelerate.utils as peer
 import pytest
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.tensor import DTensor
 
-from notebook_accel import Accelerator, ConfigError, utils
+from notebook_accel import Accelerator, utils
 from tests.training.harness import run_ranks
-from tests.training.meshes import FLOAT_ERROR, Tiny, blocks, data, loss_of, make, weights_of
+from tests.training.meshes import FLOAT_ERROR, blocks, data, loss_of, make, weights_of
 from tests.training.single import fresh_rank  # noqa: F401
 
 if TYPE_CHECKING:
@@ -85,58 +83,8 @@ def are_close(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(torch.allclose(*pair, atol=FLOAT_ERROR) for pair in pairs)
 
 
-def spread_by_hand() -> None:
-    accelerator = Accelerator(cpu=True, fsdp_plugin=blocks())
-    torch.manual_seed(3)
-    model = Tiny()
-    old = dict(model.named_parameters())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    loss_of(model(data(4).tensors[0]), data(4).tensors[1]).backward()
-    optimizer.step()
-    momentum = {name: optimizer.state[weight]["momentum_buffer"] for name, weight in old.items()}
-    assert utils.fsdp2_prepare_model(accelerator, model) is model
-    new = dict(model.named_parameters())
-    assert all(isinstance(weight, DTensor) for weight in new.values())
-    assert not accelerator._prepared.models
-    mapping = {old[name].data_ptr: weight for name, weight in new.items()}
-    utils.fsdp2_switch_optimizer_parameters(optimizer, mapping)
-    stepped = [weight for group in optimizer.param_groups for weight in group["params"]]
-    assert all(one is other for one, other in zip(stepped, new.values(), strict=True))
-    for name, weight in new.items():
-        assert torch.equal(optimizer.state[weight]["momentum_buffer"].full_tensor(), momentum[name])
-    with pytest.raises(KeyError, match=r"no new weight for one of shape \(12, 8\)"):
-        utils.fsdp2_switch_optimizer_parameters(optimizer, {})
-
-    torch.manual_seed(4)
-    whole = Tiny().state_dict()
-    given = whole if accelerator.is_main_process else {}
-    assert utils.fsdp2_load_full_state_dict(accelerator, model, given) is model
-    loaded = accelerator.get_state_dict(model)
-    assert all(torch.equal(loaded[name], value) for name, value in whole.items())
-    given.pop("blocks.0.up.weight", None)
-    with pytest.raises(RuntimeError, match=r"up\.weight"):
-        utils.fsdp2_load_full_state_dict(accelerator, model, given)
-
-    ours, theirs = Tiny(), Tiny()
-    assert utils.fsdp2_apply_ac(accelerator, ours) is ours
-    accelerator.state.fsdp_plugin.set_auto_wrap_policy(theirs)  # type: ignore[union-attr]
-    peer.fsdp2_apply_ac(accelerator, theirs)
-    assert [name for name, part in ours.named_modules() if "forward" in vars(part)] == [
-        name for name, part in theirs.named_modules() if isinstance(part, CheckpointWrapper)
-    ]
-    plain = Accelerator(cpu=True)
-    for refused in (utils.fsdp2_apply_ac, utils.fsdp2_prepare_model):
-        with pytest.raises(ConfigError, match=r"fsdp2_\w+\(\) takes its settings from the FSDP"):
-            refused(plain, Tiny())
-
-
-def all_by_hand(folder: str) -> None:
-    save_and_load(folder)
-    spread_by_hand()
-
-
-def test_weights_in_parts_are_saved_and_spread_by_hand(tmp_path: Path) -> None:
-    run_ranks(all_by_hand, 2, str(tmp_path))
+def test_weights_in_parts_are_saved_and_loaded_by_hand(tmp_path: Path) -> None:
+    run_ranks(save_and_load, 2, str(tmp_path))
     for kind, names in zip(
         KINDS,
         (
@@ -161,7 +109,7 @@ def test_of_an_adapted_model_what_trains_is_written(
 ) -> None:
     from notebook_accel.training import fsdp_functions
 
-    monkeypatch.setattr(fsdp_functions, "is_peft_model", lambda model: isinstance(model, Adapted))
+    monkeypatch.setattr(fsdp_functions, "_is_of_peft", lambda model: isinstance(model, Adapted))
     accelerator = Accelerator(cpu=True)
     model, other = Adapted(), Adapted()
     for kind in KINDS:

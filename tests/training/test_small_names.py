@@ -3,60 +3,24 @@
 from __future__ import annotations
 
 import inspect
-import json
-import os
-import socket
-import sys
 import warnings
-from collections import namedtuple
-from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import accelerate
 import accelerate.utils as peer
 import pytest
 import torch
-from accelerate.utils import ao as peer_ao
-from accelerate.utils import environment as peer_environment
 from accelerate.utils import memory as peer_memory
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import notebook_accel
 from notebook_accel import ConfigError, utils
-from notebook_accel.training import constants, rich_tracebacks
 from notebook_accel.training.data import DataLoaderShard, active_loaders
 from notebook_accel.training.data.samplers import BatchSamplerShard
 from notebook_accel.training.optimizer import AcceleratedOptimizer
 from notebook_accel.training.scheduler import AcceleratedScheduler
 from tests.training.single import fresh_rank  # noqa: F401
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-Pair = namedtuple("Pair", "left right")  # noqa: PYI024
-PROBES = [
-    "is_amdsmi_available",
-    "is_habana_gaudi1",
-    "is_import_timer_available",
-    "is_mps_available",
-    "is_torchdata_stateful_dataloader_available",
-    "is_transformer_engine_mxfp8_available",
-    "is_weights_only_available",
-    "is_xccl_available",
-]
-
-
-class Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        self.last = nn.Linear(2, 1)
-
-
-@pytest.mark.parametrize("name", PROBES)
-def test_probes_agree_with_accelerates(name: str) -> None:
-    assert getattr(utils, name)() == bool(getattr(peer, name)())
 
 
 @pytest.mark.parametrize(
@@ -72,187 +36,29 @@ def test_texts_are_asked_for_as_in_accelerate(name: str) -> None:
     assert 3 not in ours
 
 
-def test_constants_are_accelerates() -> None:
-    elsewhere = ("STR_OPERATION_TO_FUNC", "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING")
-    for name in (*constants.__all__, *elsewhere):
-        ours, theirs = getattr(utils.constants, name), getattr(peer.constants, name)
-        if isinstance(theirs, (dict, str)):
-            assert ours == theirs, name
-        else:
-            assert set(ours) == set(theirs), name
-
-
-def test_versions_of_what_is_probed() -> None:
-    assert utils.is_bnb_available("0.1") == peer.is_bnb_available("0.1")
-    assert not utils.is_bnb_available("999")
-    assert utils.imports.is_numpy_available() is peer.imports.is_numpy_available() is True
-    assert not utils.imports.is_numpy_available("999")
-    for name in ("is_tqdm_available", "is_torch_distributed_available"):
-        assert getattr(utils.imports, name)() is getattr(peer.imports, name)() is True
-    assert not utils.is_mps_available("999")
-
-
-def test_modules_and_attributes_by_path() -> None:
-    model = Nested()
-    for ours, theirs in zip(
-        utils.get_module_children_bottom_up(model, return_fqns=True),
-        peer.get_module_children_bottom_up(model, return_fqns=True),
-        strict=True,
-    ):
-        assert ours[0] == theirs[0]
-        assert ours[1] is theirs[1]
-    assert utils.get_module_children_bottom_up(model)[-1] is model
-    assert utils.recursive_getattr(model, "first.0.weight") is model.first[0].weight
-    for thing in (Nested, model, len, 3):
-        assert utils.get_pretty_name(thing) == peer.get_pretty_name(thing)
-    assert not utils.model_has_dtensor(model)
-    assert not utils.is_peft_model(model)
-    divided: Any = SimpleNamespace(config=SimpleNamespace(distributed_config={"tp_size": 4}))
-    assert utils.get_model_tp_size(divided) == 4
-    assert utils.get_model_tp_size(model) is None
-    for name in ("Nested", "ReLU", "Conv1d"):
-        found = utils.dataclasses.get_module_class_from_name(model, name)
-        assert found is peer.dataclasses.get_module_class_from_name(model, name)
-
-
-def test_tensors_without_their_values() -> None:
-    data = {"a": torch.zeros(2, 3), "b": [torch.ones(1, dtype=torch.int64), "text"]}
-    layout = utils.get_data_structure(data)
-    assert utils.is_tensor_information(layout["a"])
-    assert layout["b"] == [utils.TensorInformation(torch.Size([1]), torch.int64), "text"]
-    made = utils.initialize_tensors(layout)
-    assert (made["a"].shape, made["b"][0].dtype) == ((2, 3), torch.int64)
-    assert utils.is_torch_tensor(made["a"])
-    assert utils.operations.get_shape(data["a"]) == peer.operations.get_shape(data["a"]) == [2, 3]
-    assert utils.ignorant_find_batch_size(data) == 2
-    assert utils.ignorant_find_batch_size("text") is None
-    assert utils.honor_type(obj=Pair(1, 2), generator=iter([3, 4])) == Pair(3, 4)
-    alone: Any = [{"a": data["a"], "b": ("text", 1)}]
-    for module in (utils, peer):
-        joined = module.concatenate(alone)
-        assert torch.equal(joined["a"], data["a"])
-        assert joined["b"] == ("text", 1)
-        with pytest.raises(TypeError):
-            module.concatenate(["text", "text"])
-    assert utils.is_namedtuple(data=Pair(1, 2))
-
-
 def test_a_function_is_applied_to_the_leaves_that_are_asked_for() -> None:
     def add(value: int, more: int, *, factor: int) -> int:
         return (value + more) * factor
 
-    data: Any = {"a": [1, "text"], "b": Pair((2,), [])}
+    data: Any = {"a": [1, "text"], "b": ((2,), [])}
     for apply in (utils.recursively_apply, peer.recursively_apply):
 
         def is_number(value: object) -> bool:
             return isinstance(value, int)
 
         found = apply(add, data, 1, test_type=is_number, factor=10)
-        assert found == {"a": [20, "text"], "b": Pair((30,), [])}
+        assert found == {"a": [20, "text"], "b": ((30,), [])}
         with pytest.raises(TypeError, match="add"):
             apply(add, data, 1, test_type=is_number, error_on_other_type=True, factor=10)
 
 
-def test_devices_are_told_apart_as_there() -> None:
-    devices = [torch.device(name) for name in ("cpu", "cuda", "cuda:0", "cuda:1", "meta")]
-    for first in devices:
-        for second in devices:
-            ours = utils.modeling.check_device_same(first, second)
-            assert ours == peer.modeling.check_device_same(first, second), (first, second)
-
-
-def test_states_for_safetensors_hold_tied_weights_once() -> None:
-    weight = torch.ones(2, 2)
-    cleaned = utils.clean_state_dict_for_safetensors({"a": weight, "b": weight, "c": weight.T})
-    assert sorted(cleaned) == ["a", "c"]
-    assert all(value.is_contiguous() for value in cleaned.values())
-
-
-def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
-    monkeypatch.setenv("PMI_SIZE", "4")
-    theirs = peer.get_cpu_distributed_information()
-    ours = utils.get_cpu_distributed_information()
-    assert ours._asdict() == vars(theirs)
-    given = {"A": "1", "B": "x y", "": "z", "C": "a;b"}
-    assert utils.convert_dict_to_env_variables(given) == ["A=1\n"]
-    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "x")
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "True")
-    utils.enable_fsdp_ram_efficient_loading()
-    assert peer.parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING")
-    utils.disable_fsdp_ram_efficient_loading()
-    assert not peer.parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING")
-    assert utils.get_current_device_type() == peer.get_current_device_type()
-
-
-def test_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as listening:
-        listening.bind(("localhost", 0))
-        listening.listen()
-        port = listening.getsockname()[1]
-        assert utils.is_port_in_use(port)
-    assert not utils.is_port_in_use(port)
-    assert not utils.is_port_in_use(utils.get_free_port())
-    from notebook_accel.training import host
-
-    assert utils.check_cuda_p2p_ib_support() is True
-    for driver, expected in (("535.10", False), ("560.28", True)):
-        answers = {"name": ["NVIDIA GeForce RTX 4090"] * 2, "driver_version": [driver] * 2}
-        monkeypatch.setattr(host, "_ask_nvidia", answers.__getitem__)
-        assert utils.check_cuda_p2p_ib_support() is expected
-    assert utils.get_gpu_info() == (["NVIDIA GeForce RTX 4090"] * 2, 2)
-    assert utils.environment.get_driver_version() == "560.28"
-
-
-def test_weights_are_tied_again_after_they_got_memory() -> None:
-    model = nn.Module()
-    model.embed, model.head = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-    model.head.weight = model.embed.weight
-    assert utils.ensure_weights_retied(nn.Module.cpu, model, None) is nn.Module.cpu
-    model._tied_weights_keys = ["embed.weight", "head.weight"]  # type: ignore[assignment]
-
-    def give_memory(module: nn.Module) -> nn.Module:
-        for name, weight in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(torch.empty_like(weight)))
-        return module
-
-    initialize = utils.ensure_weights_retied(give_memory, model, None)
-    for part in model.children():
-        initialize(part)
-    assert model.head.weight is model.embed.weight
-
-
-def test_weights_of_an_offload_store_are_put_into_a_model(tmp_path: Path) -> None:
-    wanted = nn.Linear(2, 2)
-    utils.offload_state_dict(tmp_path, wanted.state_dict())
-    index = json.loads((tmp_path / "index.json").read_text())
-    for load in (peer.load_offloaded_weights, utils.load_offloaded_weights):
-        model = nn.Linear(2, 2, device="meta")
-        load(model, index, tmp_path)
-        load(model, None, tmp_path)
-        assert torch.equal(model.weight, wanted.weight)
-
-
-def test_names_without_what_wraps_them() -> None:
-    named = {"a._checkpoint_wrapped_module.w": 1, "_orig_mod.b._orig_mod.c": 2, "my_orig_mod": 3}
-    assert utils.fsdp2_canonicalize_names(named) == peer.fsdp2_canonicalize_names(named)
-
-
 def test_what_deepspeed_needs() -> None:
-    @utils.deepspeed_required
-    def asked(value: int) -> int:
-        return value
-
-    assert asked(1) == 1, "nobody has said how to train yet"
     accelerator = notebook_accel.Accelerator(cpu=True)
-    with pytest.raises(ConfigError, match="there is no DeepSpeedPlugin"):
-        asked(1)
     weight = nn.Parameter(torch.ones(2))
     with utils.GatheredParameters(weight, 0), utils.GatheredParameters([weight], enabled=False):
         assert weight.numel() == 2
     loader = DataLoader(range(4))  # type: ignore[arg-type]
     assert accelerator.deepspeed_ulysses_dl_adapter(loader, None) is loader
-    assert utils.get_fsdp2_grad_scaler(init_scale=4.0).get_scale() == 4.0
 
 
 def test_what_is_not_supported_says_so() -> None:
@@ -343,59 +149,6 @@ def test_memory_is_given_back_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
         assert utils.should_reduce_batch_size(exception=error) is expected
 
 
-def test_which_layers_and_devices_multiply_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = [(16, 32), (32, 32), (32, 8), (16, 16)]
-    model = nn.Sequential(nn.ReLU(), *(nn.Linear(*each) for each in sizes))
-    for root in (model, *model):
-        for name, part in model.named_modules():
-            expected = peer.filter_first_and_last_linear_layers(part, name)
-            assert utils.filter_first_and_last_linear_layers(part, name) == expected
-            expected = peer.filter_first_and_last_linear_layers(root, name)
-            assert utils.filter_first_and_last_linear_layers(root, name) == expected
-            expected = peer_ao.filter_linear_layers(part, name, ["1", "4"])
-            assert utils.ao.filter_linear_layers(part, name, ["1", "4"]) == expected
-        expected = peer_ao.find_first_last_linear_layers(root)
-        assert utils.ao.find_first_last_linear_layers(root) == expected
-    assert not utils.check_cuda_fp8_capability() or torch.cuda.is_available()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(peer_environment, "_nvidia_smi", lambda: "no-such-program")
-    for capability in ((8, 6), (8, 9), (9, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
-        theirs = peer_environment.check_cuda_fp8_capability.__wrapped__()
-        assert utils.check_cuda_fp8_capability() is theirs is (capability >= (8, 9))
-
-
-def test_optimizers_are_mapped_to_those_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in (("adam", "Adam"), ("adagrad", "Adagrad"), ("lion", "Lion")):
-        stand_in: Any = ModuleType(module)
-
-        def make(groups: Any, name: str = name, **settings: Any) -> tuple[str, dict[str, Any]]:
-            return name, settings
-
-        setattr(stand_in, f"DeepSpeedCPU{name}", make)
-        monkeypatch.setitem(sys.modules, f"deepspeed.ops.{module}", stand_in)
-    for path in ("deepspeed", "deepspeed.ops"):
-        monkeypatch.setitem(sys.modules, path, ModuleType(path))
-    monkeypatch.setattr("accelerate.utils.deepspeed.compare_versions", lambda *_: True)
-    monkeypatch.setattr("accelerate.utils.deepspeed.is_bnb_available", lambda *_, **__: False)
-    weights = [nn.Parameter(torch.ones(1))]
-    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
-        optimizer = kind(weights, lr=0.5, weight_decay=0.25)
-        mapped: Any = utils.map_pytorch_optim_to_deepspeed(optimizer)
-        assert mapped == peer.deepspeed.map_pytorch_optim_to_deepspeed(optimizer)
-        assert mapped[1]["lr"] == 0.5
-    name, settings = utils.map_pytorch_optim_to_deepspeed(torch.optim.Adagrad(weights, lr=0.5))
-    assert (name, settings) == ("Adagrad", {"lr": 0.5, "weight_decay": 0})
-
-    class Lion32bit(torch.optim.SGD):
-        """As bitsandbytes has it."""
-
-    lion: Any = Lion32bit(weights, lr=0.5)
-    for bits, expected in ((32, "Lion"), (8, "Adam")):
-        lion.args = SimpleNamespace(optim_bits=bits)
-        assert utils.map_pytorch_optim_to_deepspeed(lion)[0] == expected
-
-
 def test_states_have_the_small_names_too(monkeypatch: pytest.MonkeyPatch) -> None:
     state, gradients = notebook_accel.PartialState(), notebook_accel.GradientState()
     theirs = accelerate.PartialState.default_device.fget(None)
@@ -415,9 +168,6 @@ def test_states_have_the_small_names_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not gradients.is_xla_gradients_synced
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert gradients.is_xla_gradients_synced
-    moved = notebook_accel.optimizer.move_to_device({"a": [torch.ones(1)], "b": 2}, "meta")
-    assert moved["a"][0].is_meta
-    assert moved["b"] == 2
 
 
 def mark_by_hand(loader: Any, state: Any) -> list[Any]:
@@ -531,39 +281,6 @@ def test_loaders_are_made_by_accelerates_arguments() -> None:
     assert seen[:2] == seen[2:]
 
 
-def test_a_spawned_process_is_told_its_number(tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    def note(*words: str) -> None:
-        seen.append((*words, *(os.environ[name] for name in ("LOCAL_RANK", "RANK"))))
-
-    nothing = {"local_rank": "", "rank": "", "fork_launched": ""}  # and nothing is left behind
-    for kind in (utils.PrepareForLaunch, peer.PrepareForLaunch):
-        for asked in ("NO", "MULTI_CPU", "MULTI_GPU"):
-            with utils.patch_environment(nproc=4, node_rank=2, **nothing):
-                kind(note, asked)(1, "a")
-                assert os.environ["FORK_LAUNCHED"] == "1"
-    assert seen[:3] == seen[3:] == [("a", "", ""), ("a", "1", "9"), ("a", "1", "9")]
-    meet = utils.PrepareForLaunch(lambda: seen.append(torch.distributed.get_rank()), debug=True)
-    with pytest.raises(ConfigError, match="WORLD_SIZE and ACCELERATE_DEBUG_RDV_FILE is not set"):
-        meet(0)
-    here = {"world_size": 1, "gloo_socket_ifname": "lo"}
-    file = tmp_path / "meeting"
-    with utils.patch_environment(accelerate_debug_rdv_file=file, **here, **nothing):
-        meet(0)
-    torch.distributed.destroy_process_group()
-    assert seen[-1] == 0
-    with utils.patch_environment(some_paths="a::b"):
-        for module in (utils, peer):
-            assert module.launch.env_var_path_add("SOME_PATHS", "c") == "a:b:c"
-
-
-def test_layers_of_transformer_engine_are_known_without_it() -> None:
-    theirs = type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch.module"})
-    assert utils.has_transformer_engine_layers(nn.Sequential(theirs(1, 1)))
-    assert not utils.has_transformer_engine_layers(nn.Sequential(nn.Linear(1, 1)))
-
-
 def test_a_state_without_an_accelerator_has_no_plugins() -> None:
     kinds: Any = (notebook_accel.AcceleratorState, accelerate.state.AcceleratorState)
     for name in ("fsdp_plugin", "deepspeed_plugin", "parallelism_config", "dynamo_plugin"):
@@ -590,16 +307,3 @@ def test_the_door_of_the_accelerator_has_the_classes_that_are_imported_there() -
     assert {"GradientAccumulationPlugin", "DataLoaderConfiguration"} <= wanted
     assert {name for name in wanted if not hasattr(ours, name)} == set()
     assert ours.DistributedType is notebook_accel.DistributedType
-
-
-def test_rich_shows_tracebacks_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich")
-    installed: list[Any] = []
-    monkeypatch.setattr("rich.traceback.install", lambda **options: installed.append(options))
-    notebook_accel.Accelerator(cpu=True)
-    assert installed == []
-    monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "1")
-    for _ in range(2):
-        notebook_accel.Accelerator(cpu=True)
-    rich_tracebacks._install.cache_clear()
-    assert installed == [{"show_locals": False}]

@@ -106,7 +106,7 @@ def test_what_is_no_tracker_is_refused() -> None:
     class NoFolder(GeneralTracker):
         name = "no_folder"
 
-    with pytest.raises(ConfigError, match=r"log_with='wandbb'.*no such tracker.*'all', 'aim'"):
+    with pytest.raises(ConfigError, match=r"log_with='wandbb'.*no such tracker.*'all', 'mlflow'"):
         Accelerator(cpu=True, log_with="wandbb")
     with pytest.raises(ConfigError, match=r"expected a class derived from .*GeneralTracker"):
         register_tracker_class(Accelerator)  # type: ignore[arg-type]
@@ -127,14 +127,14 @@ def test_a_library_that_is_not_installed_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # A folder of that name, as the library leaves it where it ran, is no library.
-    (tmp_path / "dvclive_absent").mkdir()
+    (tmp_path / "wandb_absent").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(LOGGER_TYPE_TO_CLASS["dvclive"], "module", "dvclive_absent")
-    message = r"log_with='dvclive'\): dvclive_absent is not installed: run pip install \"dvclive\""
+    monkeypatch.setattr(WandBTracker, "module", "wandb_absent")
+    message = r"log_with='wandb'\): wandb_absent is not installed: run pip install \"wandb\""
     with pytest.raises(ConfigError, match=message):
-        Accelerator(cpu=True, log_with=LoggerType.DVCLIVE)
-    assert LoggerType.DVCLIVE not in get_available_trackers()
+        Accelerator(cpu=True, log_with=LoggerType.WANDB)
+    assert LoggerType.WANDB not in get_available_trackers()
 
 
 def test_all_is_what_is_installed_and_what_was_made(
@@ -217,7 +217,7 @@ def rank_by_rank() -> list[Any]:
     return [len(own.calls), got.name, PerRank(False).mark(), PerRank(True).mark()]
 
 
-BY_HAND = ("tensorboard", "mlflow", "comet_ml", "aim", "clearml", "dvclive")
+BY_HAND = ("tensorboard", "mlflow")
 
 
 def by_hand(folder: str) -> dict[str, bool]:

@@ -1,32 +1,105 @@
-"""Door: ``accelerate.utils`` under our name: all that the doors beside it have."""
+"""Door: ``accelerate.utils`` under our name: what is ours of all its modules."""
 
-from notebook_accel.training.parallelism import ParallelismConfig as ParallelismConfig
-
-from .ao import *
-from .bnb import *
-from .constants import *
-from .dataclasses import *
-from .deepspeed import *
-from .environment import *
-from .fsdp_utils import *
-from .imports import *
-from .launch import *
-from .megatron_lm import AbstractTrainStep as AbstractTrainStep
-from .megatron_lm import BertTrainStep as BertTrainStep
-from .megatron_lm import GPTTrainStep as GPTTrainStep
-from .megatron_lm import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
-from .megatron_lm import MegatronLMDummyScheduler as MegatronLMDummyScheduler
-from .megatron_lm import T5TrainStep as T5TrainStep
-from .megatron_lm import (
-    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+from notebook_accel.compat._accelerate import door
+from notebook_accel.config import write_basic_config
+from notebook_accel.training.agreement import DistributedOperationException
+from notebook_accel.training.checkpoint.file_names import *
+from notebook_accel.training.checkpoint.merge import merge_fsdp_weights
+from notebook_accel.training.collectives import (
+    CannotPadNestedTensorWarning,
+    broadcast,
+    broadcast_object_list,
 )
-from .memory import *
-from .modeling import *
-from .offload import *
-from .operations import *
-from .other import *
-from .random import *
-from .torch_xla import *
-from .tqdm import tqdm as tqdm
-from .transformer_engine import *
-from .versions import *
+from notebook_accel.training.compiling import (
+    DynamoBackend,
+    TorchDynamoPlugin,
+    compile_regions,
+    has_compiled_regions,
+    is_compiled_module,
+)
+from notebook_accel.training.compiling import compile_regions_in_place as compile_regions_deepspeed
+from notebook_accel.training.compiling import compile_regions_in_place as compile_regions_fsdp2
+from notebook_accel.training.data.config import DataLoaderConfiguration
+from notebook_accel.training.deepspeed_config import HfDeepSpeedConfig
+from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin
+from notebook_accel.training.environment import (
+    disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading,
+)
+from notebook_accel.training.float8 import (
+    AORecipeKwargs,
+    convert_model_to_fp8_ao,
+    filter_linear_layers,
+    find_first_last_linear_layers,
+)
+from notebook_accel.training.fsdp_functions import *
+from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
+from notebook_accel.training.host import set_numa_affinity
+from notebook_accel.training.host import set_numa_affinity as override_numa_affinity
+from notebook_accel.training.logs import get_logger
+from notebook_accel.training.memory import (
+    clear_device_cache,
+    find_executable_batch_size,
+    release_memory,
+)
+from notebook_accel.training.memory import is_out_of_memory as should_reduce_batch_size
+from notebook_accel.training.nested import (
+    convert_to_fp32,
+    find_batch_size,
+    honor_type,
+    is_namedtuple,
+    is_torch_tensor,
+    recursively_apply,
+    send_to_device,
+)
+from notebook_accel.training.operations import *
+from notebook_accel.training.optimizer import AcceleratedOptimizer
+from notebook_accel.training.parallelism import (
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
+)
+from notebook_accel.training.placeholders import DummyOptim, DummyScheduler
+from notebook_accel.training.prepare import extract_model_from_parallel
+from notebook_accel.training.saving import load, save
+from notebook_accel.training.scheduler import AcceleratedScheduler
+from notebook_accel.training.seeding import (
+    set_seed,
+    synchronize_rng_state,
+    synchronize_rng_states,
+)
+from notebook_accel.training.settings import (
+    AutocastKwargs,
+    ComputeEnvironment,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FP8BackendType,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    LoggerType,
+    PrecisionType,
+    ProfileKwargs,
+    ProjectConfiguration,
+    RNGType,
+    SageMakerDistributedType,
+)
+from notebook_accel.training.state import (
+    AcceleratorState,
+    PartialState,
+    get_active_deepspeed_plugin,
+)
+from notebook_accel.training.strategies.zero_engine import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+    GatheredParameters,
+)
+from notebook_accel.training.topology import barrier as wait_for_everyone
+
+from .tqdm import *
+
+__getattr__ = door("utils")

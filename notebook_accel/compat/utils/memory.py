@@ -1,8 +1,7 @@
-"""Door: ``accelerate.utils.memory`` under our name, with what it has imported there."""
+"""Door: ``accelerate.utils.memory`` under our name."""
 
-from notebook_accel.training.memory import clear_device_cache as clear_device_cache
-from notebook_accel.training.memory import find_executable_batch_size as find_executable_batch_size
-from notebook_accel.training.memory import is_out_of_memory as should_reduce_batch_size
-from notebook_accel.training.memory import release_memory as release_memory
+from notebook_accel.compat._accelerate import door
 
-from .imports import *
+from . import *
+
+__getattr__ = door("utils.memory")

@@ -1,3 +1,7 @@
 """Door: ``accelerate.utils.offload`` under our name."""
 
-from notebook_accel.training.big_modeling.offload_store import *
+from notebook_accel.compat._accelerate import door
+
+from . import *
+
+__getattr__ = door("utils.offload")

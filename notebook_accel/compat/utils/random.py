@@ -1,8 +1,7 @@
-"""Door: ``accelerate.utils.random`` under our name, with what it has imported there."""
+"""Door: ``accelerate.utils.random`` under our name."""
 
-from notebook_accel.training.seeding import *
-from notebook_accel.training.state import AcceleratorState as AcceleratorState
+from notebook_accel.compat._accelerate import door
 
-from .constants import *
-from .dataclasses import *
-from .imports import *
+from . import *
+
+__getattr__ = door("utils.random")

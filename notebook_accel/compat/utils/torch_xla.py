@@ -1,3 +1,7 @@
 """Door: ``accelerate.utils.torch_xla`` under our name."""
 
-from notebook_accel.training.refused import install_xla as install_xla
+from notebook_accel.compat._accelerate import door
+
+from . import *
+
+__getattr__ = door("utils.torch_xla")

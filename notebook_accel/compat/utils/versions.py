@@ -1,3 +1,7 @@
 """Door: ``accelerate.utils.versions`` under our name."""
 
-from notebook_accel.training.versions import *
+from notebook_accel.compat._accelerate import door
+
+from . import *
+
+__getattr__ = door("utils.versions")

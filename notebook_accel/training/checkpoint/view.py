@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from notebook_accel.errors import ConfigError
 from notebook_accel.training.checkpoint.weights import save_object
 from notebook_accel.training.configured import ConfiguredView
 from notebook_accel.training.prepare import extract_model_from_parallel
@@ -34,9 +35,8 @@ class CheckpointView(ConfiguredView):
     def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole weights of a model; all ranks call it.
 
-        Those of a model that is offloaded (``cpu_offload``, ``disk_offload``, a device map) come
-        from where they are kept. They and those that are joined of parts are on the host, unless
-        the plugin says otherwise (``FullStateDictConfig(offload_to_cpu=False)``).
+        Those that are joined of parts are on the host, unless the plugin says otherwise
+        (``FullStateDictConfig(offload_to_cpu=False)``).
 
         Args:
             model: as ``prepare`` gave it.
@@ -54,11 +54,12 @@ class CheckpointView(ConfiguredView):
 
     def _whole_weights(self, model: Module, *, keeps: bool) -> dict[str, Any]:
         own = extract_model_from_parallel(model, keep_torch_compile=False)
-        # Imported here: big_modeling reads checkpoints, so that it imports this package.
-        from notebook_accel.training.big_modeling import dispatch
-
-        if dispatch.is_offloaded(own):
-            return dispatch.get_state_dict_offloaded_model(own)
+        if any(weight.is_meta for weight in own.parameters()):
+            raise ConfigError(
+                "the model has weights on the meta device (cpu_offload, disk_offload, a "
+                "device_map): accelerate.utils.modeling.get_state_dict_offloaded_model(model) "
+                "gives them from where they are kept"
+            )
         return self._strategy.state_dict(own, full=True, keeps=keeps)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:

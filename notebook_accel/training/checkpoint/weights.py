@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 __all__ = [
-    "clean_state_dict_for_safetensors",
     "load_weights",
     "numbered",
     "save_model",
@@ -116,15 +115,6 @@ def _memory_of(value: torch.Tensor) -> Any:
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.numel():
         return id(value)  # in parts or empty (as DeepSpeed's stage 3 leaves it): no memory to tell
     return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
-
-
-def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state that safetensors takes: tied weights under one name, no memory shared by two."""
-    others = {name: value for name, value in state_dict.items() if not torch.is_tensor(value)}
-    tensors, ties = _untie({name: state_dict[name] for name in state_dict if name not in others})
-    if ties:
-        _log.warning("left out of the file, since tied to others: %s", ", ".join(ties))
-    return {**tensors, **others}
 
 
 def save_object(obj: Any, target: Any, *, safe: bool) -> None:

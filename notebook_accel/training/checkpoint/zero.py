@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.training.availability import is_deepspeed_available
+from notebook_accel.training.availability import is_installed
 from notebook_accel.training.checkpoint.pieces import Piece
 from notebook_accel.training.checkpoint.state_files import explain, is_safe_name, read_state
 from notebook_accel.training.notices import notice, notice_once
@@ -105,7 +105,7 @@ def read_weights(folder: Path, options: dict[str, Any] | None = None) -> dict[st
             )
         state: dict[str, Any] = read_state(path, options)
         return dict(state["module"])
-    if not is_deepspeed_available():
+    if not is_installed("deepspeed"):
         raise ConfigError(
             f"{folder} was written by DeepSpeed, which is needed to join its parts: pip install "
             "deepspeed ninja"

@@ -33,7 +33,6 @@ __all__ = [
     "DeepSpeedOptimizerWrapper",
     "DeepSpeedSchedulerWrapper",
     "GatheredParameters",
-    "map_pytorch_optim_to_deepspeed",
 ]
 
 
@@ -195,29 +194,3 @@ def GatheredParameters(  # noqa: N802 (Accelerate's name)
 
     block: AbstractContextManager[Any] = GatheredParameters(given, modifier_rank, fwd_module)
     return block
-
-
-def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Any:
-    """DeepSpeed's optimizer on the host that does what this one does, with its rate and decay.
-
-    AdamW, Adagrad and Lion have one, those of bitsandbytes too where their states have 32 bits;
-    Adam stands for all others.
-
-    Args:
-        optimizer: torch's or one of bitsandbytes; it stays as it is.
-    """
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-    from deepspeed.ops.lion import DeepSpeedCPULion
-
-    kinds = {kind.__name__.removesuffix("32bit") for kind in type(optimizer).__mro__}
-    if getattr(getattr(optimizer, "args", optimizer), "optim_bits", 32) != 32:
-        kinds = set()
-    known = ("lr", "weight_decay")
-    settings = {name: optimizer.defaults[name] for name in known if name in optimizer.defaults}
-    groups: Any = optimizer.param_groups
-    if "Adagrad" in kinds:
-        return DeepSpeedCPUAdagrad(groups, **settings)
-    if "Lion" in kinds:
-        return DeepSpeedCPULion(groups, **settings)
-    return DeepSpeedCPUAdam(groups, adamw_mode="AdamW" in kinds, **settings)

@@ -13,6 +13,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from notebook_accel.training import topology
+from notebook_accel.training.availability import is_installed
 from notebook_accel.training.notices import notice_once
 from notebook_accel.training.tracking.values import with_numbers
 
@@ -132,13 +133,8 @@ class LibraryTracker(GeneralTracker):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether the library is installed.
-
-        A folder of its name does not count: wandb and dvclive leave one where they ran, and
-        Python would import that as an empty package.
-        """
-        spec = importlib.util.find_spec(cls.module)
-        return spec is not None and spec.origin is not None
+        """Whether the library is installed."""
+        return is_installed(cls.module)
 
     @classmethod
     def library(cls) -> Any:

@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.settings import LoggerType
-from notebook_accel.training.tracking.aim import AimTracker
 from notebook_accel.training.tracking.base import GeneralTracker, LibraryTracker
-from notebook_accel.training.tracking.clearml import ClearMLTracker
-from notebook_accel.training.tracking.comet_ml import CometMLTracker
-from notebook_accel.training.tracking.dvclive import DVCLiveTracker
 from notebook_accel.training.tracking.mlflow import MLflowTracker
-from notebook_accel.training.tracking.swanlab import SwanLabTracker
 from notebook_accel.training.tracking.tensorboard import TensorBoardTracker
-from notebook_accel.training.tracking.trackio import TrackioTracker
 from notebook_accel.training.tracking.wandb import WandBTracker
 
 if TYPE_CHECKING:
@@ -30,18 +24,7 @@ __all__ = [
 ]
 
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
-    kind.name: kind
-    for kind in (
-        AimTracker,
-        CometMLTracker,
-        MLflowTracker,
-        TensorBoardTracker,
-        WandBTracker,
-        ClearMLTracker,
-        DVCLiveTracker,
-        SwanLabTracker,
-        TrackioTracker,
-    )
+    kind.name: kind for kind in (MLflowTracker, TensorBoardTracker, WandBTracker)
 }
 
 
@@ -51,10 +34,10 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     Raises:
         ConfigError: it is no such class, or lacks ``name`` or ``requires_logging_directory``.
     """
-    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+    if not (isinstance(tracker_class, type) and _has_interface(tracker_class)):
         raise ConfigError(
             f"register_tracker_class({tracker_class!r}): expected a class derived from "
-            "notebook_accel.tracking.GeneralTracker"
+            "GeneralTracker, notebook_accel's or Accelerate's"
         )
     _check_class(tracker_class)
     if tracker_class.name in LOGGER_TYPE_TO_CLASS:
@@ -127,9 +110,10 @@ def filter_trackers(
 
 
 def _find(asked: Any) -> type[GeneralTracker] | GeneralTracker:
-    if isinstance(asked, GeneralTracker):
-        return asked
-    if isinstance(asked, type) and issubclass(asked, GeneralTracker):
+    if not isinstance(asked, type) and _has_interface(asked):
+        made: GeneralTracker = asked
+        return made
+    if isinstance(asked, type) and _has_interface(asked):
         _check_class(asked)
         kind: type[GeneralTracker] | None = asked
     else:
@@ -138,7 +122,8 @@ def _find(asked: Any) -> type[GeneralTracker] | GeneralTracker:
         names = ", ".join(map(repr, ["all", *LOGGER_TYPE_TO_CLASS]))
         raise ConfigError(
             f"Accelerator(log_with={asked!r}): there is no such tracker; expected {names}, or a "
-            "GeneralTracker of your own"
+            "GeneralTracker: your own, or one of notebook_accel.tracking (CometMLTracker, "
+            "AimTracker and others, which Accelerate brings)"
         )
     if issubclass(kind, LibraryTracker) and not kind.is_available():
         raise ConfigError(
@@ -146,6 +131,12 @@ def _find(asked: Any) -> type[GeneralTracker] | GeneralTracker:
             f'run pip install "{kind.package}", or leave it out'
         )
     return kind
+
+
+def _has_interface(tracker: Any) -> bool:
+    """Whether it is a tracker: one of ours, or of Accelerate's, whose base has the same methods."""
+    methods = ("start", "store_init_configuration", "log", "finish")
+    return all(callable(getattr(tracker, name, None)) for name in methods)
 
 
 def _check_class(kind: type[GeneralTracker]) -> None:

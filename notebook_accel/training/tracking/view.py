@@ -65,13 +65,11 @@ class Tracking:
         self._made, self._finished, self.is_started = [], [], True
         self.feed([])
         for one in self.asked:
-            tracker = one
+            tracker: Any = one
             if isinstance(one, type):
                 folder = [self.logging_dir] if one.requires_logging_directory else []
                 # A user's own class takes what it likes: ours are all made like this.
-                make: Any = one
-                tracker = make(project_name, *folder, **init_kwargs.get(one.name, {}))
-            assert isinstance(tracker, GeneralTracker)
+                tracker = tracker(project_name, *folder, **init_kwargs.get(one.name, {}))
             self._made.append(tracker)
         for tracker in (*self._made, *added):
             tracker.start()

@@ -13,12 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from notebook_accel.utils import (
-    DummyOptim,
-    DummyScheduler,
-    get_active_deepspeed_plugin,
-    patch_environment,
-)
+from accelerate.utils import patch_environment
+from notebook_accel.utils import DummyOptim, DummyScheduler, get_active_deepspeed_plugin
 from safetensors.torch import load_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

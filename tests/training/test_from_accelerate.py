@@ -1,0 +1,239 @@
+"""What is not ours comes from Accelerate by our doors, and works in ranks of ours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import accelerate.tracking
+import pytest
+import torch
+from torch import nn
+
+import notebook_accel
+from notebook_accel import Accelerator, hooks, notebook_launcher, tracking, utils
+from tests.public import DOORS
+from tests.training.single import fresh_rank  # noqa: F401
+
+NOT_INSTALLED = """
+import importlib.machinery, sys
+find = importlib.machinery.PathFinder.find_spec
+importlib.machinery.PathFinder.find_spec = lambda name, *rest: (
+    None if name.split(".")[0] == "accelerate" else find(name, *rest)
+)
+"""
+WITHOUT = f"""
+import copy, importlib, os, pickle
+for door in {DOORS}:
+    importlib.import_module(door)
+from notebook_accel.utils import set_seed, is_wandb_available, operations, CPU_WORD
+from notebook_accel.hooks import ModelHook
+import notebook_accel
+from notebook_accel import init_empty_weights, Accelerator, prepare_pippy
+set_seed(1)
+assert operations.gather is notebook_accel.utils.memory.gather is notebook_accel.utils.gather
+assert "accelerate" not in sys.modules
+for moved in (copy.copy(ModelHook), pickle.loads(pickle.dumps(ModelHook))):
+    assert repr(moved) == "<accelerate.hooks.ModelHook, which is not installed>"
+uses = [
+    is_wandb_available,
+    lambda: init_empty_weights(),
+    lambda: isinstance(1, ModelHook),
+    lambda: exec("class Own(ModelHook): ..."),
+    lambda: ModelHook.init_hook,
+    lambda: os.path.join("folder", CPU_WORD),
+    lambda: f"{{CPU_WORD}}",
+    lambda: [*CPU_WORD],
+]
+for use in uses:
+    try:
+        use()
+    except ImportError as error:
+        assert "pip install 'notebook-accel[accelerate]'" in str(error), error
+    else:
+        raise AssertionError("no error")
+for name in ("no_such_name", "_private"):
+    assert not hasattr(notebook_accel, name)
+assert not hasattr(notebook_accel.utils, "_private")
+"""
+REPLACED = """
+import pickle, sys
+import notebook_accel
+sys.modules["accelerate"] = notebook_accel
+from accelerate import Accelerator, init_empty_weights
+from accelerate.hooks import AlignDevicesHook, PartialState
+from accelerate.utils import is_bf16_available, named_module_tensors
+from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY
+from accelerate.tracking import GeneralTracker, CometMLTracker
+assert is_bf16_available() and "SIZE_BASED_WRAP" in FSDP_AUTO_WRAP_POLICY
+assert Accelerator is notebook_accel.Accelerator
+assert PartialState is notebook_accel.PartialState, "a name that is ours is ours at every path"
+assert notebook_accel.hooks.AlignDevicesHook is AlignDevicesHook
+assert pickle.loads(pickle.dumps(AlignDevicesHook)) is AlignDevicesHook
+assert sys.modules["accelerate"] is notebook_accel
+try:
+    from accelerate.utils import no_such_name
+except ImportError:
+    pass
+else:
+    raise AssertionError("no error")
+"""
+
+
+@pytest.mark.parametrize("script", [NOT_INSTALLED + WITHOUT, REPLACED], ids=["absent", "replaced"])
+def test_doors_open_without_accelerate_and_past_an_alias(script: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_doors_give_accelerates_own_objects_and_nothing_beyond() -> None:
+    assert notebook_accel.init_empty_weights is accelerate.init_empty_weights
+    assert hooks.AlignDevicesHook is accelerate.hooks.AlignDevicesHook
+    assert hooks.PartialState is notebook_accel.PartialState
+    assert utils.is_wandb_available is accelerate.utils.is_wandb_available
+    for module in (notebook_accel, utils, hooks):
+        assert not hasattr(module, "no_such_name")
+
+
+class Written(accelerate.tracking.GeneralTracker):  # type: ignore[misc]
+    """A tracker by Accelerate's base, which writes a line for each call that reaches it."""
+
+    name = "written"
+    requires_logging_directory = True
+
+    def __init__(self, project: str, logging_dir: str) -> None:
+        super().__init__()
+        self.file = Path(logging_dir) / project
+
+    @property
+    def tracker(self) -> Path:
+        return self.file
+
+    def write(self, text: str) -> None:
+        with self.file.open("a") as file:
+            file.write(f"{text}\n")
+
+    @accelerate.tracking.on_main_process  # type: ignore[untyped-decorator]
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.write(f"config {values}")
+
+    @accelerate.tracking.on_main_process  # type: ignore[untyped-decorator]
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.write(f"log {values} {step}")
+
+    @accelerate.tracking.on_main_process  # type: ignore[untyped-decorator]
+    def finish(self) -> None:
+        self.write("finish")
+
+
+def track(folder: str) -> bool:
+    made = Written("by hand", folder)
+    accelerator = Accelerator(log_with=[Written, Written("made", folder)], project_dir=folder)
+    accelerator.init_trackers("class", {"rate": 1})
+    accelerator.log({"loss": 0.5}, step=3)
+    accelerator.get_tracker("written").log({"more": 1})
+    accelerator.end_training()
+    # A name that the door gives; its state is made by whichever tracker asks first.
+    assert tracking.CometMLTracker.name == "comet_ml"
+    made.log({"loss": 0.25}, step=4)
+    return bool(accelerate.PartialState().is_main_process)
+
+
+def test_trackers_of_accelerate_are_taken_and_write_once(tmp_path: Path) -> None:
+    run = notebook_launcher(track, (str(tmp_path),), num_processes=2, view="none")
+    assert list(run) == [True, False]
+    lines = {path.name: path.read_text().splitlines() for path in tmp_path.iterdir()}
+    logged = ["config {'rate': 1}", "log {'loss': 0.5} 3"]
+    assert lines["class"] == [*logged, "log {'more': 1} None", "finish"]
+    assert lines["made"] == [*logged, "finish"]
+    assert lines["by hand"] == ["log {'loss': 0.25} 4"]
+
+
+def make_blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+
+
+def load_and_offload(folder: str) -> list[Any]:
+    accelerator = Accelerator(mixed_precision="bf16")
+    whole, inputs = make_blocks(), torch.ones(1, 2)
+    with torch.no_grad(), accelerator.autocast():
+        expected = whole(inputs)
+    if accelerator.is_main_process:
+        accelerator.save_model(whole, folder)
+    accelerator.wait_for_everyone()
+    with notebook_accel.init_empty_weights():
+        model = make_blocks()
+    assert model[0].weight.is_meta
+    spread = {"0": "cpu", "1": "disk", "2": "cpu"}
+    model = notebook_accel.load_checkpoint_and_dispatch(
+        model, folder, device_map=spread, offload_folder=f"{folder}/of {accelerator.process_index}"
+    )
+    if accelerator.num_processes > 1:  # where a model that is spread over devices is refused
+        with torch.no_grad(), accelerator.autocast():
+            return [torch.equal(model(inputs), expected)]
+    prepared = accelerator.prepare(model)
+    kept = utils.modeling.get_state_dict_offloaded_model(accelerator.unwrap_model(prepared))
+    with pytest.raises(notebook_accel.ConfigError, match="get_state_dict_offloaded_model"):
+        accelerator.get_state_dict(prepared)
+    return [
+        prepared[1].weight.is_meta,
+        torch.equal(prepared(inputs), expected.float()),
+        all(torch.equal(kept[name], weight) for name, weight in whole.state_dict().items()),
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_models_are_loaded_and_offloaded_and_pass_prepare(ranks: int, tmp_path: Path) -> None:
+    run = notebook_launcher(load_and_offload, (str(tmp_path),), num_processes=ranks, view="none")
+    assert all(all(found) for found in run)
+
+
+class Doubled(hooks.ModelHook):  # type: ignore[misc]
+    def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        return 2 * output
+
+
+def train_under_a_hook() -> list[float]:
+    accelerator = Accelerator()
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    hooks.add_hook_to_module(model, Doubled())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    found = prepared(torch.ones(1))
+    accelerator.backward(found.sum())
+    optimizer.step()
+    hooks.remove_hook_from_module(accelerator.unwrap_model(prepared))
+    return [float(found), float(model.weight), float(model(torch.ones(1)))]
+
+
+def test_a_model_trains_under_a_hook() -> None:
+    run = notebook_launcher(train_under_a_hook, num_processes=2, view="none")
+    assert list(run) == [[2.0, 0.0, 0.0]] * 2
+
+
+def run_in_stages() -> Any:
+    model, inputs = make_blocks(), torch.ones(2, 2)
+    with torch.no_grad():
+        expected = model(inputs)
+        staged = notebook_accel.prepare_pippy(model, ["1"], example_args=(inputs[:1],))
+        found = staged(inputs)
+    return None if found is None else float((found - expected).abs().max())
+
+
+def test_a_model_runs_in_stages_over_ranks() -> None:
+    run = notebook_launcher(run_in_stages, num_processes=2, view="none")
+    first, last = run
+    assert first is None, "the last stage has the outputs"
+    assert last < 1e-6
