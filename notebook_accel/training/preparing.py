@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.training.notices import notice_once
-from notebook_accel.training.prepared_lists import PreparedLists
 from notebook_accel.training.state import newest_settings
 
 if TYPE_CHECKING:
@@ -23,13 +22,31 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from notebook_accel.training.optimizer import AcceleratedOptimizer
+    from notebook_accel.training.prepare import Preparation
     from notebook_accel.training.scheduler import AcceleratedScheduler
 
 __all__ = ["PreparingView"]
 
 
-class PreparingView(PreparedLists):
+class PreparingView:
     """Part of ``Accelerator``: makes the objects of a training loop ready."""
+
+    _prepared: Preparation
+
+    @property
+    def _models(self) -> list[Any]:
+        """The models as they are called: Transformers' Trainer asks how many there are."""
+        return [known.wrapped for known in self._prepared.models]
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        """Where a subclass that makes the prepared optimizer itself puts it, as in Accelerate."""
+        return self._prepared.optimizers
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether an optimizer was prepared that steps as it goes back (``lomo_backward``)."""
+        return any(hasattr(one.optimizer, "fused_backward") for one in self._prepared.optimizers)
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Make models, optimizers, data loaders and schedulers ready, in any order.

@@ -58,7 +58,7 @@ def _innermost(joinable: Any) -> Any:
 @contextmanager
 def _filling_up(loaders: Sequence[Any], value: bool | None) -> Iterator[None]:
     """A block in which loaders fill their last round up, or do not; None changes nothing."""
-    # Loaders of others may be among them: scripts put some into accelerator._dataloaders.
+    # Those of others may be among them, which a subclass's prepare_data_loader gives.
     asked: list[Any] = (
         [] if value is None else [getattr(loader, "_shard", None) for loader in loaders]
     )

@@ -6,14 +6,12 @@ import copy
 import gc
 import json
 import multiprocessing
-import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -189,7 +187,6 @@ class OwnParts(Accelerator):
     """Brings its own parts of ``prepare``, as subclasses of Accelerate's do."""
 
     def prepare_model(self, model: Any, device_placement: bool | None = None) -> Any:  # type: ignore[override]
-        self._models.append(model)
         if self.num_processes == 1:
             return nn.DataParallel(model)
         return DistributedDataParallel(model, find_unused_parameters=True)
@@ -212,9 +209,8 @@ def test_a_subclass_brings_its_own_parts_of_prepare() -> None:
     assert accelerator.seen is given[0]
     assert isinstance(model, nn.DataParallel)
     assert accelerator.unwrap_model(model) is given[1]
-    assert list(accelerator._models) == [model]
+    assert accelerator._models == [model]
     assert accelerator._optimizers == [optimizer]
-    assert accelerator._dataloaders == [loader]
     assert schedule is given[3]
     assert accelerator.prepare(model) is model
     for batch in loader:
@@ -288,40 +284,6 @@ def test_a_copy_is_the_same_accelerator_and_it_stays_home() -> None:
     assert copy.deepcopy({"x": accelerator})["x"] is accelerator
     for kind in (Accelerator, AcceleratedOptimizer, AcceleratedScheduler):
         assert kind._notebook_accel_stays_home == "make it inside the function"
-
-
-def test_scripts_reach_into_the_lists_of_what_was_prepared(tmp_path: Path) -> None:
-    accelerator: Any = Accelerator(cpu=True)
-
-    def files() -> set[str]:
-        names = os.listdir(accelerator.save_state(tmp_path / "state"))
-        accelerator.load_state(tmp_path / "state")
-        return set(names) - {"random_states_0.pkl"}
-
-    loader, model, optimizer, schedule = accelerator.prepare(*parts())
-    assert list(accelerator._models) == [model]
-    assert accelerator._optimizers == [optimizer]
-    assert accelerator._schedulers == [schedule]
-    assert accelerator._dataloaders == [loader]
-    whole = {"model.safetensors", "optimizer.bin", "scheduler.bin", "loader.bin"}
-    assert files() == whole
-    accelerator._optimizers = accelerator._schedulers = []
-    accelerator._dataloaders.clear()
-    accelerator._custom_objects.append(loader)
-    other = nn.Linear(1, 1)
-    accelerator._models.append(other)
-    assert files() == {"model.safetensors", "model_1.safetensors", "custom_checkpoint_0.pkl"}
-    assert accelerator._models.pop(0) is model
-    accelerator._custom_objects = []
-    with torch.no_grad():
-        other.weight.fill_(3.0)
-    accelerator._models = [each for each in accelerator._models if each is other]
-    assert files() == {"model.safetensors"}
-    assert load_file(tmp_path / "state" / "model.safetensors")["weight"].item() == 3.0
-    accelerator._models.clear()
-    assert len(accelerator._models) == 0
-    model, optimizer = accelerator.prepare(model, optimizer)
-    assert (list(accelerator._models), accelerator._optimizers) == ([model], [optimizer])
 
 
 # ---- reports
@@ -528,7 +490,6 @@ def joins(accelerator: Accelerator, model: Any, frozen: Any) -> dict[str, Any]:
         DataLoader(SizedStream(3)),
         accelerator.prepare_data_loader(DataLoader(SizedStream(3)), device_placement=False),
     )
-    accelerator._dataloaders.append(DataLoader(SizedStream(3)))
     found = {}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -545,7 +506,7 @@ def test_models_of_several_ranks() -> None:
     assert (first.pop("joined"), second.pop("joined")) == ([2, 2, 2], [1, 2, 1])
     (stays, none), none_there = first.pop("told"), second.pop("told")
     assert "even_batches=False) is only supported for map-style datasets" in stays
-    assert "2 of the 5 prepared loaders stay as they are" in stays
+    assert "1 of the 4 prepared loaders stay as they are" in stays
     assert "no effect, and loaders stay as they are" in none
     assert "it was given Linear" in none
     assert none_there == [], "said once for all"
