@@ -23,7 +23,6 @@ from notebook_accel.training.data import skip_first_batches
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.notices import notice_once
 from notebook_accel.training.optimizer import inner_optimizer
-from notebook_accel.training.pickled import Pickled
 from notebook_accel.training.plan import make_plan, refuse_unbuilt, resolve_loaders, resolve_project
 from notebook_accel.training.prepare import Preparation, extract_model_from_parallel
 from notebook_accel.training.preparing import PreparingView
@@ -134,8 +133,6 @@ class Accelerator(WindowView, CheckpointView, TrackerView, PreparingView):
             ConfigError: a setting makes no sense, or is not built.
             TypeError: nobody knows the argument.
         """
-        # What a pickled one is made with again; without itself, or it would live on in a cycle.
-        self._asked = {**{name: one for name, one in locals().items() if name != "self"}, **others}
         refuse_unbuilt(others)
         loaders = resolve_loaders(
             dataloader_config,
@@ -174,8 +171,6 @@ class Accelerator(WindowView, CheckpointView, TrackerView, PreparingView):
         self._strategy.data_group.show()
         plan.settings().show()
         self._prepared.watch.start(self)
-        # What a pickled one makes again; all other attributes are the user's, and travel (pickled).
-        self._made_here = frozenset(vars(self))
 
     # Making objects ready.
 
@@ -508,4 +503,7 @@ class Accelerator(WindowView, CheckpointView, TrackerView, PreparingView):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Pickled.make_again, (Pickled.of(self), Accelerator)
+        raise ConfigError(
+            "an Accelerator cannot be pickled: its process group, device and trackers are its "
+            "process's. Make one in the process that needs it"
+        )

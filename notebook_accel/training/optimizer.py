@@ -81,7 +81,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # whether zero_grad was called before any of its own came.
         self._at_start: list[tuple[int, int]] | None = None
         self._was_held_back = False
-        self.join(accumulation or current_accumulation(), scaling, device_memory, drop_unreduced)
+        self._accumulation = accumulation or current_accumulation()
+        self._accumulation.optimizers.add(self)
+        self.scaling = scaling
+        self._device_memory = device_memory
+        # Drops what a window has added up and no gradient shows.
+        self._drop_unreduced = drop_unreduced
         # Also where other code steps the wrapped one: a checkpoint must not keep those gradients.
         with suppress(AttributeError):  # without Optimizer's __init__ there are no hooks
             own = weakref.ref(self)
@@ -93,23 +98,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
             handle = optimizer.register_step_post_hook(note_used)
             weakref.finalize(self, handle.remove)
-
-    def join(
-        self,
-        accumulation: Accumulation,
-        scaling: LossScaling | None,
-        device_memory: Callable[[], int | None] | None,
-        drop_unreduced: Callable[[Optimizer], None] | None = None,
-    ) -> None:
-        """Step in these windows, by this loss scale, and report this device's memory.
-
-        ``drop_unreduced`` drops what a window has added up and no gradient shows.
-        """
-        self._accumulation = accumulation
-        self.scaling = scaling
-        self._device_memory = device_memory
-        self._drop_unreduced = drop_unreduced
-        accumulation.optimizers.add(self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

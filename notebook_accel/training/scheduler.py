@@ -64,11 +64,7 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self._peak = 0.0
         self._ran_out = False
-        self.join(accumulation or current_accumulation())
-
-    def join(self, accumulation: Accumulation) -> None:
-        """Move with the steps of these windows."""
-        self._accumulation = accumulation
+        self._accumulation = accumulation or current_accumulation()
 
     @property
     def gradient_state(self) -> GradientState:

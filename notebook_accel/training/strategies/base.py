@@ -92,8 +92,8 @@ class Strategy:
         if scaler is not None and not isinstance(scaler, kind.kind_of_scaler):
             raise ConfigError(
                 f"accelerator.scaler is set to a {type(scaler).__name__}: expected None or a "
-                f"{kind.kind_of_scaler.__name__} (utils.get_fsdp2_grad_scaler makes one for "
-                "weights that are in parts)"
+                f"{kind.kind_of_scaler.__name__}, which the Accelerator has made: set it up by "
+                "kwargs_handlers=[GradScalerKwargs(...)]"
             )
         # The property brings the scaler up to date with the last step first.
         before = None if self.scaling is None else self.scaling.scaler
