@@ -184,7 +184,8 @@ _DEVICE_COLUMNS = (("use", "gpu"), ("device", "gpu mem"))
 _MEANINGS = {
     "quiet": "it has made no step and printed nothing since",
     "waits": "it waits for other ranks",
-    "missing": "other ranks wait for it",
+    "elsewhere": "other ranks wait for it",
+    "suspended": "SIGSTOP or a debugger holds its process",
     "lost peer": "it lost its connection to a rank that failed",
     "not asked": "the call is not meant for it",
 }
@@ -262,8 +263,9 @@ def _row(
     if not rank.bars and rank.steps:
         # How many steps has a column of its own.
         line = replace(line, label="batches" if rank.batches else "steps")
-    if status == "waits" and state.hang is not None:
-        line = replace(line, label=f"in {state.hang.operations[rank.rank]}")
+    if status in ("waits", "elsewhere") and state.hang is not None:
+        where = state.hang.elsewhere.get(rank.rank) or f"in {state.hang.operations[rank.rank]}"
+        line = replace(line, label=where)
         kind_of_label = " na-in"
     shown = {"succeeded": "done"}.get(status, status)
     if status == "quiet" and rank.quiet_since is not None:

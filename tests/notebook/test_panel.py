@@ -129,7 +129,7 @@ def hanging() -> RunState:
         text="the run hangs: rank 0 waits in all_reduce",
         since=1029.0,
         operations={0: "all_reduce"},
-        missing=(1,),
+        elsewhere={1: "at Cell In[4], line 5"},
         stacks=(((0,), "here"), ((1,), "there")),
     )
     return replace(running(2), hang=hang, ended=1042.0)
@@ -137,11 +137,21 @@ def hanging() -> RunState:
 
 def test_who_waits_for_whom() -> None:
     page = Tags(render_panel(hanging(), NOW))
-    for words in ("Nothing has moved for 0:13: the run hangs", "waits", "in all_reduce", "missing"):
+    for words in ("Nothing has moved for 0:13: the run hangs", "waits", "in all_reduce"):
         assert words in page.text
-    assert ("class", "na-c-state na-missing") in page.attributes
+    assert "elsewhere" in page.text
+    assert "at Cell In[4], line 5" in page.text
+    assert ("class", "na-c-state na-elsewhere") in page.attributes
     assert ("title", "other ranks wait for it") in page.attributes
     assert ("class", "na-c-label na-in") in page.attributes
+
+
+def test_a_rank_that_is_suspended() -> None:
+    state = after(running(2), wire.Sample(rank=1, is_suspended=True))
+    held = replace(state.ranks[1], quiet_since=1000.0)
+    page = Tags(render_panel(replace(state, ranks=(state.ranks[0], held)), NOW))
+    assert ("class", "na-c-state na-suspended") in page.attributes
+    assert ("title", "SIGSTOP or a debugger holds its process") in page.attributes
 
 
 def test_what_was_said_of_a_hang_stays_when_it_is_over() -> None:
@@ -234,7 +244,7 @@ def test_of_many_ranks_those_without_a_row_are_said_to_do_what_they_do() -> None
         text="it hangs",
         since=1029.0,
         operations=dict.fromkeys(range(1, 64), "all_reduce"),
-        missing=(0,),
+        elsewhere={0: "silent"},
         stacks=(),
     )
     page = Tags(render_panel(replace(running(64), hang=hang), NOW))

@@ -288,7 +288,7 @@ def test_a_hang_is_shown_within_fifteen_seconds(notebooks: dict[str, Notebook]) 
         assert int(since[1]) < 15, times
         rows = output.locator("tbody tr")
         expect(rows.nth(0)).to_contain_text(re.compile(r"waits\s*in all_reduce"))
-        expect(rows.nth(1)).to_contain_text("missing")
+        expect(rows.nth(1)).to_contain_text("elsewhere")
         # On a narrow page the collective can be read, too.
         viewport = output.page.viewport_size
         notebook.hide_sidebar()

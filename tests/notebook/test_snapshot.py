@@ -257,7 +257,7 @@ def test_of_many_ranks_the_folds_are_in_one_and_a_plot_says_whose_curves_are_mis
 def test_the_stacks_of_a_hang_are_kept_below_a_fold() -> None:
     stacks = tuple(((rank,), f"stack of {rank}: " + "<" * 4_000) for rank in range(10))
     hang = Hang(
-        is_certain=True, text="it hangs", since=1000.0, operations={}, missing=(), stacks=stacks
+        is_certain=True, text="it hangs", since=1000.0, operations={}, elsewhere={}, stacks=stacks
     )
     state = replace(succeeded(running(10)), hang=hang)
     html = render_snapshot(state).html

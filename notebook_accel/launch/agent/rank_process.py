@@ -248,6 +248,7 @@ class RankProcess:
             "cpu": gauges.cpu,
             "device_use": gauges.device_use,
             "device": gauges.device,
+            "is_suspended": gauges.is_suspended,
         }
         if sample != self._sample:
             self._sample = sample

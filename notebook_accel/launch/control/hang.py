@@ -46,6 +46,7 @@ _IDLE_CPU = 10
 # A slow network may take this long for one operation: ranks that all wait in the same one are taken
 # to hang only after that.
 _SLOW_SECONDS = 30.0
+_ADVICE = "Every rank must make the same collective calls in one order"
 # The most characters of a stack, and the most places in the sentence: one message to the panel has
 # 20 KB for all of it.
 _MAX_STACK = 4_000
@@ -69,6 +70,11 @@ class RankStack:
     is_idle: bool
     text: str = ""
 
+    @property
+    def place(self) -> str:
+        """Where it is, for a person."""
+        return f"at {self.own_line}" if self.own_line else "silent"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
@@ -80,7 +86,8 @@ class Hang:
         text: who waits in what for whom, and where.
         since: when the last rank made its last step, by the clock of the run (wall, seconds).
         operations: in what each rank waits, by its number.
-        missing: the ranks that are elsewhere, and for which the others wait; none that has ended.
+        elsewhere: the ranks for which the others wait, each with where it is ("at Cell In[3],
+            line 9"); none that has ended.
         stacks: each different stack as text, behind the ranks that have it.
     """
 
@@ -88,7 +95,7 @@ class Hang:
     text: str
     since: float
     operations: dict[int, str]
-    missing: tuple[int, ...]
+    elsewhere: dict[int, str]
     stacks: tuple[tuple[tuple[int, ...], str], ...]
 
 
@@ -145,25 +152,34 @@ def _operation(frames: Sequence[Frame], *, is_idle: bool) -> str:
 
 
 def find_hang(
-    stacks: Sequence[RankStack], *, ended: Sequence[int], silent: float, since: float
+    stacks: Sequence[RankStack],
+    *,
+    ended: Sequence[int],
+    silent: float,
+    since: float,
+    suspended: Mapping[int, int] | None = None,
 ) -> Hang | None:
-    """What to tell of ranks that say nothing; None where nobody waits for another,
-    or where all wait in one place and have not done so for long.
+    """What to tell of ranks that say nothing; None where nobody waits for another and none is
+    suspended, or where all wait in one place and have not done so for long.
 
     Args:
         stacks: of every rank whose part of the call goes on.
         ended: the ranks whose part has ended.
         silent: seconds since any rank made its last step.
         since: when that was, by the clock of the run.
+        suspended: the process of each rank that SIGSTOP or a debugger holds.
     """
+    held = suspended or {}
     waiting: dict[tuple[str, str], list[int]] = {}
     others: dict[str, list[int]] = {}
     for stack in stacks:
         if stack.operation:
             waiting.setdefault((stack.operation, stack.own_line), []).append(stack.rank)
-        else:
-            others.setdefault(stack.own_line, []).append(stack.rank)
-    if not waiting or (len(waiting) == 1 and not others and not ended and silent < _SLOW_SECONDS):
+        elif stack.rank not in held:
+            others.setdefault(stack.place, []).append(stack.rank)
+    if not waiting:
+        return _only_suspended(held, since) if held else None
+    if len(waiting) == 1 and not (others or held or ended) and silent < _SLOW_SECONDS:
         return None
     groups = sorted(waiting.items(), key=lambda item: (-len(item[1]), item[1]))
     is_certain = all(one.is_idle for one in stacks if not one.operation)
@@ -171,32 +187,47 @@ def find_hang(
         f"{_with_verb(ranks, 'waits', 'wait')} in {operation} at {line}"
         for (operation, line), ranks in groups
     ]
-    for line, ranks in others.items():
-        what = f"at {line}" if line else "silent, as if stopped from outside"
-        parts.append(f"{_with_verb(ranks, 'is', 'are')} {what}")
+    parts += [f"{_with_verb(ranks, 'is', 'are')} {place}" for place, ranks in others.items()]
     if len(parts) > _MAX_PARTS:
         parts[_MAX_PARTS:] = [f"and so on, at {len(parts) - _MAX_PARTS} more places"]
+    if held:
+        parts.append(_suspended(held))
     if ended:
         parts.append(f"{_with_verb(ended, 'has', 'have')} ended")
-    where = "; ".join(parts)
-    if is_certain:
-        text = (
-            f"the run hangs: {where}. Every rank must make the same collective calls in one order"
-        )
-    else:
-        text = f"ranks wait for others, which are at work: {where}"
+    begin = "the run hangs" if is_certain else "ranks wait for others, which are at work"
+    advice = "" if held or not is_certain else f". {_ADVICE}"
     # Where all ranks wait, at different places, the largest group is taken to be where all should
-    # be: it misses the ranks at every other place.
-    missing = [rank for ranks in others.values() for rank in ranks]
-    if not missing and len(groups) > 1:
-        missing = [rank for _, ranks in groups[1:] for rank in ranks]
+    # be: the ranks at every other place are elsewhere.
+    elsewhere = {rank: place for place, ranks in others.items() for rank in ranks}
+    if not others and not held:
+        elsewhere = {rank: f"at {line}" for (_, line), ranks in groups[1:] for rank in ranks}
     return Hang(
         is_certain=is_certain,
-        text=text,
+        text=f"{begin}: {'; '.join(parts)}{advice}",
         since=since,
         operations={one.rank: one.operation for one in stacks if one.operation},
-        missing=tuple(sorted(missing)),
+        elsewhere=elsewhere,
         stacks=_alike(stacks),
+    )
+
+
+def _only_suspended(held: Mapping[int, int], since: float) -> Hang:
+    """What to tell where no rank waits for those that are suspended, or where there is no other."""
+    return Hang(
+        is_certain=True,
+        text=_suspended(held),
+        since=since,
+        operations={},
+        elsewhere={},
+        stacks=(),
+    )
+
+
+def _suspended(held: Mapping[int, int]) -> str:
+    pids = " ".join(map(str, held.values()))
+    return (
+        f"{_with_verb([*held], 'is', 'are')} suspended, by SIGSTOP or a debugger: the debugger, or "
+        f"`kill -CONT {pids}`, lets {'it' if len(held) == 1 else 'them'} go on"
     )
 
 

@@ -18,10 +18,10 @@ from notebook_accel.launch.control.hang import find_hang, read_stack
 from notebook_accel.launch.control.stacks import readable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from notebook_accel.launch import wire
-    from notebook_accel.launch.control.hang import RankStack
+    from notebook_accel.launch.control.hang import Hang, RankStack
     from notebook_accel.launch.control.state import RankState, RunState
 
 __all__ = ["HangWatch"]
@@ -96,8 +96,8 @@ class HangWatch:
         if not self._is_silent(state, now):
             self._asked, self._before, self._wait = None, [], _AGAIN_SECONDS
             self._next = 0.0
-            if state.hang is not None:
-                state = replace(state, hang=None)
+            # A rank that is suspended is named where others go on, or where there is no other.
+            state = _with_hang(state, self._find([], state, now))
         elif self._asked is not None and self._has_answers(state, now):
             state = self._judge(state, now)
         self._seen = state
@@ -134,24 +134,37 @@ class HangWatch:
             for rank in state.ranks
             if not rank.has_ended
         ]
-        silent = now - max(self._moved.values())
-        found = find_hang(
-            stacks,
-            ended=[rank.rank for rank in state.ranks if rank.has_ended],
-            silent=silent,
-            since=state.now() - silent,
-        )
+        found = self._find(stacks, state, now)
         where = [(one.rank, one.operation, one.own_line) for one in stacks if one.operation]
         is_same, self._before = where == self._before, where
         if found is None or is_same:
             self._wait = min(2 * self._wait, _MAX_AGAIN_SECONDS)
         self._asked, self._next = None, now + self._wait
-        hang = found if is_same else None
-        return state if hang == state.hang else replace(state, hang=hang)
+        return _with_hang(state, found if is_same else self._find([], state, now))
+
+    def _find(self, stacks: Sequence[RankStack], state: RunState, now: float) -> Hang | None:
+        silent = now - max(self._moved.values(), default=now)
+        return find_hang(
+            stacks,
+            ended=[rank.rank for rank in state.ranks if rank.has_ended],
+            silent=silent,
+            since=state.now() - silent,
+            suspended={
+                rank.rank: rank.pid
+                for rank in state.ranks
+                if rank.is_suspended and rank.pid is not None and rank.quiet_since is not None
+            },
+        )
 
     def _read(self, rank: RankState, dump: str) -> RankStack:
         text = readable(dump, self._labels)
         return read_stack(rank.rank, dump, self._labels, cpu=rank.cpu, text=text)
+
+
+def _with_hang(state: RunState, hang: Hang | None) -> RunState:
+    if hang is not None and state.hang is not None and hang.text == state.hang.text:
+        hang = state.hang
+    return state if hang is state.hang else replace(state, hang=hang)
 
 
 def _has_moved(before: RankState, rank: RankState) -> bool:

@@ -81,16 +81,19 @@ def condition(rank: RankState) -> str:
 
 
 def live_condition(rank: RankState, state: RunState) -> str:
-    """What a rank does now: its condition, or "waits", "missing" or "quiet" while it runs.
+    """What a rank does now: its condition, or while it runs "waits", "elsewhere", "suspended" or
+    "quiet".
 
-    It is missing where others wait for it in vain, and quiet where it makes no step.
+    It is elsewhere where others wait for it in vain, and quiet where it makes no step.
     """
     status = condition(rank)
     if status != "running" or state.status != "running":
         return status
     hang = state.hang
-    if hang is not None and hang.is_certain and rank.rank in hang.missing:
-        return "missing"
+    if rank.is_suspended and rank.quiet_since is not None:
+        return "suspended"
+    if hang is not None and hang.is_certain and rank.rank in hang.elsewhere:
+        return "elsewhere"
     if hang is not None and rank.rank in hang.operations:
         return "waits"
     return "running" if rank.quiet_since is None else "quiet"
@@ -100,13 +103,25 @@ def hang_line(state: RunState) -> str:
     """Who waits for whom and since when, in one line; "" where nobody does."""
     if state.hang is None:
         return ""
+    text = one_line(state.hang.text, _MAX_HANG)
+    if not state.hang.operations:  # of a rank that is suspended; others may go on
+        return text
     seconds = (state.ended or state.now()) - state.hang.since
-    return f"Nothing has moved for {wording.clock(seconds)}: {one_line(state.hang.text, _MAX_HANG)}"
+    return f"Nothing has moved for {wording.clock(seconds)}: {text}"
 
 
 def slowest_first(state: RunState) -> list[RankState]:
-    """The ranks, those first at which a person looks: failed, missing, then who is least far."""
-    order = {"failed": 0, "missing": 1, "lost peer": 2, "quiet": 3, "succeeded": 9, "not asked": 9}
+    """The ranks, those first at which a person looks: failed, suspended or elsewhere, then who is
+    least far."""
+    order = {
+        "failed": 0,
+        "suspended": 1,
+        "elsewhere": 1,
+        "lost peer": 2,
+        "quiet": 3,
+        "succeeded": 9,
+        "not asked": 9,
+    }
 
     def key(rank: RankState) -> tuple[int, float, int]:
         line, (items, _) = progress_lines(rank)[0], counted_items(rank)
