@@ -85,7 +85,7 @@ class LogView:
             ipywidgets.Text,
             placeholder="search",
             description="Search the output",
-            tooltip="Show only lines with these words",
+            tooltip="Show only lines with these words, of the newest 2,000 of each rank",
         )
         self._search.add_class("na-search")
         self._search.observe(self._on_search, names="value")
@@ -170,11 +170,12 @@ class LogView:
         self._is_follow_asked = True
 
     def _say_what_was_found(self) -> None:
-        """Say of an empty box that it is the search which leaves nothing in it."""
-        is_in_vain = bool(self._words) and self._window.is_empty
-        self._title.value = "nothing found" if is_in_vain else "output"
+        """Say how many lines the search has found, also why a box is empty."""
+        found = self._window.num_found
+        hits = f"{found:,} hit{'' if found == 1 else 's'}" if found else "nothing found"
+        self._title.value = hits if self._words else "output"
         # On a narrow page only a title that says something has room.
-        (self._title.remove_class if is_in_vain else self._title.add_class)("na-optional")
+        (self._title.remove_class if self._words else self._title.add_class)("na-optional")
 
     def _send_block(self) -> bool:
         numbers = self._window.block_numbers

@@ -10,9 +10,11 @@ are marked by an ellipsis.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import groupby, repeat
+from itertools import groupby, pairwise, repeat
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.text.terminal_text import plain_text
@@ -23,7 +25,10 @@ from notebook_accel.notebook.markup import Markup, element, join, join_lines, sh
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.control.state import RankState, RunState
+
+    # The second in which a line came, and its text.
+    _Timed = tuple[int | None, str]
 
 __all__ = ["MAX_LINES", "LogBlock", "LogWindow"]
 
@@ -36,8 +41,8 @@ _LINES_AT_ONCE = 20
 # Of a line that takes more the start is shown, without its colours. The last line of a block may
 # go beyond the block's own bytes by as much.
 _LINE_BYTES = 6_000
-# The element around lines of one rank, and that around text in a colour.
-_LABEL_BYTES = 90
+# The element around lines of one rank and second, and that around text in a colour.
+_LABEL_BYTES = 115
 _COLOUR_BYTES = 50
 
 
@@ -47,13 +52,14 @@ class LogBlock:
 
     Attributes:
         number: counts the blocks of a window.
-        lines: (rank, text); the rank is None for a line of the window's own.
+        lines: (rank, second, text): whose line, and when it came, by the wall clock; the rank is
+            None for a line of the window's own.
         is_sent: whether the page has the block as it is.
         follows_gap: whether the page lacks the block before this one.
     """
 
     number: int
-    lines: list[tuple[int | None, str]] = field(default_factory=list)
+    lines: list[tuple[int | None, int | None, str]] = field(default_factory=list)
     num_bytes: int = 0
     is_sent: bool = False
     follows_gap: bool = False
@@ -78,10 +84,11 @@ class LogWindow:
         self._blocks: deque[LogBlock] = deque()
         self._num_blocks = 0
         self._num_lines = 0
+        self._num_found = 0
         # Whether the page lacks the block before the oldest one here.
         self._has_dropped_unsent = False
         # Lines without an end yet, by rank: shown below all others.
-        self._open_lines: dict[int, str] = {}
+        self._open_lines: dict[int, _Timed] = {}
 
     def read(self, state: RunState) -> None:
         """Take the lines that ranks printed since the last read."""
@@ -91,15 +98,17 @@ class LogWindow:
         # Of 128 ranks that print at once nobody could see more.
         limit = max(20, MAX_LINES // max(1, sum(bool(found.lines) for found in news.values())))
         for number, found in news.items():
-            wanted = self._wanted(found.lines)
+            wanted = self._wanted(_with_times(found.lines, state.ranks[number]))
+            self._num_found += len(wanted)
             lines = wanted[-limit:]
             num_missing = found.num_missing + len(wanted) - len(lines)
             if num_missing and not self._needle:
                 text = f"… {num_missing:,} more of rank {number}: run.logs({number}) has all lines"
-                self._append(None, [text])
-            self._append(number, lines)
-        newest = {n: state.ranks[n].tail[-1] for n in self._readers if state.ranks[n].open_line}
-        newest = {n: line for n, line in newest.items() if self._wanted((line,))}
+                self._append(None, None, [text])
+            for second, some in groupby(lines, key=itemgetter(0)):
+                self._append(number, second, [line for _, line in some])
+        newest = {n: _open_line(state.ranks[n]) for n in self._readers if state.ranks[n].open_line}
+        newest = {n: line for n, line in newest.items() if self._wanted([line])}
         if newest != self._open_lines:
             self._open_lines = newest
             self._newest_block().is_sent = False
@@ -108,15 +117,20 @@ class LogWindow:
             self._num_lines -= len(dropped.lines)
             self._has_dropped_unsent = not dropped.is_sent
 
-    def _wanted(self, lines: Sequence[str]) -> Sequence[str]:
+    def _wanted(self, lines: list[_Timed]) -> list[_Timed]:
         if not self._needle:
             return lines
-        return [line for line in lines if self._needle in plain_text(line).casefold()]
+        return [each for each in lines if self._needle in plain_text(each[1]).casefold()]
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks whose lines are shown."""
         return tuple(self._readers)
+
+    @property
+    def num_found(self) -> int:
+        """How many lines with the words were there, also those that are no longer shown."""
+        return self._num_found + len(self._open_lines)
 
     @property
     def is_empty(self) -> bool:
@@ -158,10 +172,10 @@ class LogWindow:
         """The lines of a block as HTML, those that have no end yet below the newest one's."""
         lines = list(block.lines)
         if block is self._blocks[-1]:
-            lines += self._open_lines.items()
+            lines += [(rank, second, text) for rank, (second, text) in self._open_lines.items()]
         groups = [element("div", "…", class_="na-gap")] if block.follows_gap else []
-        for rank, group in groupby(lines, key=lambda line: line[0]):
-            text = _as_markup([_cut(line) for _, line in group])
+        for (rank, second), group in groupby(lines, key=itemgetter(0, 1)):
+            text = _as_markup([_cut(line) for _, _, line in group])
             # A parser drops a newline right after the tag, so an empty first line needs one more.
             text = Markup("\n") + text if text.startswith("\n") else text
             has_label = rank is not None and len(self._readers) > 1
@@ -172,18 +186,20 @@ class LogWindow:
                     label if has_label else "",
                     element("pre", text),
                     class_="na-lines" if rank is not None else "na-lines na-gap",
+                    # Drawn by the style sheet, so that it is not copied with the text.
+                    data_time=second and time.strftime("%H:%M:%S", time.localtime(second)),
                 )
             )
         return join(groups)
 
-    def _append(self, rank: int | None, lines: Sequence[str]) -> None:
+    def _append(self, rank: int | None, second: int | None, lines: Sequence[str]) -> None:
         self._num_lines += len(lines)
         start = 0
         while start < len(lines):
             block = self._newest_block()
             if block.is_full:
                 block = self._add_block()
-            if not block.lines or block.lines[-1][0] != rank:
+            if not block.lines or block.lines[-1][:2] != (rank, second):
                 block.num_bytes += _LABEL_BYTES
             # Measured some at a time: a flood brings tens of thousands of lines a second.
             some = lines[start : start + min(_LINES_AT_ONCE, _BLOCK_LINES - len(block.lines))]
@@ -192,7 +208,7 @@ class LogWindow:
                 some = some[:1]
                 num_bytes = min(_markup_bytes(some[0]), _LINE_BYTES)
             block.num_bytes += num_bytes
-            block.lines.extend(zip(repeat(rank), some))
+            block.lines.extend(zip(repeat(rank), repeat(second), some))
             block.is_sent = False
             start += len(some)
 
@@ -207,6 +223,23 @@ class LogWindow:
         self._num_blocks += 1
         self._blocks.append(block)
         return block
+
+
+def _with_times(lines: Sequence[str], rank: RankState) -> list[_Timed]:
+    """The newest lines of a rank that have an end, each with the second in which it came."""
+    first = rank.num_lines - len(lines)
+    seconds: list[int | None] = []
+    for (start, second), (end, _) in pairwise([*rank.times, (rank.num_lines, 0)]):
+        seconds += [second] * (end - max(start, first))
+    # Of an older state no times are known.
+    seconds[:0] = [None] * (len(lines) - len(seconds))
+    return list(zip(seconds, lines, strict=True))
+
+
+def _open_line(rank: RankState) -> _Timed:
+    """The line of a rank that has no end yet, with the second in which it began."""
+    seconds = (second for start, second in reversed(rank.times) if start <= rank.num_lines)
+    return next(seconds, None), rank.tail[-1]
 
 
 def _as_markup(lines: list[str]) -> Markup:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def output(rank: int, text: str) -> wire.Output:
-    return wire.Output(rank=rank, text=text)
+    # All at one time: each second has lines of its own.
+    return wire.Output(rank=rank, text=text, wall=1000.0)
 
 
 def view_of(state: Any) -> LogView:
@@ -169,7 +170,7 @@ def test_a_search_shows_the_lines_with_these_words_alone_and_new_ones_too() -> N
     assert text(view) == "a loss\nb"
 
 
-def test_a_search_in_vain_says_so_until_a_line_comes() -> None:
+def test_a_search_says_how_many_lines_it_has_found() -> None:
     state = after(running(1), output(0, "a\n"))
     view = view_of(state)
     view.read(state)
@@ -179,10 +180,16 @@ def test_a_search_in_vain_says_so_until_a_line_comes() -> None:
     draw_all(view, state)
     assert (text(view), view._title.value) == ("", "nothing found")
     assert "na-optional" not in view._title._dom_classes
-    state = after(state, output(0, "the needle\n"))
-    view.read(state)
+    for lines, said in (("the needle\n", "1 hit"), ("hay\na nee", "1 hit"), ("dle", "2 hits")):
+        state = after(state, output(0, lines))
+        view.read(state)
+        draw_all(view, state)
+        assert view._title.value == said
+    assert text(view) == "the needle\na needle"
+    assert "na-optional" not in view._title._dom_classes
+    view._search.value = ""
     draw_all(view, state)
-    assert (text(view), view._title.value) == ("the needle", "output")
+    assert view._title.value == "output"
     assert "na-optional" in view._title._dom_classes
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def output(rank: int, text: str, skipped: int = 0) -> wire.Output:
-    return wire.Output(rank=rank, text=text, skipped=skipped)
+    # All at one time: each second has lines of its own.
+    return wire.Output(rank=rank, text=text, skipped=skipped, wall=1000.0)
 
 
 def send_all(window: LogWindow) -> dict[int, str]:
@@ -42,6 +43,24 @@ def test_a_page_is_sent_only_what_it_lacks() -> None:
     second = send_all(window)
     assert list(second) == [1]
     assert "one more" in second[1]
+
+
+def test_each_line_has_the_time_at_which_it_came_also_where_one_searches_later() -> None:
+    def came(text: str, wall: float) -> wire.Output:
+        return wire.Output(rank=0, text=text, wall=wall)
+
+    clock = lambda wall: time.strftime("%H:%M:%S", time.localtime(wall))  # noqa: E731
+    parts = [came("one\ntw", 1000.2), came("o\nthree\n", 1000.9), came("four\nfi", 1002.1)]
+    state = after(running(1), *parts, came("ve\n", 1005.0))
+    for words, expected in (
+        ("", [(1000, "one\ntwo\nthree"), (1002, "four\nfive")]),
+        ("o", [(1000, "one\ntwo"), (1002, "four")]),
+    ):
+        window = LogWindow([0], words)
+        window.read(state)
+        (html,) = send_all(window).values()
+        found = re.findall("data-time='(.*?)'.*?<pre>(.*?)</pre>", html, flags=re.DOTALL)
+        assert found == [(clock(second), lines) for second, lines in expected]
 
 
 def test_two_thousand_lines_are_there_and_in_order() -> None:

@@ -138,6 +138,8 @@ class RankState:
         tail: its last lines of output; ``open_line`` says whether the last one goes on,
             ``rewound`` whether what comes next overwrites it.
         num_lines: lines of output that were ended so far, skipped ones included.
+        times: when they came, by whole seconds of its machine's wall clock: (number of the first
+            line that came then, second).
         skipped_lines: lines that only the file has.
         log_start, log_end: bytes of its file between which its output of this call lies.
         displays: the newest of what it displayed; ``num_displays`` counts all.
@@ -178,6 +180,7 @@ class RankState:
     open_line: bool = False
     rewound: bool = False
     num_lines: int = 0
+    times: tuple[tuple[int, int], ...] = ()
     skipped_lines: int = 0
     log_start: int | None = None
     log_end: int = 0
@@ -440,8 +443,12 @@ def _(message: wire.Output, state: RunState) -> RunState:
     def change(rank: RankState) -> RankState:
         before = Tail() if message.skipped else Tail(rank.tail, rank.open_line, rank.rewound)
         tail = append_output(before, message.text, limit=_MAX_TAIL_LINES)
+        times, mark = rank.times, (rank.num_lines + rank.open_line, int(message.wall))
+        if not times or (times[-1][0] < mark[0] and times[-1][1] != mark[1]):
+            times = (*times, mark)[-_MAX_TAIL_LINES:]
         return _changed(
             rank,
+            times=times,
             tail=tail.lines,
             open_line=tail.is_open,
             rewound=tail.is_rewound,
