@@ -58,6 +58,14 @@ _FAULTS = """(width) => {
 }"""
 
 
+# On a page that is narrower still, how each rank stands.
+_STATES_FIT = """() => {
+  const states = [...document.querySelectorAll('td.na-c-state')];
+  return document.querySelector('.na-panel').offsetWidth < 260 && states.every((state) =>
+    state.offsetWidth && state.scrollWidth <= state.clientWidth);
+}"""
+
+
 def check_layout(notebook: Notebook) -> None:
     """In a window of each width all is legible."""
     before = notebook.page.viewport_size
@@ -68,6 +76,8 @@ def check_layout(notebook: Notebook) -> None:
         while (faults := notebook.page.evaluate(_FAULTS, width)) and time.monotonic() < deadline:
             notebook.page.wait_for_timeout(100)
         assert not faults, f"{width} px: {faults}"
+    notebook.page.set_viewport_size({"width": 340, "height": 1000})
+    notebook.page.wait_for_function(_STATES_FIT, timeout=10_000)
     assert before is not None
     notebook.page.set_viewport_size(before)
 
