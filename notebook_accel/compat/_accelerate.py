@@ -13,16 +13,17 @@ finds ours under its name. Accelerate's files are then imported as submodules of
 from __future__ import annotations
 
 import sys
-from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from notebook_accel.training import environment, topology
+from notebook_accel.training import topology
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
+
+    from notebook_accel.training.topology import Topology
 
 __all__ = ["Missing", "door"]
 
@@ -62,34 +63,31 @@ def _load(path: str) -> ModuleType:
     root = __name__ if is_replaced else "accelerate"
     import_module(f"{root}.utils")  # its modules need each other in a circle, which begins there
     module = import_module(f"{root}.{path}")
-    # Those that name Accelerate in full come here while it is being imported.
-    if hasattr(sys.modules.get(f"{root}.state"), "PartialState"):
-        _let_it_see_ranks(sys.modules[f"{root}.state"].PartialState)
+    topology.tell(_make_state)
     return module
 
 
-def _let_it_see_ranks(state: Any) -> None:
-    """Let Accelerate's ``PartialState()`` look for other ranks on the CPU too.
+def _make_state(here: Topology) -> None:
+    """Make Accelerate's ``PartialState``, by which its trackers and loggers know the main process.
 
-    By itself it does so on a GPU or for ``PartialState(cpu=True)``. Elsewhere each of several ranks
-    is told that it is alone, so that each would write what a tracker logs.
+    By itself it looks for other ranks on a GPU or for ``PartialState(cpu=True)`` alone, so that
+    each of several ranks on the CPU is told that it is the only one.
     """
-    made: Any = state.__init__
-    if hasattr(made, "__wrapped__"):
-        return
-
-    @wraps(made)
-    def make(self: Any, cpu: bool = False, **kwargs: Any) -> None:
-        made(self, cpu or _is_one_of_several_on_the_host(), **kwargs)
-
-    state.__init__ = make
-
-
-def _is_one_of_several_on_the_host() -> bool:
-    if topology.is_established():
-        here = topology.topology()
-        return here.num_processes > 1 and here.device.type == "cpu"
-    return environment.read_flag("USE_CPU") and topology.count_ranks()[0] > 1
+    for root in ("accelerate", __name__):
+        module: Any = sys.modules.get(f"{root}.state")
+        # Modules of Accelerate that name it in full come here while it is being imported.
+        if hasattr(module, "PartialState"):
+            module.PartialState._shared_state.update(
+                _cpu=here.device.type == "cpu",
+                backend=here.backend,
+                debug=False,
+                device=here.device,
+                distributed_type=module.DistributedType(str(here.distributed_type)),
+                fork_launched=False,
+                local_process_index=here.local_process_index,
+                num_processes=here.num_processes,
+                process_index=here.process_index,
+            )
 
 
 class Missing:

@@ -20,6 +20,8 @@ from notebook_accel.training.process_group import open_process_group
 from notebook_accel.training.settings import DistributedType, InitProcessGroupKwargs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 __all__ = [
@@ -29,10 +31,12 @@ __all__ = [
     "establish",
     "forget",
     "is_established",
+    "tell",
     "topology",
 ]
 
 _KEY = "topology"
+_listeners: list[Callable[[Topology], None]] = []
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ def establish(*, cpu: bool = False, options: InitProcessGroupKwargs | None = Non
     options = options or InitProcessGroupKwargs()
     if found is None or _is_stale(found):
         found = shared[_KEY] = _find(cpu=cpu, options=options)
+        for listener in _listeners:
+            listener(found)
     elif found.num_processes > 1 and not has_process_group():
         _open(_find_context(), found.device, options)
     return found
@@ -100,6 +106,15 @@ def count_ranks(*, cpu: bool = False) -> tuple[int, int]:
         context = _find_context()
         return context.world_size, context.local_world_size
     return found.num_processes, found.local_num_processes
+
+
+def tell(listener: Callable[[Topology], None]) -> None:
+    """Call a function with the topology: now, where it is established, and whenever it is anew."""
+    if listener not in _listeners:
+        _listeners.append(listener)
+    found: Topology | None = current().shared.get(_KEY)
+    if found is not None:
+        listener(found)
 
 
 def is_established() -> bool:

@@ -621,66 +621,6 @@ def exchange_checkpoints(folder: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("ways", ["ours to ours", "ours to peer", "peer to ours"])
-def test_code_writes_the_files_of_a_checkpoint_itself(ways: str, tmp_path: Path) -> None:
-    import accelerate.checkpointing
-    import notebook_accel.checkpointing
-    from accelerate.state import PartialState
-
-    doors = {"ours": notebook_accel.checkpointing, "peer": accelerate.checkpointing}
-    writer, reader = (doors[each] for each in ways.split(" to "))
-    PartialState(cpu=True)
-
-    def parts(rate: float) -> tuple[Any, ...]:
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
-        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-    accelerator: Any = Accelerator(cpu=True)
-    seen: list[Any] = []
-    accelerator.register_save_state_pre_hook(lambda *given: seen.append(given[2]))
-    accelerator.register_load_state_pre_hook(lambda *given: seen.append(given[1]))
-    for hook in accelerator._save_model_state_pre_hook.values():
-        hook([], [], "saved")
-    for hook in accelerator._load_model_state_pre_hook.values():
-        hook([], "loaded")
-    assert seen == ["saved", "loaded"]
-    model, optimizer, schedule = parts(0.5)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    schedule.step()
-    scaler, counter = torch.amp.GradScaler("cpu", init_scale=8.0), Counter()
-    counter.count = np.float64(3)
-    writer.save_accelerator_state(
-        tmp_path,
-        *([model.state_dict()], [optimizer], [schedule], [DataLoader(range(3))], 0, 5),
-        scaler=scaler,
-        safe_serialization=ways != "ours to ours",
-    )
-    writer.save_custom_state(counter, str(tmp_path))
-    drawn = [torch.rand(1), np.random.rand()]
-    other = parts(0.1)
-    other_scaler, other_counter = torch.amp.GradScaler("cpu", init_scale=2.0), Counter()
-    lists = [[each] for each in other]
-    reader.load_custom_state(other_counter, str(tmp_path))
-    step = reader.load_accelerator_state(
-        tmp_path, *lists, [DataLoader(range(3))], 0, scaler=other_scaler, map_location="cpu"
-    )
-    assert step == {"step": 5}
-    assert [torch.rand(1), np.random.rand()] == drawn
-    assert torch.equal(other[0].weight, model.weight)
-    assert repr(other[1].state_dict()) == repr(optimizer.state_dict())
-    assert other[2].state_dict() == schedule.state_dict()
-    assert (other_scaler.get_scale(), other_counter.count) == (8.0, 3)
-    if reader is doors["ours"]:
-        with pytest.raises(
-            FileNotFoundError, match=r"no weights of model 1 .* model_1.safetensors"
-        ):
-            reader.load_accelerator_state(tmp_path, [model, model], [], [], [], 0)
-        with pytest.raises(ConfigError, match="map_location='cuda'"):
-            reader.load_accelerator_state(tmp_path, [], [], [], [], 0, map_location="cuda")
-
-
 def test_checkpoints_of_accelerate_load_here_and_ours_load_there(tmp_path: Path) -> None:
     told, told_there = run_ranks(exchange_checkpoints, 2, str(tmp_path))
     (line,) = told
