@@ -40,7 +40,6 @@ from notebook_accel.launch.worker import (
     bars,
     displays,
     exiting,
-    forked_tokenizers,
     groups,
     late_threads,
     output,
@@ -178,7 +177,6 @@ class _Worker:
         os.register_at_fork(after_in_child=self._leave_board)
         bars.install()
         displays.install()
-        forked_tokenizers.install()
         torch_fixes.avoid_hang_when_model_outlives_group()
         torch_fixes.watch_new_groups(self._making_group)
 
