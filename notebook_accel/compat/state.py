@@ -6,7 +6,6 @@ from notebook_accel.training.state import (
     AcceleratorState,
     GradientState,
     PartialState,
-    do_nothing,
     is_initialized,
 )
 

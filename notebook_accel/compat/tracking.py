@@ -5,7 +5,6 @@ from notebook_accel.training.tracking.base import GeneralTracker, on_main_proces
 from notebook_accel.training.tracking.mlflow import MLflowTracker
 from notebook_accel.training.tracking.registry import (
     LOGGER_TYPE_TO_CLASS,
-    filter_trackers,
     get_available_trackers,
     register_tracker_class,
 )

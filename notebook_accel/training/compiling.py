@@ -31,7 +31,6 @@ __all__ = [
     "compile_in_place",
     "compile_model",
     "compile_regions",
-    "compile_regions_in_place",
     "has_compiled_regions",
     "is_compiled_module",
     "resolve_dynamo",
@@ -250,30 +249,6 @@ def _with_compiled_parts(module: Module, compile_kwargs: dict[str, Any]) -> Modu
         else:
             new._modules[name] = cast("Any", torch.compile(child, **compile_kwargs))
     return new
-
-
-def compile_regions_in_place(module: Module, **compile_kwargs: Any) -> Module:
-    """Compile each repeated block of a model, and what is beside them, where they are.
-
-    That is for a model whose modules must stay the objects that they are, since ``fully_shard``
-    or DeepSpeed have put hooks on them.
-
-    Args:
-        module: is changed, and returned; it is compiled as a whole where nothing is repeated.
-        **compile_kwargs: as of ``torch.compile``.
-    """
-    for part in _regions(module):
-        part.compile(**compile_kwargs)
-    return module
-
-
-def _regions(module: Module) -> list[Module]:
-    """The repeated blocks in a module, and the largest modules without such beside them."""
-    if _is_repeated_blocks(module):
-        return [*module.children()]
-    if _has_repeated_blocks(module):
-        return [part for child in module.children() for part in _regions(child)]
-    return [module]
 
 
 def is_compiled_module(module: Module) -> bool:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutocastKwargs",
-    "ComputeEnvironment",
     "DDPCommunicationHookType",
     "DistributedDataParallelKwargs",
     "DistributedType",
@@ -35,7 +34,6 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
-    "SageMakerDistributedType",
     "TextEnum",
     "as_steps",
     "pick_handler",
@@ -79,14 +77,6 @@ class DistributedType(TextEnum):
     FSDP = "FSDP"
     XLA = "XLA"
     MEGATRON_LM = "MEGATRON_LM"
-
-
-class SageMakerDistributedType(TextEnum):
-    """Kinds of distributed training on SageMaker, as Accelerate's configuration files say."""
-
-    NO = "NO"
-    DATA_PARALLEL = "DATA_PARALLEL"
-    MODEL_PARALLEL = "MODEL_PARALLEL"
 
 
 class DDPCommunicationHookType(TextEnum):
@@ -146,13 +136,6 @@ class RNGType(TextEnum):
     HPU = "hpu"
     NEURON = "neuron"
     GENERATOR = "generator"
-
-
-class ComputeEnvironment(TextEnum):
-    """Where a training runs, as Accelerate's config files say it."""
-
-    LOCAL_MACHINE = "LOCAL_MACHINE"
-    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 @dataclass

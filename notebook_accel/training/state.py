@@ -46,7 +46,6 @@ __all__ = [
     "DistributedType",
     "GradientState",
     "PartialState",
-    "do_nothing",
     "is_initialized",
     "newest_settings",
     "get_active_deepspeed_plugin",
@@ -476,7 +475,3 @@ class GradientState:
 def is_initialized() -> bool:
     """Whether this rank has made an ``Accelerator`` or an ``AcceleratorState``."""
     return _SETTINGS in current().shared
-
-
-def do_nothing(*_args: Any, **_kwargs: Any) -> None:
-    """What stands for a function on ranks that must not run it."""

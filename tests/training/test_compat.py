@@ -265,7 +265,6 @@ def test_small_names_of_utils() -> None:
 
     assert str(utils.RNGType.GENERATOR) == "generator"
     assert utils.PrecisionType("bf16") == "bf16"
-    assert utils.ComputeEnvironment.LOCAL_MACHINE == "LOCAL_MACHINE"
     assert "wandb" in utils.LoggerType.list()
 
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from accelerate.utils import TorchDynamoPlugin as PeerPlugin
 from accelerate.utils import compile_regions as peer_compile_regions
-from accelerate.utils import other as peer_other
 from torch import nn
 
-from notebook_accel import Accelerator, utils
+from notebook_accel import Accelerator
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.compiling import (
     DynamoBackend,
@@ -72,20 +71,6 @@ def test_blocks_are_compiled_as_accelerate_compiles_them() -> None:
 def test_a_model_without_repeated_blocks_is_compiled_as_a_whole() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert is_compiled_module(compile_regions(model, backend="eager"))
-
-
-@pytest.mark.parametrize("name", ["compile_regions_fsdp2", "compile_regions_deepspeed"])
-def test_blocks_can_be_compiled_where_they_are(name: str) -> None:
-    def compiled_there(model: nn.Module) -> list[str]:
-        return [part for part, module in model.named_modules() if module._compiled_call_impl]
-
-    model, x = Layered(), torch.tensor([1, 2])
-    theirs, expected = copy.deepcopy(model), model(x)
-    assert getattr(utils, name)(model, backend="eager") is model
-    getattr(peer_other, name)(theirs, backend="eager")
-    assert compiled_there(model) == compiled_there(theirs)
-    assert "body.layers.0" in compiled_there(model)
-    assert torch.equal(model(x), expected)
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -17,8 +17,6 @@ from notebook_accel.training.compiling import (
     has_compiled_regions,
     is_compiled_module,
 )
-from notebook_accel.training.compiling import compile_regions_in_place as compile_regions_deepspeed
-from notebook_accel.training.compiling import compile_regions_in_place as compile_regions_fsdp2
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.deepspeed_config import HfDeepSpeedConfig
 from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin
@@ -71,7 +69,6 @@ from notebook_accel.training.seeding import (
 )
 from notebook_accel.training.settings import (
     AutocastKwargs,
-    ComputeEnvironment,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DistributedType,
@@ -85,7 +82,6 @@ from notebook_accel.training.settings import (
     ProfileKwargs,
     ProjectConfiguration,
     RNGType,
-    SageMakerDistributedType,
 )
 from notebook_accel.training.state import (
     AcceleratorState,

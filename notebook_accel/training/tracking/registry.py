@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOGGER_TYPE_TO_CLASS",
-    "filter_trackers",
     "get_available_trackers",
     "register_tracker_class",
     "resolve_trackers",
@@ -89,24 +88,6 @@ def resolve_trackers(
             )
         found.append(tracker)
     return found
-
-
-def filter_trackers(
-    log_with: Any, logging_dir: str | os.PathLike[str] | None = None
-) -> list[LoggerType | str | GeneralTracker]:
-    """What ``log_with`` asks for, by Accelerate's signature: names, and trackers that were made.
-
-    Raises:
-        ConfigError: as ``resolve_trackers``.
-    """
-    names = LoggerType.list()
-    shown: list[LoggerType | str | GeneralTracker] = []
-    for tracker in resolve_trackers(log_with, logging_dir):
-        if isinstance(tracker, type):
-            shown.append(LoggerType(tracker.name) if tracker.name in names else tracker.name)
-        else:
-            shown.append(tracker)
-    return shown
 
 
 def _find(asked: Any) -> type[GeneralTracker] | GeneralTracker:
