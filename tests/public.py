@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pkgutil
+import sys
 from pathlib import Path
 
 import notebook_accel
@@ -26,11 +27,11 @@ def public_names() -> dict[str, str]:
 
 def _doors() -> list[str]:
     """Modules of ``compat/``, by the path under which user code imports them."""
-    return [
-        info.name
-        for info in pkgutil.walk_packages([str(PACKAGE / "compat")], "notebook_accel.")
-        if not info.name.startswith("notebook_accel._")
+    files = [
+        info.name for info in pkgutil.walk_packages([str(PACKAGE / "compat")], "notebook_accel.")
     ]
+    below = [name for name in sys.modules if name.startswith("notebook_accel.utils.")]
+    return sorted({*files, *below} - {"notebook_accel._accelerate"})
 
 
 DOORS = _doors()

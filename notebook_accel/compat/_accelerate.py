@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from pathlib import Path
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from notebook_accel.training import topology
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
     from notebook_accel.training.topology import Topology
 
-__all__ = ["Missing", "door"]
+__all__ = ["Missing", "door", "open_below"]
 
 
 def _folder() -> list[str]:
@@ -38,7 +39,6 @@ def _folder() -> list[str]:
 
 
 __path__ = _folder()
-_DOORS = Path(__file__).parent
 
 
 def door(path: str) -> Callable[[str], Any]:
@@ -51,11 +51,28 @@ def door(path: str) -> Callable[[str], Any]:
     def fetch(name: str) -> Any:
         if name.startswith("__") or not (__path__ or name[0].isalpha()):
             raise AttributeError(f"module 'notebook_accel.{path}' has no attribute {name!r}")
-        if (_DOORS / path.replace(".", "/") / f"{name}.py").exists():  # a door below this one
-            return import_module(f"notebook_accel.{path}.{name}")
         return getattr(_load(path), name) if __path__ else Missing(f"{path}.{name}")
 
     return fetch
+
+
+def open_below(package: str, path: str, names: Sequence[str]) -> None:
+    """Put doors below a door into ``sys.modules``, where imports by path find them.
+
+    Each has all that is ours of the door above, wherever Accelerate defines it.
+
+    Args:
+        package: the door above, by the name under which it was imported.
+        path: of Accelerate's module that it stands for: "utils".
+        names: of Accelerate's modules there.
+    """
+    above = sys.modules[package]
+    ours = {name: value for name, value in vars(above).items() if not name.startswith("_")}
+    for name in names:
+        below = module_from_spec(ModuleSpec(f"{package}.{name}", None))
+        vars(below).update(ours, __getattr__=door(f"{path}.{name}"))
+        sys.modules[below.__name__] = below
+        setattr(above, name, below)
 
 
 def _load(path: str) -> ModuleType:

@@ -1,6 +1,6 @@
 """Door: ``accelerate.accelerator`` under our name, with what it has imported there."""
 
-from notebook_accel.compat._accelerate import door
+from notebook_accel.compat import _accelerate
 from notebook_accel.training.accelerator import Accelerator
 
 from .checkpointing import *
@@ -13,4 +13,4 @@ from .state import *
 from .tracking import *
 from .utils import *
 
-__getattr__ = door("accelerator")
+__getattr__ = _accelerate.door("accelerator")

@@ -1,9 +1,9 @@
 """Door: ``accelerate.checkpointing`` under our name, with what it has imported there."""
 
-from notebook_accel.compat._accelerate import door
+from notebook_accel.compat import _accelerate
 
 from .logging import *
 from .state import *
 from .utils import *
 
-__getattr__ = door("checkpointing")
+__getattr__ = _accelerate.door("checkpointing")

@@ -1,6 +1,6 @@
 """Door: ``accelerate.data_loader`` under our name, with what it has imported there."""
 
-from notebook_accel.compat._accelerate import door
+from notebook_accel.compat import _accelerate
 from notebook_accel.training.data import skip_first_batches
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
 from notebook_accel.training.data.loaders import PreparedLoader as DataLoaderStateMixin
@@ -15,4 +15,4 @@ from .logging import *
 from .state import *
 from .utils import *
 
-__getattr__ = door("data_loader")
+__getattr__ = _accelerate.door("data_loader")

@@ -1,8 +1,8 @@
 """Door: ``accelerate.hooks`` under our name, with what it has imported there."""
 
-from notebook_accel.compat._accelerate import door
+from notebook_accel.compat import _accelerate
 
 from .state import *
 from .utils import *
 
-__getattr__ = door("hooks")
+__getattr__ = _accelerate.door("hooks")

@@ -1,8 +1,8 @@
 """Door: ``accelerate.logging`` under our name, with what it has imported there."""
 
-from notebook_accel.compat._accelerate import door
+from notebook_accel.compat import _accelerate
 from notebook_accel.training.logs import MultiProcessAdapter, get_logger
 
 from .state import *
 
-__getattr__ = door("logging")
+__getattr__ = _accelerate.door("logging")

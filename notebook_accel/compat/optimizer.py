@@ -1,9 +1,9 @@
 """Door: ``accelerate.optimizer`` under our name, with what it has imported there."""
 
-from notebook_accel.compat._accelerate import door
+from notebook_accel.compat import _accelerate
 from notebook_accel.training.optimizer import AcceleratedOptimizer
 
 from .state import *
 from .utils import *
 
-__getattr__ = door("optimizer")
+__getattr__ = _accelerate.door("optimizer")

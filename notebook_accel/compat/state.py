@@ -1,6 +1,6 @@
 """Door: ``accelerate.state`` under our name, with what it has imported there."""
 
-from notebook_accel.compat._accelerate import door
+from notebook_accel.compat import _accelerate
 from notebook_accel.training.settings import DistributedType
 from notebook_accel.training.state import (
     AcceleratorState,
@@ -11,4 +11,4 @@ from notebook_accel.training.state import (
 
 from .utils import *
 
-__getattr__ = door("state")
+__getattr__ = _accelerate.door("state")

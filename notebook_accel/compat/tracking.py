@@ -1,6 +1,6 @@
 """Door: ``accelerate.tracking`` under our name, with what it has imported there."""
 
-from notebook_accel.compat._accelerate import door
+from notebook_accel.compat import _accelerate
 from notebook_accel.training.tracking.base import GeneralTracker, on_main_process
 from notebook_accel.training.tracking.mlflow import MLflowTracker
 from notebook_accel.training.tracking.registry import (
@@ -15,4 +15,4 @@ from .logging import *
 from .state import *
 from .utils import *
 
-__getattr__ = door("tracking")
+__getattr__ = _accelerate.door("tracking")

@@ -1,6 +1,6 @@
 """Door: ``accelerate.utils`` under our name: what is ours of all its modules."""
 
-from notebook_accel.compat._accelerate import door
+from notebook_accel.compat import _accelerate
 from notebook_accel.config import write_basic_config
 from notebook_accel.training.agreement import DistributedOperationException
 from notebook_accel.training.checkpoint.file_names import *
@@ -98,4 +98,29 @@ from notebook_accel.training.topology import barrier as wait_for_everyone
 
 from .tqdm import *
 
-__getattr__ = door("utils")
+__getattr__ = _accelerate.door("utils")
+_accelerate.open_below(
+    __name__,
+    "utils",
+    [
+        "ao",
+        "bnb",
+        "constants",
+        "dataclasses",
+        "deepspeed",
+        "environment",
+        "fsdp_utils",
+        "imports",
+        "launch",
+        "megatron_lm",
+        "memory",
+        "modeling",
+        "offload",
+        "operations",
+        "other",
+        "random",
+        "torch_xla",
+        "transformer_engine",
+        "versions",
+    ],
+)

@@ -1,7 +1,0 @@
-"""Door: ``accelerate.utils.dataclasses`` under our name."""
-
-from notebook_accel.compat._accelerate import door
-
-from . import *
-
-__getattr__ = door("utils.dataclasses")
