@@ -10,9 +10,10 @@ import pytest
 import torch
 from accelerate.utils import TorchDynamoPlugin as PeerPlugin
 from accelerate.utils import compile_regions as peer_compile_regions
+from accelerate.utils import other as peer_other
 from torch import nn
 
-from notebook_accel import Accelerator
+from notebook_accel import Accelerator, utils
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.compiling import (
     DynamoBackend,
