@@ -18,7 +18,6 @@ import io
 import itertools
 import logging
 import os
-import pkgutil
 import sys
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
@@ -35,6 +34,7 @@ import notebook_accel
 from notebook_accel.launch.rank import current
 from notebook_accel.notebook.debugging import debug_launcher
 from notebook_accel.training.state import AcceleratorState, PartialState
+from tests.public import DOORS
 from tests.training.harness import run_ranks
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ PEER = importlib.util.find_spec("accelerate")
 pytestmark = pytest.mark.skipif(PEER is None, reason="accelerate is not installed")
 
 DIFFERENT = {
+    "test_pickle_accelerator": "an Accelerator belongs to its process",
     # It gives a mock and says that it is FSDP's; test_accelerator has a model that cannot join.
     "test_join_raises_warning_for_non_ddp_distributed": "ranks on CPUs join, too",
 }
@@ -68,9 +69,9 @@ def stand_in_for_accelerate() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
         del sys.modules[name]
     sys.modules["accelerate"] = notebook_accel
-    for door in pkgutil.walk_packages(notebook_accel.__path__[-1:], "notebook_accel."):
-        alias = door.name.replace("notebook_accel", "accelerate", 1)
-        sys.modules[alias] = importlib.import_module(door.name)
+    for door in DOORS:
+        alias = door.replace("notebook_accel", "accelerate", 1)
+        sys.modules[alias] = importlib.import_module(door)
     folder = Path(PEER.submodule_search_locations[0]) / "test_utils"
     spec = importlib.util.spec_from_file_location(
         "accelerate.test_utils", folder / "__init__.py", submodule_search_locations=[str(folder)]
