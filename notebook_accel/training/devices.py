@@ -8,18 +8,21 @@ one entry in a table here.
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import subprocess
 import warnings
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import psutil
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import environment
-from notebook_accel.training.host import check_cuda_p2p_ib_support
 from notebook_accel.training.settings import DistributedType
 
 if TYPE_CHECKING:
@@ -36,18 +39,21 @@ __all__ = [
     "default_device",
     "distributed_type",
     "empty_cache",
-    "free_memory",
     "get_rng_state",
     "has_ring_attention",
     "inventory",
     "is_host",
     "is_only_device",
     "memory_reader",
+    "set_numa_affinity",
     "set_rng_state",
     "streams",
     "with_host",
     "wrapper_device_ids",
 ]
+
+_PCI = Path("/sys/bus/pci/devices")
+_log = logging.getLogger(__name__)
 
 _DISTRIBUTED_TYPES = {
     "cpu": DistributedType.MULTI_CPU,
@@ -199,11 +205,22 @@ _VERSIONS: dict[str, Callable[[], dict[str, str]]] = {"cuda": _cuda_versions}
 
 
 def _needed_by_cuda(names: Sequence[str]) -> dict[str, str]:
-    # Asked only where it may be so: nvidia-smi takes a second.
-    is_concerned = len(names) > 1 and any("RTX 40" in name for name in names)
-    if not is_concerned or check_cuda_p2p_ib_support():
+    """Keep GeForce cards of the 40 series from speaking to each other directly, which they cannot
+    with drivers before 550.40.07."""
+    if len(names) < 2 or not any("RTX 40" in name for name in names):
         return {}
-    return {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    try:  # asked only where it may be so: nvidia-smi takes a second
+        driver = _ask_driver_version()
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    is_old = TorchVersion(driver) < "550.40.07"  # compares any versions, not only torch's
+    return {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"} if is_old else {}
+
+
+def _ask_driver_version() -> str:
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=30).stdout
+    return answer.split()[0]
 
 
 # What ranks on several devices of a kind need in their environment, by the names of the devices.
@@ -308,19 +325,6 @@ def empty_cache(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def free_memory() -> dict[int | str, int]:
-    """The bytes that are free now on each accelerator, by its index, or by "mps"."""
-    if not torch.accelerator.is_available():
-        return {}
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type == "cpu":
-        return {}
-    if accelerator.type in _UNINDEXED:  # it shares the host's memory
-        return {accelerator.type: psutil.virtual_memory().available}
-    read = torch.get_device_module(accelerator.type).mem_get_info
-    return {index: int(read(index)[0]) for index in range(torch.accelerator.device_count())}
-
-
 def get_rng_state(device: torch.device) -> torch.Tensor | None:
     """The state of the device's own random numbers; None for the host."""
     if device.type == "cpu":
@@ -333,3 +337,41 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Put back what :func:`get_rng_state` gave."""
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(state)
+
+
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Keep this process on the cores that are nearest to its CUDA device.
+
+    Nothing happens where there is no such device, or the machine (or an older torch) does not say
+    which cores.
+
+    Args:
+        local_process_index: the device's index.
+        verbose: log the cores; None does it in debug mode (``ACCELERATE_DEBUG_MODE``).
+    """
+    if not torch.cuda.is_available():
+        return
+    properties: Any = torch.cuda.get_device_properties(local_process_index)
+    if not hasattr(properties, "pci_bus_id"):
+        return
+    address = (
+        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
+        f"{properties.pci_device_id:02x}.0"
+    )
+    file = _PCI / address / "local_cpulist"
+    if not file.exists():
+        return
+    cores = _parse_cores(file.read_text()) & os.sched_getaffinity(0)
+    if cores:
+        os.sched_setaffinity(0, cores)
+    if environment.read_flag("DEBUG_MODE") if verbose is None else verbose:
+        _log.info("local rank %d runs on the cores %s", local_process_index, sorted(cores))
+
+
+def _parse_cores(text: str) -> set[int]:
+    """The numbers in a list such as "0-3,8"."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores

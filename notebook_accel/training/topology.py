@@ -15,7 +15,6 @@ from torch.utils.data import get_worker_info
 
 from notebook_accel.launch.rank import RankContext, current, has_process_group
 from notebook_accel.training import devices, environment
-from notebook_accel.training.host import set_numa_affinity
 from notebook_accel.training.process_group import open_process_group
 from notebook_accel.training.settings import DistributedType, InitProcessGroupKwargs
 
@@ -142,7 +141,7 @@ def _find(*, cpu: bool, options: InitProcessGroupKwargs) -> Topology:
         shared=_chosen_backend(options) == "gloo",
     )
     if device.index is not None and environment.read_flag("CPU_AFFINITY"):
-        set_numa_affinity(device.index)
+        devices.set_numa_affinity(device.index)
     if context.world_size > 1:
         _open(context, device, options)
     return Topology(

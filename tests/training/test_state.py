@@ -401,10 +401,20 @@ def test_a_rank_stays_near_its_device_if_it_is_asked_to(
 ) -> None:
     near: list[int] = []
     monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", asked)
-    monkeypatch.setattr(topology, "set_numa_affinity", near.append)
+    monkeypatch.setattr(devices, "set_numa_affinity", near.append)
     monkeypatch.setattr(devices, "choose_device", lambda **_: torch.device("meta", 1))
     assert PartialState().device.index == 1
     assert near == [1] * (asked == "true")
+
+
+@pytest.mark.parametrize(("driver", "is_old"), [("535.10", True), ("560.28", False)])
+def test_cards_that_cannot_speak_to_each_other_do_not(
+    driver: str, is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_ask_driver_version", lambda: driver)
+    assert bool(devices._needed_by_cuda(["NVIDIA GeForce RTX 4090"] * 2)) is is_old
+    assert not devices._needed_by_cuda(["NVIDIA GeForce RTX 4090"])
+    assert not devices._needed_by_cuda(["NVIDIA H100"] * 2)
 
 
 @pytest.mark.gpu

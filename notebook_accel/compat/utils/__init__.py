@@ -20,6 +20,8 @@ from notebook_accel.training.compiling import (
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.deepspeed_config import HfDeepSpeedConfig
 from notebook_accel.training.deepspeed_plugin import DeepSpeedPlugin
+from notebook_accel.training.devices import set_numa_affinity
+from notebook_accel.training.devices import set_numa_affinity as override_numa_affinity
 from notebook_accel.training.environment import (
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,
@@ -32,8 +34,6 @@ from notebook_accel.training.float8 import (
 )
 from notebook_accel.training.fsdp_functions import *
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
-from notebook_accel.training.host import set_numa_affinity
-from notebook_accel.training.host import set_numa_affinity as override_numa_affinity
 from notebook_accel.training.logs import get_logger
 from notebook_accel.training.memory import (
     clear_device_cache,

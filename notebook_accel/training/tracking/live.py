@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.training.tracking import run_metrics
+from notebook_accel.launch.rank import current
 from notebook_accel.training.tracking.base import GeneralTracker
+from notebook_accel.training.tracking.values import numbers_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,4 +27,6 @@ class LiveTracker(GeneralTracker):
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Show numbers; what is none is named once and left out."""
-        run_metrics.report(values, step)
+        found = numbers_of(values)
+        if found:
+            current().metric(found, step)
