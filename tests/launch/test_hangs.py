@@ -62,6 +62,15 @@ def crosses(folder: str) -> None:
         dist.barrier()
 
 
+def saves(folder: str) -> None:
+    from notebook_accel import Accelerator
+
+    accelerator = Accelerator()
+    if _meet() == 0:
+        accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+
+
 def computes(folder: str) -> None:
     import pathlib
 
@@ -157,6 +166,19 @@ def test_ranks_that_are_suspended_are_named(
         for pid in run.pids:
             os.kill(pid, signal.SIGCONT)
         eventually(lambda: run.state.hang is None, within=_SECONDS, what="they go on")
+    finally:
+        run.kill()
+        eventually(lambda: run.state.has_ended, within=30, what="it has ended")
+
+
+def test_a_save_of_rank_0_alone_is_told_with_its_remedy(tmp_path: Path) -> None:
+    config = LaunchConfig(num_processes=2, devices="cpu", grace=2.0)
+    run = launch(saves, (str(tmp_path),), config=config, view=PlainView(), block=False)
+    try:
+        eventually(lambda: run.state.hang, within=60, what="the hang is told")
+        assert run.state.hang is not None
+        assert "rank 0 waits in save_state at test_hangs.py, line" in run.state.hang.text
+        assert "(call it on every rank: take the `if` out); rank 1 wait" in run.state.hang.text
     finally:
         run.kill()
         eventually(lambda: run.state.has_ended, within=30, what="it has ended")

@@ -27,6 +27,7 @@ from notebook_accel import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
+    NotebookAccelError,
     ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
@@ -217,7 +218,11 @@ def on_two_machines(folder: str, save_on_each_node: bool) -> dict[str, Any]:
     inner = nn.Linear(2, 1)
     model, _ = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
     before = inner.weight.tolist()
-    accelerator.save_state("state")
+    told = ""
+    try:
+        accelerator.save_state("state")
+    except NotebookAccelError as error:
+        told = str(error)
     accelerator.save_model(model, "weights")
     accelerator.save({"a": 1}, "object.bin")
     utils.save({"a": 1}, "by hand.bin", save_on_each_node=save_on_each_node)
@@ -227,20 +232,25 @@ def on_two_machines(folder: str, save_on_each_node: bool) -> dict[str, Any]:
         nn.init.zeros_(inner.weight)
         accelerator.load_state("state")
         loaded = inner.weight.tolist() == before
-    return {"written": written, "loaded": loaded}
+    return {"written": written, "loaded": loaded, "told": told}
 
 
 def test_each_machine_writes_where_it_is_asked_to(tmp_path: Path) -> None:
     for each, folder in ((True, "each"), (False, "one")):
         (tmp_path / folder).mkdir()
         first, second = run_ranks(on_two_machines, 2, str(tmp_path / folder), each)
-        shared = ["by hand.bin", "object.bin"]
-        shared += ["state/model.safetensors", "state/optimizer.bin"]
-        shared.append("weights/model.safetensors")
-        assert first["written"] == sorted([*shared, "state/random_states_0.pkl"])
-        own = ["state/random_states_1.pkl"]
-        assert second["written"] == sorted([*shared, *own] if each else own)
-        assert first["loaded"] == second["loaded"] == (True if each else None)
+        by_rank_0 = ["by hand.bin", "object.bin", "weights/model.safetensors"]
+        of_state = ["state/model.safetensors", "state/optimizer.bin", "state/random_states_{}.pkl"]
+        for rank, got in enumerate((first, second)):
+            if each:
+                assert got["written"] == sorted(
+                    [*by_rank_0, *(path.format(rank) for path in of_state)]
+                )
+                assert got["loaded"]
+            else:
+                assert got["written"] == ([] if rank else by_rank_0)
+                assert "is not seen on the machine of rank 1: save to a disk" in got["told"]
+    assert "rank 1 could not write its part" in first["told"]
 
 
 # ---- one process

@@ -35,6 +35,9 @@ _COLLECTIVES = frozenset(
 _TORCH_DISTRIBUTED = re.compile(r"[/\\]torch[/\\](distributed|nn[/\\]parallel)[/\\]")
 _OUR_TRAINING = re.compile(r"[/\\]notebook_accel[/\\]training[/\\]")
 _OURS = re.compile(r"[/\\]notebook_accel[/\\](training|launch|notebook)[/\\]")
+# Where ranks meet to save, by notes in a store.
+_MEETS_TO_SAVE = re.compile(r"[/\\]checkpoint[/\\]joint_save\.py$")
+_SAVES = ("save_state", "save_model")
 # Files of libraries, ours included: the line that a person has to change is in none of them.
 _LIBRARY = re.compile(
     rf"[/\\](site-packages|dist-packages|lib[/\\]python3\.\d+)[/\\]|{_OURS.pattern}|^<frozen "
@@ -137,6 +140,9 @@ def _operation(frames: Sequence[Frame], *, is_idle: bool) -> str:
     # The newest frame is first. So the last of these is the one that was called, and those before
     # it are calls that it makes inside.
     collectives = [frame.function for frame in in_torch if frame.function in _COLLECTIVES]
+    ours = [frame.function for frame in frames if _OUR_TRAINING.search(frame.file)]
+    if any(frame.function == "meet" and _MEETS_TO_SAVE.search(frame.file) for frame in frames):
+        return ours[-1]
     if collectives:
         name = collectives[-1]
     elif not (is_idle and frames):
@@ -147,7 +153,6 @@ def _operation(frames: Sequence[Frame], *, is_idle: bool) -> str:
         name = frames[0].function
     else:
         return ""
-    ours = [frame.function for frame in frames if _OUR_TRAINING.search(frame.file)]
     return f"{name} ({ours[-1]})" if ours and ours[-1] != name else name
 
 
@@ -185,6 +190,7 @@ def find_hang(
     is_certain = all(one.is_idle for one in stacks if not one.operation)
     parts = [
         f"{_with_verb(ranks, 'waits', 'wait')} in {operation} at {line}"
+        + (" (call it on every rank: take the `if` out)" if operation in _SAVES else "")
         for (operation, line), ranks in groups
     ]
     parts += [f"{_with_verb(ranks, 'is', 'are')} {place}" for place, ranks in others.items()]

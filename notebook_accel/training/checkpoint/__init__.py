@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch.rank import current
 from notebook_accel.training.checkpoint import zero
-from notebook_accel.training.checkpoint.atomic import complete_version, staging_folder
+from notebook_accel.training.checkpoint.atomic import Partial, complete_version
 from notebook_accel.training.checkpoint.background import Pending, make_writer
 from notebook_accel.training.checkpoint.folders import (
     CUSTOM,
@@ -27,15 +27,15 @@ from notebook_accel.training.checkpoint.gradients import (
     gradients_file,
     restore_gradients,
 )
-from notebook_accel.training.checkpoint.meeting import Meetings, describe, meetings
+from notebook_accel.training.checkpoint.joint_save import JointSave, describe
 from notebook_accel.training.checkpoint.parts import PreparedParts
 from notebook_accel.training.checkpoint.pieces import (
     Piece,
+    complete,
     state_file,
     write_one_by_one,
     write_prepared,
 )
-from notebook_accel.training.checkpoint.roles import Follow, Lead, Role
 from notebook_accel.training.checkpoint.start import (
     Start,
     candidates,
@@ -113,12 +113,9 @@ class Checkpoints:
         in_background: bool = False,
         own_options: dict[str, Any] | None = None,
     ) -> str:
-        """Write a checkpoint and give its folder.
+        """Write a checkpoint and give its folder; all ranks call it.
 
-        It is whole when this returns, unless it is written in the background; the own files of a
-        rank that comes late are added to it later. All ranks call it, or rank 0 alone, which then
-        writes what is its own; a rank that does not call it has no random state and no gradients
-        of an open window in the checkpoint.
+        It is whole when this returns, unless it is written in the background.
 
         Args:
             output_dir: the folder; None takes the next number.
@@ -129,56 +126,49 @@ class Checkpoints:
         self.wait()
         if output_dir is None:
             self.numbering.folder()  # raises on every rank alike where there is none
-        role = self._role("" if output_dir is None else str(resolved(output_dir)))
-        if role.is_late:
-            # Rank 0 had no patience left: the checkpoint is complete but for what is added here.
-            role.open()
-            self._run_save_hooks(self._parts.collect_weights(writes=False), role.final)
-            if role.final.is_dir():
-                self._add_own_files(role.final)
-        else:
-            pieces = self._pieces(role, safe=safe, own_options=own_options or {})
-            self._save_as(role, pieces, in_background=in_background)
-        if output_dir is None:
-            self.numbering.follow(role.final)
-        return str(role.final)
-
-    def _add_own_files(self, folder: Path) -> None:
-        """Put what is this rank's own into a finished checkpoint, each file whole or not at all."""
-        # By this name, it is not taken for what a dead writer of the whole folder left.
-        staged = staging_folder(folder.with_name(f"{folder.name}.late"))
-        staged.mkdir()
+        save = JointSave("save_state()", self._plan.topology)
+        save.meet()
+        finish = partial(self._finish, save, is_numbered=output_dir is None)
         try:
-            write_one_by_one(self._own_pieces(), staged)
-            for path in staged.iterdir():
-                path.replace(folder / path.name)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
-
-    def _role(self, asked: str) -> Role:
-        meetings = self._meetings
-        if not meetings.is_lead:
-            return Follow(meetings, asked)
-        needs_all = self._plan.strategy.saves_together
-        return Lead(meetings, asked, self.numbering, needs_all=needs_all)
-
-    def _save_as(self, role: Role, pieces: Iterator[Piece], *, in_background: bool) -> None:
-        try:
-            role.open()  # first: the pieces are collected as they are asked for, in its folder
+            # First: the pieces are collected as they are asked for, in its folder.
+            save.open(
+                partial(self._make_folder, output_dir), each_machine=self._project.save_on_each_node
+            )
+            pieces = self._pieces(save, safe=safe, own_options=own_options or {})
             if not in_background:
-                role.finish(*write_one_by_one(pieces, role.staged))
-                return
-            taken = self._writer.take(list(pieces))
-            for piece in taken:
-                piece.prepare(role.staged)
-            wait = self._writer.start(lambda: write_prepared(taken, role.staged))
+                finish(*write_one_by_one(pieces, save.staged))
+            else:
+                taken = self._writer.take(list(pieces))
+                for piece in taken:
+                    piece.prepare(save.staged)
+                wait = self._writer.start(lambda: write_prepared(taken, save.staged))
         except BaseException as error:
-            role.fail(error)
+            save.fail(error)
             raise
-        self._pending = Pending(
-            role.final, wait, lambda results: role.finish(taken, results), role.fail
-        )
-        current().before_return[self] = self.wait
+        if in_background:
+            self._pending = Pending(save, wait, partial(finish, taken))
+            current().before_return[self] = self.wait
+        if output_dir is None:
+            self.numbering.follow(save.final)
+        return str(save.final)
+
+    def _make_folder(self, asked: str | os.PathLike[str] | None) -> Partial:
+        if asked is not None:
+            return Partial.of(resolved(asked))
+        return Partial(self.numbering.folder(), NUMBERED.pattern, self.numbering.next)
+
+    def _finish(
+        self,
+        save: JointSave,
+        written: Sequence[Piece],
+        results: Sequence[Any],
+        *,
+        is_numbered: bool,
+    ) -> None:
+        """Publish what all ranks have written; in a thread, where they write in the background."""
+        save.finish(results, lambda of_ranks: complete(written, of_ranks))
+        if save.partial is not None and is_numbered:
+            self.numbering.remove_oldest()
 
     def wait(self) -> None:
         """Wait for the save that is being written, if there is one.
@@ -190,10 +180,6 @@ class Checkpoints:
         if pending is not None:
             current().before_return.pop(self, None)
             pending.wait()
-
-    @property
-    def _meetings(self) -> Meetings:
-        return meetings(self._plan.topology)
 
     def save_model(
         self,
@@ -214,26 +200,14 @@ class Checkpoints:
             writes: whether this rank does.
         """
         self.wait()
-        asked, call = str(resolved(folder)), "save_model()"
         needs_all = self._plan.strategy.saves_together
-        if not self._meetings.is_lead:
-            plan = self._meetings.follow(asked, call=call)
-            if writes or needs_all:
-                save_if = save_model if writes else lambda *_, **__: None
-                save_if(collect(), folder, max_shard_size, safe=safe)
-            self._meetings.wait_until_done(plan)
-            return
-        # Nothing of the other ranks is in these files: where they are not needed to collect the
-        # weights, rank 0 does not wait for them.
-        plan = self._meetings.lead(
-            asked, lambda: (asked, asked), call=call, needs_all=needs_all, waits=False
-        )
-        try:
-            save_model(collect(), folder, max_shard_size, safe=safe)
-        except BaseException as error:
-            self._meetings.finish(plan, describe(error))
-            raise
-        self._meetings.finish(plan)
+        if needs_all:
+            # A rank that is alone here waits, and is named, before it begins a collective.
+            JointSave("save_model()", self._plan.topology).meet()
+        if writes or needs_all:
+            weights = collect()
+        if writes:
+            save_model(weights, folder, max_shard_size, safe=safe)
 
     def load(
         self,
@@ -370,14 +344,14 @@ class Checkpoints:
         for hook in tuple(self.save_hooks.values()):
             hook(models, weights, str(staged))
 
-    def _pieces(self, role: Role, *, safe: bool, own_options: dict[str, Any]) -> Iterator[Piece]:
+    def _pieces(
+        self, save: JointSave, *, safe: bool, own_options: dict[str, Any]
+    ) -> Iterator[Piece]:
         """This rank's part of a checkpoint, collected piece by piece; hooks may write into it."""
-        here, strategy = self._plan.topology, self._plan.strategy
-        each_machine = self._project.save_on_each_node and here.local_process_index == 0
-        writes = here.process_index == 0 or each_machine
+        strategy, writes = self._plan.strategy, save.partial is not None
         parts = self._parts
         weights = parts.collect_weights(writes=writes)
-        self._run_save_hooks(weights, role.staged)
+        self._run_save_hooks(weights, save.staged)
         yield from parts.pieces(weights, safe=safe, writes=writes, own_options=own_options)
         if writes:
             for name, item in self._stateful():

@@ -34,14 +34,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.training.checkpoint.meeting import describe
+from notebook_accel.training.checkpoint.joint_save import describe
 from notebook_accel.training.checkpoint.staging import HostCopies
 from notebook_accel.training.notices import notice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
+    from notebook_accel.training.checkpoint.joint_save import JointSave
     from notebook_accel.training.checkpoint.pieces import Piece
 
 __all__ = ["Pending", "Writer", "make_writer"]
@@ -142,20 +142,15 @@ class Pending:
     """A save that is being written.
 
     Args:
-        final: where the checkpoint will be.
+        save: of all ranks.
         wait: waits until this rank has written its pieces; gives what rank 0 has to know.
         finish: publishes it, with that; called in a thread.
-        fail: tells the other ranks that it failed.
     """
 
     def __init__(
-        self,
-        final: Path,
-        wait: Callable[[], Any],
-        finish: Callable[[Any], None],
-        fail: Callable[[BaseException], None],
+        self, save: JointSave, wait: Callable[[], Any], finish: Callable[[Any], None]
     ) -> None:
-        self.final = final
+        self.final = save.final
         self._error: BaseException | None = None
 
         def run() -> None:
@@ -163,11 +158,11 @@ class Pending:
                 try:
                     finish(wait())
                 except BaseException as error:
-                    fail(error)
+                    save.fail(error)
                     raise
             except BaseException as error:
                 self._error = error
-                notice(f"{final} could not be written: {describe(error)}")
+                notice(f"{self.final} could not be written: {describe(error)}")
 
         target = contextvars.copy_context().run
         self._thread = threading.Thread(

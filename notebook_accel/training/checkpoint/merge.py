@@ -17,7 +17,7 @@ from notebook_accel.training.checkpoint.file_names import (
     WEIGHTS_NAME,
 )
 from notebook_accel.training.checkpoint.folders import describe_folder, resolved
-from notebook_accel.training.checkpoint.meeting import describe
+from notebook_accel.training.checkpoint.joint_save import describe
 from notebook_accel.training.checkpoint.weights import save_object
 from notebook_accel.training.collectives import broadcast_object_list
 

@@ -83,7 +83,8 @@ class CheckpointView(ConfiguredView):
     ) -> None:
         """Write a model's weights, in several files where they are large.
 
-        All ranks call it; rank 0 alone may where each rank has the whole model.
+        All ranks call it; rank 0 alone may where each rank has the whole model. The others do not
+        wait until the files are there.
 
         Args:
             model: as ``prepare`` gave it, or any other.
@@ -93,7 +94,7 @@ class CheckpointView(ConfiguredView):
 
         Raises:
             ConfigError: the size makes no sense.
-            NotebookAccelError: the weights are spread over the ranks, and some are missing.
+            NotebookAccelError: the weights are spread over the ranks, and some never came.
         """
         self._checkpoints.save_model(
             lambda: self._whole_weights(model, keeps=self._writes),
@@ -123,8 +124,7 @@ class CheckpointView(ConfiguredView):
         so do ``load_state``, ``wait_for_checkpoint``, ``end_training`` and the end of a launched
         function: they raise if it could not be written.
 
-        All ranks call it. Rank 0 alone may where each rank has the whole model; the checkpoint
-        then has no random state of the others, and none of their gradients of an open window.
+        All ranks call it, and wait for each other.
 
         Args:
             output_dir: the folder, replaced in one step if it exists; None takes the next
@@ -139,8 +139,9 @@ class CheckpointView(ConfiguredView):
         Raises:
             ConfigError: no folder was given and checkpoints are not numbered, or a state holds
                 what could not be read again without trusting the file.
-            NotebookAccelError: another rank could not write its part, ranks are missing, or what
-                an earlier call began in the background could not be written.
+            NotebookAccelError: another rank could not write its part, a machine does not see
+                rank 0's disk, or what an earlier call began in the background could not be
+                written.
         """
         return self._checkpoints.save(
             output_dir,

@@ -61,6 +61,15 @@ NEW_GROUP = (
     SESSION,
 )
 LIBRARY = (ALL_REDUCE[0], (f"{SITE}/trainer/loop.py", 3, "main"), SESSION)
+SAVE = (
+    (f"{OURS}/checkpoint/joint_save.py", 200, "_wait"),
+    (f"{OURS}/checkpoint/joint_save.py", 80, "meet"),
+    (f"{OURS}/checkpoint/__init__.py", 120, "save"),
+    (f"{OURS}/checkpoint/view.py", 140, "save_state"),
+    (CELL, 11, "train"),
+)
+# All have met: to write a large model, and to wait for those who do, may take its time.
+WRITTEN = (SAVE[0], (f"{OURS}/checkpoint/joint_save.py", 150, "finish"), *SAVE[2:])
 SLEEP = ((CELL, 5, "train"),)
 
 
@@ -89,6 +98,8 @@ def stack(rank: int, frames: Any, *, cpu: int | None = 0) -> RankStack:
         (TRAINER, 0, "all_reduce", "Cell In[4], line 30"),
         (NEW_GROUP, 0, "init_process_group (renew_group)", "the launcher's own code"),
         (LIBRARY, 0, "all_reduce", "loop.py, line 3"),
+        (SAVE, 0, "save_state", "Cell In[4], line 11"),
+        (WRITTEN, 0, "", "Cell In[4], line 11"),
         (SLEEP, 0, "", "Cell In[4], line 5"),
         ((("/home/me/train.py", 3, "f"),), 0, "", "train.py, line 3"),
     ],
@@ -120,6 +131,15 @@ def test_a_rank_that_skips_a_collective() -> None:
     assert hang.operations == {0: "all_reduce"}
     assert hang.elsewhere == {1: "at Cell In[4], line 5"}
     assert hang.stacks == (((0,), "stack"), ((1,), "stack"))
+
+
+def test_a_save_of_some_ranks_says_to_take_the_if_out() -> None:
+    hang = find(stack(0, SAVE), stack(1, WAIT_FOR_EVERYONE))
+    assert hang.text.startswith(
+        "the run hangs: rank 0 waits in save_state at Cell In[4], line 11 (call it on every rank: "
+        "take the `if` out); rank 1 waits in barrier (wait_for_everyone) at Cell In[4], line 9"
+    )
+    assert find(stack(0, WRITTEN), stack(1, WRITTEN), silent=300.0) is None
 
 
 def test_ranks_in_different_collectives() -> None:

@@ -1,0 +1,223 @@
+"""One save of all ranks: where they write, who could not, and when the checkpoint is in its place.
+
+::
+
+    rank 0   meet --> make the folder --> write --> wait for all, complete, publish --> say so
+    others   meet --> learn of it ------> write --> say what was written ------------> wait for that
+
+A rank that fails leaves a note, which ends the waits of all others.
+
+The ranks leave notes in the store of the process group, and make no collective: the last part of a
+save in the background runs in a thread, beside the collectives of the training; and where a rank
+does not come to a save, the collective of another would meet whatever that rank calls next. Notes
+are no pickles: torch's store has no secret, and other users of the machine reach it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launch.rank import current
+from notebook_accel.training.checkpoint.atomic import Partial
+from notebook_accel.training.checkpoint.folders import is_ours
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from notebook_accel.training.topology import Topology
+
+__all__ = ["JointSave", "describe"]
+
+# How long a rank waits for another one, which may read or write slowly.
+_PATIENCE_SECONDS = 3600.0
+# Until a line names the ranks that have not come. Under our launcher the hang sentence does.
+_NOTICE_SECONDS = 10.0
+
+
+class JointSave:
+    """One save, as one rank goes through it with the others.
+
+    Args:
+        call: what the script called, for messages.
+        here: this rank.
+
+    Attributes:
+        final: where the checkpoint will be.
+        staged: where this rank writes it.
+        partial: the same, on the rank that has made that folder; None on the others.
+    """
+
+    final: Path
+    staged: Path
+    partial: Partial | None = None
+
+    def __init__(self, call: str, here: Topology) -> None:
+        self._call = call
+        self._here = here
+        self._own = here.process_index
+        self._is_alone = here.num_processes == 1
+        self._heard: NotebookAccelError | None = None  # why another rank could not write
+        if not self._is_alone:
+            store = distributed_c10d._get_default_store()
+            # All ranks call it equally often, and a group that is made anew begins at 1.
+            number = store.add(f"notebook_accel/saves of rank {self._own}", 1)
+            self._store = distributed_c10d.PrefixStore(f"notebook_accel/save {number}", store)
+
+    def meet(self) -> None:
+        """Wait until every rank has come to this save.
+
+        Raises:
+            NotebookAccelError: some did not.
+        """
+        if self._is_alone:
+            return
+        self._say(f"came/{self._own}")
+        came = [f"came/{rank}" for rank in range(self._here.num_processes)]
+        is_told = current().launched
+        for waited in self._wait():
+            if self._store.check(came):
+                return
+            if waited > _NOTICE_SECONDS and not is_told:
+                is_told = True
+                is_here = [self._store.check([key]) for key in came]
+                missing = [str(rank) for rank, is_in in enumerate(is_here) if not is_in]
+                if missing and is_here.index(True) == self._own:  # one rank says it
+                    warnings.warn(
+                        f"{self._call} waits for rank {', '.join(missing)}: call it on every rank, "
+                        "and take it out of `if accelerator.is_main_process:`",
+                        stacklevel=2,
+                    )
+        raise NotebookAccelError(
+            f"{self._call}: not every rank came to it within {_PATIENCE_SECONDS:.0f} s. Call it on "
+            "all of them"
+        )
+
+    def open(self, make: Callable[[], Partial], *, each_machine: bool) -> None:
+        """Agree on the folder, which rank 0 makes; on another machine with a disk of its own, that
+        machine's first rank makes one of the same name.
+
+        Args:
+            make: makes it, on rank 0.
+            each_machine: whether the user wants the checkpoint on the disk of each machine.
+
+        Raises:
+            NotebookAccelError: this machine does not see rank 0's disk, and is to.
+        """
+        here = self._here
+        leader = self._own - here.local_process_index
+        if self._own == 0:
+            self.partial = make()
+        elif self._own == leader:
+            ((final, staged),) = self._hear("folder/0")
+            if not Path(staged).exists() and each_machine:
+                self.partial = Partial.of(Path(final))
+            elif not Path(staged).exists():
+                raise NotebookAccelError(
+                    f"{staged}, which rank 0 has made, is not seen on the machine of rank "
+                    f"{self._own}: save to a disk that all machines share, or set "
+                    "ProjectConfiguration(save_on_each_node=True), with which each has all of it"
+                )
+        if self.partial is not None:
+            final, staged = str(self.partial.final), str(self.partial.path)
+        if self._own != leader:
+            ((final, staged),) = self._hear(f"folder/{leader}")
+        elif not self._is_alone:
+            self._say(f"folder/{leader}", [final, staged])
+        self.final, self.staged = Path(final), Path(staged)
+
+    def finish(self, results: Any, complete: Callable[[list[Any]], None]) -> None:
+        """Wait until every rank has written its part, and until the checkpoint is in its place.
+
+        Args:
+            results: what rank 0 has to know of this rank's part, in values that JSON has.
+            complete: adds what says that the parts belong together; called on rank 0, with the
+                results of all.
+
+        Raises:
+            NotebookAccelError: another rank could not write its part.
+        """
+        if self._own == 0:
+            others = [f"wrote/{rank}" for rank in range(1, self._here.num_processes)]
+            complete([results, *self._hear(*others)])
+            self._publish()
+            for key in others:  # of large models they have megabytes
+                self._store.delete_key(key)
+            if others:
+                self._say("done")
+            return
+        if self.partial is not None:
+            last = self._own + self._here.local_num_processes
+            self._hear(*(f"wrote/{rank}" for rank in range(self._own + 1, last)))
+            self._publish()
+        self._say(f"wrote/{self._own}", results)
+        self._hear("done")
+
+    def _publish(self) -> None:
+        assert self.partial is not None
+        self.partial.publish(is_ours=is_ours)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank could not write, and remove what it wrote.
+
+        Raises:
+            NotebookAccelError: another rank failed before, of which this error is a consequence.
+        """
+        try:
+            if self._is_alone or error is self._heard:
+                return
+            with suppress(dist.DistError):  # of a store that went with its rank
+                # In this order: a rank that finds its folder gone finds the reason too.
+                if self._store.check(["failed"]):
+                    raise self._failure_of_another() from error
+                self._say("failed", [self._own, describe(error)])
+        finally:
+            if self.partial is not None:
+                self.partial.discard()
+
+    def _say(self, key: str, value: Any = None) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def _hear(self, *keys: str) -> list[Any]:
+        """What other ranks say under these keys, once all have."""
+        if not keys:
+            return []
+        for _ in self._wait():
+            if self._store.check(["failed"]):
+                raise self._failure_of_another()
+            if self._store.check([*keys]):
+                return [json.loads(self._store.get(key)) for key in keys]
+        raise NotebookAccelError(
+            f"{self._call}: other ranks did not finish their part of it within "
+            f"{_PATIENCE_SECONDS:.0f} s"
+        )
+
+    def _failure_of_another(self) -> NotebookAccelError:
+        rank, text = json.loads(self._store.get("failed"))
+        self._heard = NotebookAccelError(
+            f"rank {rank} could not write its part of the checkpoint (the last one stays as it "
+            f"is): {text}. Mend that on its machine, and save again"
+        )
+        return self._heard
+
+    def _wait(self) -> Iterator[float]:
+        """Seconds waited so far, again and again until nobody should wait any longer."""
+        # In slices, so that an interrupt is heard; the store's own wait would not hear it.
+        began, pause = time.monotonic(), 0.0005
+        while (waited := time.monotonic() - began) < _PATIENCE_SECONDS:
+            yield waited
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
+
+
+def describe(error: BaseException) -> str:
+    """An error on one line, for the other ranks."""
+    return f"{type(error).__name__}: {error}"
