@@ -100,7 +100,7 @@ def early_stopping(accelerate: Any, folder: Path) -> dict[str, Any]:
 
 
 def patience(accelerate: Any, folder: Path) -> dict[str, Any]:
-    """The best epoch is saved by the main process alone, and loaded by all at the end."""
+    """The best epoch is saved, and loaded at the end."""
     accelerator = accelerate.Accelerator()
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
@@ -119,8 +119,7 @@ def patience(accelerate: Any, folder: Path) -> dict[str, Any]:
         history.append(loss)
         if loss < best:
             best, left = loss, 2
-            if accelerator.is_main_process:
-                accelerator.save_state(str(folder / "best"))
+            accelerator.save_state(str(folder / "best"))
         else:
             left -= 1
         accelerator.wait_for_everyone()

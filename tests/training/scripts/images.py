@@ -126,10 +126,11 @@ def text_to_image(accelerate: Any, folder: Path) -> dict[str, Any]:
                 accelerator.log({"train_loss": train_loss}, step=global_step)
                 logged.append(train_loss)
                 train_loss = 0.0
-                if global_step % 2 == 0 and accelerator.is_main_process:
-                    there = sorted(d for d in os.listdir(folder) if d.startswith("checkpoint"))
-                    for old in there[: max(0, len(there) - 1)]:
-                        shutil.rmtree(folder / old)
+                if global_step % 2 == 0:
+                    if accelerator.is_main_process:
+                        there = sorted(d for d in os.listdir(folder) if d.startswith("checkpoint"))
+                        for old in there[: max(0, len(there) - 1)]:
+                            shutil.rmtree(folder / old)
                     accelerator.save_state(str(folder / f"checkpoint-{global_step}"))
             if global_step >= max_train_steps:
                 break
