@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -505,15 +504,14 @@ def test_what_is_set_on_the_way_holds_from_then_on() -> None:
     assert accelerator.rng_types == []
     accelerator.rng_types = ["torch"]
     accelerator.device_placement = accelerator.step_scheduler_with_optimizer = False
-    for one in (accelerator, pickle.loads(pickle.dumps(accelerator))):
-        assert one.use_seedable_sampler
-        assert not one.native_amp
-        loader = one.prepare(DataLoader(range(4), shuffle=True))  # type: ignore[arg-type]
-        assert isinstance(loader.sampler, SeedableRandomSampler)
-        assert (loader.rng_types, loader.device) == (("torch",), None)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        schedule = one.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer))
-        assert not schedule.step_with_optimizer
+    assert accelerator.use_seedable_sampler
+    assert not accelerator.native_amp
+    loader = accelerator.prepare(DataLoader(range(4), shuffle=True))  # type: ignore[arg-type]
+    assert isinstance(loader.sampler, SeedableRandomSampler)
+    assert (loader.rng_types, loader.device) == (("torch",), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer))
+    assert not schedule.step_with_optimizer
     with pytest.raises(ConfigError, match="is a DistributedDataParallelKwargs or None, and a Pro"):
         accelerator.ddp_handler = ProfileKwargs()  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="dataloader_config is a dict"):
