@@ -358,7 +358,10 @@ class EngineContract:
 
         error, _ = self.fails(train)
         assert (error.rank, error.ranks) == (0, [0])
-        assert "rank 1 has returned already" in str(error)
+        first, *_ = str(error).splitlines()
+        assert "rank 1 has returned already, while rank 0 still waits in barrier at " in first
+        assert re.search(r"barrier at contract\.py, line \d+: every rank must make the", first)
+        assert error.run.logs(0).startswith("this rank lost its connection to one that has")
 
     @pytest.mark.parametrize(
         ("how", "exitcode", "name"),

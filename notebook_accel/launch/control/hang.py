@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from notebook_accel.launch.control.stacks import frames_of_function
+from notebook_accel.launch.control.stacks import Frame, frames_of_function
 from notebook_accel.launch.text.wording import rank_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from notebook_accel.launch.control.stacks import Frame
-
-__all__ = ["Hang", "RankStack", "find_hang", "read_stack"]
+__all__ = ["Hang", "RankStack", "find_hang", "place_of_wait", "read_stack"]
 
 # The functions of torch.distributed in which a rank waits for others.
 _COLLECTIVES = frozenset(
@@ -42,6 +40,8 @@ _SAVES = ("save_state", "save_model")
 _LIBRARY = re.compile(
     rf"[/\\](site-packages|dist-packages|lib[/\\]python3\.\d+)[/\\]|{_OURS.pattern}|^<frozen "
 )
+# A frame of a formatted traceback; a cell has its label instead of a file.
+_TRACED = re.compile(r'^  (?:File ")?(.+?)"?, line (\d+), in (.+)$', re.MULTILINE)
 # Gradients are reduced in native code, below the call that computes them.
 _BACKWARD = "_engine_run_backward"
 # Percent of a core, below which a rank does nothing. One that waits in gloo uses next to none.
@@ -116,8 +116,7 @@ def read_stack(
     """
     frames = frames_of_function(dump)
     is_idle = cpu is not None and cpu < _IDLE_CPU
-    own = (i for i, f in enumerate(frames) if f.file in labels or not _LIBRARY.search(f.file))
-    index = next(own, len(frames) - 1)
+    index = _own_index(frames, labels)
     return RankStack(
         rank=rank,
         operation=_operation(frames[:index], is_idle=is_idle),
@@ -125,6 +124,23 @@ def read_stack(
         is_idle=is_idle or not frames,
         text=text[:_MAX_STACK],
     )
+
+
+def place_of_wait(traceback: str) -> str:
+    """``in gather at Cell In[3], line 9``, of a traceback of an error in which a rank lost others
+    for which it waited; "" where it shows no such place."""
+    found = reversed(_TRACED.findall(traceback))
+    frames = [Frame(file=file, line=int(line), function=name) for file, line, name in found]
+    index = _own_index(frames, {})
+    ours = [frame.function for frame in frames[:index] if _OUR_TRAINING.search(frame.file)]
+    operation = ours[-1] if ours else _operation(frames[:index], is_idle=True)
+    return f"in {operation} at {_line(frames[index], {})}" if operation else ""
+
+
+def _own_index(frames: Sequence[Frame], labels: Mapping[str, str]) -> int:
+    """Which frame is the newest of the person's own code, or else the oldest."""
+    own = (i for i, f in enumerate(frames) if f.file in labels or not _LIBRARY.search(f.file))
+    return next(own, len(frames) - 1)
 
 
 def _line(frame: Frame, labels: Mapping[str, str]) -> str:

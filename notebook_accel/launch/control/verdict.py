@@ -25,9 +25,10 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from notebook_accel.launch.control.error_hints import LIKELY_CAUSES, hint_lines
+from notebook_accel.launch.control.hang import place_of_wait
 from notebook_accel.launch.control.state import Failure
 from notebook_accel.launch.system.processes import describe_exit, signal_name
-from notebook_accel.launch.text.terminal_text import plain_text
+from notebook_accel.launch.text.terminal_text import one_line, plain_text
 from notebook_accel.launch.text.wording import rank_list
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ __all__ = ["Verdict", "judge"]
 
 # Lines of output that the error shows of a rank that died without an exception.
 _NUM_LAST_LINES = 10
+# Characters of what the backend says of a connection that ended.
+_MAX_OF_BACKEND = 160
 
 # NCCL's watchdog aborts a rank that lost another: a consequence, not a cause.
 _WATCHDOG = re.compile(r"ProcessGroupNCCL.*(watchdog|aborting)|NCCL watchdog", re.IGNORECASE)
@@ -138,10 +141,9 @@ def _rank_failure(failed: list[RankState], returned: list[int], log_dir: str) ->
     culprits = [rank for rank in failed if _kind(rank) != _Kind.LOST_PEER] or [cause]
     raised = cause.failure
     lines = [
-        *_describe(cause),
+        *(_describe_lost(cause, returned) or _describe(cause)),
         *hint_lines(cause),
         *_other_failures(culprits, cause),
-        *_peers_that_returned(cause, returned),
         "",
         f"The whole output of rank {cause.rank} is kept in {log_dir}",
     ]
@@ -209,16 +211,23 @@ def _other_failures(failed: list[RankState], cause: RankState) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _peers_that_returned(cause: RankState, returned: list[int]) -> list[str]:
-    """Why a rank lost its peers where none of them failed: they had returned already."""
-    if _kind(cause) != _Kind.LOST_PEER or not returned:
+def _describe_lost(cause: RankState, returned: list[int]) -> list[str]:
+    """Why a rank lost its peers where none of them failed, in our own words: the backend names
+    nothing but an address, and guesses that a rank has crashed."""
+    if cause.failure is None or _kind(cause) != _Kind.LOST_PEER:
         return []
-    verb = "has" if len(returned) == 1 else "have"
-    line = (
-        f"{rank_list(returned)} {verb} returned already, while rank {cause.rank} still waited for "
-        "all: every rank must make the same collective calls (wait_for_everyone, gather, backward)"
-    )
-    return ["", line]
+    place = place_of_wait(cause.failure.traceback)
+    if not returned and not place:
+        return []
+    waits = f"rank {cause.rank} still waits {place or 'for the others'}"
+    if returned:
+        verb = "has" if len(returned) == 1 else "have"
+        what = f"{rank_list(returned)} {verb} returned already, while {waits}"
+    else:
+        what = f"another rank has left the process group, while {waits}"
+    rule = "every rank must make the same collective calls (wait_for_everyone, gather, backward)"
+    backend = f"The backend says: {one_line(_in_one_line(cause), _MAX_OF_BACKEND)}"
+    return [f"{what}: {rule}", "", backend]
 
 
 def _agent_failure(lost: LostAgent, without_result: tuple[int, ...]) -> Failure:

@@ -210,6 +210,12 @@ def _raised(
     hint = _shm_hint(error, text)
     if hint:
         text = f"{text.rstrip()}\n\n{hint}\n"
+    if kind == "lost peer":
+        # The backend guesses that a rank has crashed; this one cannot know what the other did.
+        _write_error(
+            "this rank lost its connection to one that has returned, failed or left the process "
+            "group: the error of the run says which. The backend says:\n"
+        )
     if kind in ("exception", "lost peer"):
         _write_error(text)
     _flush_output()

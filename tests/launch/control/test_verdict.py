@@ -153,6 +153,34 @@ def test_where_all_only_lost_each_other_the_first_is_named() -> None:
     assert "reset by peer" in told.message
 
 
+GATHER = """Traceback (most recent call last):
+  Cell In[3], line 9, in train
+    accelerator.gather(loss)
+  File "/src/notebook_accel/training/accelerator.py", line 419, in gather
+    return collectives.gather(tensor, group=self._data_ranks)
+           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "/src/notebook_accel/training/collectives.py", line 155, in _gather
+    all_gather(out, sent, group=group)
+  File "/env/site-packages/torch/distributed/distributed_c10d.py", line 4, in all_gather
+RuntimeError: Connection closed by peer
+"""
+
+
+def test_who_returned_while_another_one_waits_is_said_before_what_the_backend_says() -> None:
+    lost = wire.Raised(
+        rank=1, kind="lost peer", type_name="RuntimeError", text="closed" * 99, traceback=GATHER
+    )
+    told = failure(run(2, returned(0), lost))
+    first, _, backend, *_ = told.message.splitlines()
+    place = "rank 1 still waits in gather at Cell In[3], line 9: every rank must make the same"
+    assert first.startswith(f"rank 0 has returned already, while {place}")
+    assert backend.startswith("The backend says: RuntimeError: closed")
+    assert len(backend) < 200
+    assert told.traceback == GATHER
+    told = failure(run(2, lost, *ended_by_agent(0)))
+    assert told.message.startswith(f"another rank has left the process group, while {place}")
+
+
 def test_ranks_that_their_agent_ended_have_not_failed() -> None:
     told = failure(run(3, *ended_by_agent(0, 2), raised(1)))
     assert (told.rank, told.ranks) == (1, (1,))
