@@ -141,7 +141,7 @@ def train(name: str, folder: str) -> dict[str, Any]:
     losses += epoch(accelerator, prepared, optimizer, loader, seen)
     state = accelerator.get_state_dict(prepared)
     seen["weights"] = {key: value.tolist() for key, value in state.items()}
-    seen["inside"] = type(accelerator.unwrap_model(prepared)).__name__
+    seen["inside"] = type(accelerator.unwrap_model(prepared, keep_torch_compile=False)).__name__
     accelerator.load_state(folder)
     seen["again"] = epoch(accelerator, prepared, optimizer, loader, seen)
     return {**seen, "losses": losses}
