@@ -6,12 +6,15 @@ a traceback. ``NotebookAccelError`` has the method; exceptions of Python's own a
 
 from __future__ import annotations
 
+import sys
+import traceback
 from contextlib import contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.getipython import get_ipython
 
-from notebook_accel.errors import NotebookAccelError
+from notebook_accel.errors import NotebookAccelError, WorkerError
 from notebook_accel.launch import run_list
 from notebook_accel.launch.run import Run
 from notebook_accel.notebook.sources import cell_sources
@@ -21,6 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 __all__ = ["show_in_short"]
+
+# What to do where nothing is left of the rank that raised.
+_NEXT_TIME = (
+    "Launch again with debug=True, and `%accelerate debug` looks into its frames; or with "
+    'engine="inline", in one process, where %debug does'
+)
 
 
 @contextmanager
@@ -43,10 +52,13 @@ def show_in_short() -> Iterator[None]:
         _forget_older_traceback()
         raise
     except NotebookAccelError as error:
-        error.cell_names = {cell.filename: cell.label for cell in cell_sources(get_ipython())}
+        shell = get_ipython()
+        error.cell_names = {cell.filename: cell.label for cell in cell_sources(shell)}
         if error.run is not None:
             hints = [error.hint] if error.hint else []
             error.hint = "\n".join([*hints, *_older_runs(error.run.id)])
+        if shell is not None and isinstance(error, WorkerError):
+            _say_at_debug(shell)
         _forget_older_traceback()
         raise
     except Exception:
@@ -71,6 +83,32 @@ def _older_runs(run_id: str) -> Sequence[str]:
         for name, value in values.items()
         if isinstance(value, Run) and value.id != run_id
     ]
+
+
+def _say_at_debug(shell: Any) -> None:
+    """Let ``%debug`` say what to type instead after an error that was raised in a rank: IPython's
+    own would stand in this package's frames in the notebook."""
+    plain = shell.find_line_magic("debug")
+    if plain is None or hasattr(plain, "of_ipython"):
+        return
+
+    @wraps(plain)
+    def debug(line: str = "", *args: Any, **kwargs: Any) -> None:
+        error = getattr(sys, "last_value", None)
+        if line or args or not isinstance(error, WorkerError) or _is_raised_here(error):
+            plain(line, *args, **kwargs)
+            return
+        advice = next((line for line in error.hint.split("\n") if "debug" in line), _NEXT_TIME)
+        print(f"the error was raised in a rank. {advice}")  # noqa: T201
+
+    debug.of_ipython = plain  # type: ignore[attr-defined]
+    shell.register_magic_function(debug, "line_cell", "debug")
+
+
+def _is_raised_here(error: WorkerError) -> bool:
+    """Whether its traceback ends in the person's own code, as that of an inline run."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return not str(frame.f_globals.get("__name__")).startswith("notebook_accel.")
 
 
 def _forget_older_traceback() -> None:

@@ -150,6 +150,10 @@ def test_a_failed_rank_is_looked_into_by_commands(book: Notebook) -> None:
             divide(7, 0)
     """)
     assert failure.endswith("`%accelerate debug` looks into its frames")
+    stack = typed(book, "%accelerate debug", "rank 1 (pdb) ", ["w", "q"])
+    assert "<module>" in stack
+    assert not re.search(r"notebook_accel|IPython", stack), "it begins at the cell"
+    assert "%accelerate debug" in book.run("%debug"), "which would stand in the kernel"
     commands = ["p total, parts, kind", "up", "p rank", "!kind", "interact", "c", "q"]
     text = typed(book, "%accelerate debug", "rank 1 (pdb) ", commands)
     error, place, line, *answers = text.splitlines()
@@ -210,8 +214,10 @@ def test_a_launch_with_debug_holds_its_ranks_for_the_debugger(book: Notebook) ->
     failure = book.fails(launch.format(0, ""))
     assert "`%accelerate debug` looks into its frames; the ranks wait" in failure
     assert "the ranks of train, which failed, wait" in book.run("%accelerate status")
-    text = typed(book, "%accelerate debug", "rank 1 (pdb) ", ["p parts, total", "q"])
+    assert "%accelerate debug" in book.run("%debug")
+    text = typed(book, "%accelerate debug", "rank 1 (pdb) ", ["w", "p parts, total", "q"])
     assert "ZeroDivisionError" in text
+    assert "notebook_accel" not in text
     assert text.endswith("(0, 7)\nthe ranks of the launch have ended\n")
     assert book.run("%%accelerate\n'still here'") == "ranks 0-1: 'still here'\n"
     # In the background the line below the cell says it; a next launch ends what was held.
@@ -229,6 +235,23 @@ def test_a_launch_with_debug_holds_its_ranks_for_the_debugger(book: Notebook) ->
     book.run(launch.format(1, ""))
     eventually(lambda: not any(map(psutil.pid_exists, held)), within=SOON, what="held ranks end")
     assert book.run("print(run[1])") == "7\n"
+
+
+def test_debug_of_ipython_says_what_to_type(book: Notebook) -> None:
+    book.fails("""
+        from notebook_accel import notebook_launcher
+        def divide(number):
+            return 7 // number
+        notebook_launcher(divide, (0,), num_processes=1, devices="cpu")
+    """)
+    told = book.run("%debug")
+    assert "was raised in a rank. Launch again with debug=True" in told
+    assert 'engine="inline"' in told
+    # Where the frames are the notebook's own, IPython's looks into them, as always.
+    book.fails("notebook_launcher(divide, (0,), engine='inline')")
+    assert "divide" in typed(book, "%debug", "ipdb> ", ["q"])
+    book.fails("1 // 0")
+    assert "<module>" in typed(book, "%debug", "ipdb> ", ["q"])
 
 
 def test_a_session_in_debug_mode_trains(tmp_path: Path) -> None:

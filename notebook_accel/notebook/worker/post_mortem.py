@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.payload import cells
+from notebook_accel.launch.worker import call
 from notebook_accel.launch.worker.tracebacks import error_text, users_frames
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class PostMortem:
         if self._debugger is None:
             self._debugger = _Debugger(stdout=self._output, nosigint=True, readrc=False)
             self._debugger.reset()
-            self._debugger.setup(None, _without_ours(users_frames(self._error)))
+            entry = users_frames(self._error, caller=call.__file__)
+            self._debugger.setup(None, _without_ours(entry))
         return self._debugger
 
     def _take_output(self) -> str:
