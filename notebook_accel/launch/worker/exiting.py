@@ -58,6 +58,8 @@ def finish(code: int, notice: Callable[[str], None]) -> None:
     # Before its workers get a signal: if a worker dies with a lock, its pool waits for it for ever.
     util._run_finalizers(0)  # type: ignore[attr-defined]
     _end_children()
+    # Python 3.13 registers this with `atexit`, which the rank has cleared; others call it later.
+    util._exit_function()  # type: ignore[attr-defined]
 
 
 def _give_up(code: int, notice: Callable[[str], None]) -> None:
