@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training import environment, topology
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping
+    from collections.abc import MutableMapping
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 
@@ -17,9 +18,9 @@ __all__ = ["MultiProcessAdapter", "get_logger"]
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
     """A logger whose calls take ``main_process_only`` (True) and ``in_order`` (False)."""
 
-    def __init__(self, logger: logging.Logger, extra: Mapping[str, Any] | None = None) -> None:
-        super().__init__(logger, extra or {})
-        self._warned: set[str] = set()
+    @functools.cached_property
+    def _warned(self) -> set[str]:
+        return set()
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
         """Log on rank 0; with ``main_process_only=False`` on all ranks.
