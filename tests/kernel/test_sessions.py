@@ -163,8 +163,9 @@ def test_a_failed_rank_is_looked_into_by_commands(book: Notebook) -> None:
     assert answers[0] == "(7, 0, 'whole')"
     assert "(6)<module>()" in answers[1]
     assert answers[3:5] == ["1", "*** NameError: name 'kind' is not defined"]
-    assert "nobody can answer in a rank" in answers[5]
-    assert "nothing goes on here" in answers[6]
+    # Python 3.13 says before that it starts.
+    assert "nobody can answer in a rank" in answers[-2]
+    assert "nothing goes on here" in answers[-1]
     assert "rank 0 has no error to look into; rank 1 has" in book.fails("%accelerate debug 0")
     assert book.run("%%accelerate\nrank") == "rank 0: 0\nrank 1: 1\n"
     assert "no rank has an error to look into" in book.fails("%accelerate debug")
