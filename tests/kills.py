@@ -1,4 +1,6 @@
-"""Kill -9 of a rank at random instants of a training that saves every second step.
+"""Kill -9 of a rank at random instants of a training that saves every third batch.
+
+Its windows have two batches, so that half of the checkpoints are saved within one.
 
 Each time the training is started anew, with the same line, until it reaches its end; on the way it
 may be killed again. Whatever was killed, and whenever: a checkpoint loads, none is broken, and the
@@ -88,7 +90,7 @@ def train(folder: str, name: str, samples: int, victim: int, seconds: float) -> 
                     optimizer.zero_grad()
                 scale = accelerator.scaler.get_scale() if accelerator.scaler else 1.0
                 log.write(f"{epoch}.{batch} {loss.item().hex()} {scale}\n")
-                if batch % 2:
+                if batch % 3 == 1:
                     accelerator.save_state(async_save=is_async)
         accelerator.wait_for_checkpoint()
     return time.monotonic() - began

@@ -13,6 +13,7 @@ from notebook_accel.launch.rank import current
 from notebook_accel.training import environment
 from notebook_accel.training.data.active import active_loaders
 from notebook_accel.training.notices import notice_once
+from notebook_accel.training.random_states import note_torch_states
 from notebook_accel.training.settings import GradientAccumulationPlugin, as_steps
 
 if TYPE_CHECKING:
@@ -55,9 +56,13 @@ class Accumulation:
             ends.
         is_stepping: whether a step of one of them runs.
         trained_on: the loader whose batches the last real step used; None before the first.
+        random_states: of torch and the device, as the window that is open began. Those of Python
+            and numpy are not noted: to ask for Python's costs as much as a small layer.
     """
 
-    def __init__(self, plugin: GradientAccumulationPlugin) -> None:
+    def __init__(
+        self, plugin: GradientAccumulationPlugin, device: torch.device | None = None
+    ) -> None:
         # A copy: what is set on the way holds for these windows alone.
         self.plugin = replace(plugin)
         self.sync_gradients = True
@@ -67,6 +72,8 @@ class Accumulation:
         self.is_stepping = False
         self.loaders = active_loaders()
         self.trained_on: Any = None
+        self.random_states: dict[str, Any] = {}
+        self._device = device or torch.device("cpu")
 
     @property
     def num_steps(self) -> int:
@@ -79,10 +86,16 @@ class Accumulation:
 
     def note_step(self) -> None:
         """Note that an optimizer made a real step, on batches of the loader that is read now."""
+        self.note_random_states()
         stack = self.loaders.stack
         if stack:
             self.trained_on = stack[-1].loader
             self.loaders.note_step()
+
+    def note_random_states(self) -> None:
+        """Note those with which the next window begins."""
+        if self.num_steps > 1:
+            self.random_states = note_torch_states(self._device)
 
     def show(self) -> None:
         """Let ``GradientState`` show this one."""
@@ -107,6 +120,7 @@ class Accumulation:
         """Begin anew, as after construction."""
         self.step = 0
         self.sync_gradients = True
+        self.random_states = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Windows are the process's: what is unpickled belongs to those that it finds.

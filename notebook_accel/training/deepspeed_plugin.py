@@ -54,9 +54,6 @@ class DeepSpeedPlugin(DeepSpeedOptions):
     configuration: a file or dictionary (``hf_ds_config``) whose "auto" entries ``prepare`` fills
     in, or one that is made of the other fields.
 
-    Its checkpoints have no gradients: one that is saved in the middle of an accumulation window
-    goes on with a smaller window, and a line says so. Save after a step to go on exactly.
-
     Attributes:
         deepspeed_config: the configuration, as a dictionary; ``prepare`` completes it in place.
         selected: whether ``prepare`` uses this plugin, of several.

@@ -148,9 +148,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return GradientState(accumulation=self._accumulation)
 
     @property
-    def has_used_gradients(self) -> bool:
-        """Whether a step has used the gradients that there are."""
-        return self._used
+    def has_unused_gradients(self) -> bool:
+        """Whether there are gradients that no step has used."""
+        weights = (weight for group in self.param_groups for weight in group["params"])
+        return not self._used and any(weight.grad is not None for weight in weights)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Step at the end of a window; nothing before it."""

@@ -166,7 +166,7 @@ def make_plan(
         scaler=pick_handler(checked, GradScalerKwargs),
         recipe=recipe,
     )
-    accumulation = Accumulation(window)
+    accumulation = Accumulation(window, found.device)
     return Plan(
         topology=found,
         strategy=make_strategy(

@@ -19,6 +19,7 @@ __all__ = [
     "as_plain",
     "get_random_states",
     "note_random_states",
+    "note_torch_states",
     "set_random_states",
 ]
 
@@ -30,6 +31,12 @@ _known_numpy: tuple[bytes, Any] = b"", None
 def get_random_states(device: torch.device) -> dict[str, Any]:
     """Give those of Python, numpy, torch and the rank's device, in plain values and tensors."""
     states = as_plain({**note_random_states(), "numpy_random_seed": np.random.get_state()})
+    return {**states, **note_torch_states(device)}
+
+
+def note_torch_states(device: torch.device) -> dict[str, Any]:
+    """Give those of torch and the device alone, which cost a microsecond."""
+    states = {"torch_manual_seed": torch.get_rng_state()}
     own = devices.get_rng_state(device)
     return states if own is None else {**states, _device_key(device): own}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -320,26 +319,10 @@ def test_a_load_drops_what_an_open_window_has_added_up() -> None:
     assert kept.micro_step_id == -1
 
 
-def test_a_window_without_its_gradients_is_told(tmp_path: Path) -> None:
-    """DeepSpeed saves none of an open window: there is its folder, and no gradients."""
-
-    def accelerator_with_model() -> tuple[Accelerator, Any]:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        return accelerator, accelerator.prepare(torch.nn.Linear(1, 1))
-
-    accelerator, model = accelerator_with_model()
-    for name in ("open", "whole"):
-        with accelerator.accumulate(model):
-            accelerator.save_state(tmp_path / name)
-        (tmp_path / name / zero_files.FOLDER).mkdir()
-    other, _ = accelerator_with_model()
-    with pytest.warns(UserWarning, match="open was written under DeepSpeed in the middle"):
-        other.load_state(tmp_path / "open")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        other.load_state(tmp_path / "whole")
-    with pytest.raises(NotebookAccelError, match=r"open/pytorch_model has no files of DeepSpeed"):
-        zero_files.read_weights(tmp_path / "open")
+def test_a_folder_without_files_of_deepspeed_is_told(tmp_path: Path) -> None:
+    (tmp_path / zero_files.FOLDER).mkdir()
+    with pytest.raises(NotebookAccelError, match=r"pytorch_model has no files of DeepSpeed"):
+        zero_files.read_weights(tmp_path)
 
 
 def test_a_configuration_is_asked_filled_and_opened_again() -> None:

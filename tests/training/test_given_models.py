@@ -60,38 +60,7 @@ GIVEN: dict[str, tuple[Any, Any]] = {
 
 def train_and_go_on(folder: str) -> dict[str, Any]:
     trained = {name: train(name, f"{folder}/{number}") for number, name in enumerate(GIVEN)}
-    return {**trained, "two models": two_models(folder), "divided": divided_in_fp16()}
-
-
-def two_models(folder: str) -> list[Any]:
-    """Weights after a window of two models, each with a forward and a backward of its own.
-
-    Of a run that saves in the middle of the window; of one that goes on from there, and saves
-    again before it does; and of one that goes on from that.
-    """
-    inputs, targets = data(4).tensors
-    rank, seen = torch.distributed.get_rank(), list[Any]()
-    for run in range(3):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        models = [fully_sharded(make(CASE)[0]) for _ in range(2)]
-        weights = [weight for model in models for weight in model.parameters()]
-        optimizer: Any = torch.optim.SGD(weights, lr=0.1)
-        *models, optimizer = accelerator.prepare(*models, optimizer)
-        if run:
-            accelerator.load_state(f"{folder}/two_{run - 1}")
-            accelerator.save_state(f"{folder}/two_{run}")
-        for batch in range(min(run, 1), 2):
-            mine = slice(2 * batch + rank, 2 * batch + rank + 1)
-            with accelerator.accumulate(*models):
-                for model in models:
-                    accelerator.backward(loss_of(model(inputs[mine]), targets[mine]))
-                optimizer.step()
-                optimizer.zero_grad()
-            if not run and not batch:
-                accelerator.save_state(f"{folder}/two_0")
-        states = [accelerator.get_state_dict(model) for model in models]
-        seen.append([{key: value.tolist() for key, value in state.items()} for state in states])
-    return seen
+    return {**trained, "divided": divided_in_fp16()}
 
 
 def divided_in_fp16() -> dict[str, Any]:
@@ -241,15 +210,6 @@ def test_a_model_that_is_spread_trains_as_it_is(name: str, trained: list[dict[st
         assert norms == pytest.approx(expected["norms"], rel=1e-5 + 16 * rounding)
         assert ours["again"] == pytest.approx(expected["losses"][4:], abs=error)
         check_weights(ours["weights"], expected["weights"], moved)
-
-
-def test_each_of_several_models_goes_on_with_its_part_of_a_window(trained: list[Any]) -> None:
-    for result in trained:
-        whole, resumed, resumed_again = result["two models"]
-        assert resumed == whole
-        assert resumed_again == whole
-    fresh = make(CASE)[0].state_dict()
-    assert whole[1]["blocks.0.up.weight"] != fresh["blocks.0.up.weight"].tolist()
 
 
 def test_layers_that_the_user_divided_train_in_fp16(trained: list[dict[str, Any]]) -> None:

@@ -237,17 +237,9 @@ def test_a_pipeline_equals_one_process(name: str, pipeline: str) -> None:
         assert sorted(ours["samples"]) == sorted(2 * samples)
 
 
-def resume(
-    pipeline: str | None, folder: str, saves: bool, num_steps: int = 1, each: bool = False
-) -> list[float]:
-    """Three epochs, a checkpoint, and three more; or the last three from the checkpoint.
-
-    Where that is within a window, the one that loads it has used a window of its own before.
-    """
-    window = GradientAccumulationPlugin(
-        num_steps=num_steps, sync_with_dataloader=False, sync_each_batch=each
-    )
-    accelerator = accelerator_for(pipeline, split_batches=True, gradient_accumulation_plugin=window)
+def resume(pipeline: str | None, folder: str, saves: bool) -> list[float]:
+    """Three epochs, a checkpoint, and three more; or the last three from the checkpoint."""
+    accelerator = accelerator_for(pipeline, split_batches=True)
     model, optimizer = make(CASES["decoder"])
     if not saves:
         with torch.no_grad():
@@ -256,9 +248,9 @@ def resume(
     loader: Any = DataLoader(data(8), batch_size=8)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    def steps(num_epochs: int = 3) -> list[float]:
+    def steps() -> list[float]:
         losses = []
-        for _ in range(num_epochs):
+        for _ in range(3):
             for inputs, targets in loader:
                 with accelerator.accumulate(model):
                     loss = accelerator.forward_backward(model, inputs, targets, loss_of)
@@ -271,7 +263,6 @@ def resume(
         steps()
         accelerator.save_state(folder)
     else:
-        steps(num_steps if num_steps > 1 else 0)
         accelerator.load_state(folder)
     return steps()
 
@@ -323,16 +314,6 @@ def test_a_checkpoint_goes_on_anywhere(
     assert len(list(folder.glob("*_0/*.distcp"))) == (8 if by_rank else 0)
     for losses in loaded[writer, reader]:
         assert losses == pytest.approx(wrote[writer], abs=30 * FLOAT_ERROR)
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "each"), [("Interleaved1F1B", False), (BY_RANK, False), ("1F1B", True)]
-)
-def test_a_checkpoint_within_a_window_goes_on(pipeline: str, each: bool, tmp_path: Path) -> None:
-    ranks, folder = PIPELINES[pipeline][0], str(tmp_path / "checkpoint")
-    expected = run_ranks(resume, ranks, pipeline, folder, True, 2, each)[0]
-    for losses in run_ranks(resume, ranks, pipeline, folder, False, 2, each):
-        assert losses == pytest.approx(expected, abs=30 * FLOAT_ERROR)
 
 
 def test_weights_of_no_prepared_model_are_numbered_alike_on_every_rank(

@@ -10,7 +10,6 @@ import os
 import pickle
 import re
 import shutil
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -151,59 +150,6 @@ def test_whoever_loads_goes_on_as_the_writer_did(
     _, expected = saved[writer]
     for losses in went_on[writer, reader]:
         assert losses == pytest.approx(expected, abs=10 * FLOAT_ERROR * STEPS)
-
-
-def within_a_window(mesh: str, folder: str, saves: bool) -> tuple[list[float], bool]:
-    """The losses after the first batch of a window, and whether a load told that it is dropped."""
-    accelerator = make_accelerator(mesh)
-    accelerator.gradient_accumulation_steps = 2
-    torch.manual_seed(3)
-    model: Any = Tiny()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader: Any = DataLoader(data(32), batch_size=8)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        if not saves:
-            accelerator.load_state(folder)
-    losses = []
-    for inputs, targets in loader:
-        with accelerator.accumulate(model):
-            loss = accelerator.forward_backward(model, inputs, targets, loss_of)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(float(accelerator.reduce(loss, "mean")))
-        if saves and len(losses) == 1:
-            accelerator.save_state(folder)
-    is_told = any("the rest of this window is a smaller one" in str(each.message) for each in told)
-    return losses[-3:], is_told
-
-
-def within_windows(
-    pairs: list[tuple[str, str]], root: str
-) -> dict[tuple[str, str], tuple[list[float], list[float], bool]]:
-    writers = {pair[0] for pair in pairs}
-    saved = {name: within_a_window(name, f"{root}/{name}", True)[0] for name in sorted(writers)}
-    return {
-        (writer, reader): (saved[writer], *within_a_window(reader, f"{root}/{writer}", False))
-        for writer, reader in pairs
-    }
-
-
-def test_an_open_window_goes_on_as_it_was_or_is_told_to_be_smaller(tmp_path: Path) -> None:
-    """As many ranks that stand otherwise must not take each other's parts for their own."""
-    exact = [("ddp", "fsdp"), ("fsdp", "ddp"), ("tensor", "tensor"), ("1F1B", "1F1B")]
-    dropped = [("tensor", "ddp"), ("ddp", "tensor"), ("tensor", "fsdp"), ("fsdp", "tensor")]
-    dropped += [("1F1B", "ddp"), ("1F1B", "fsdp"), ("ddp", "1F1B"), ("tensor", "1F1B")]
-    of_ranks = run_ranks(within_windows, 2, [*exact, *dropped], str(tmp_path))
-    for rank, found in enumerate(of_ranks):
-        for pair in exact:
-            wrote, read, is_told = found[pair]
-            assert read == pytest.approx(wrote, abs=10 * FLOAT_ERROR), pair
-            assert not is_told, pair
-        of_rest = [found[pair][1] for pair in dropped]
-        assert all(found[pair][2] is (rank == 0) for pair in dropped), "one rank says it"
-        assert all(losses == pytest.approx(of_rest[0], abs=1e-5) for losses in of_rest)
 
 
 class Averaging(Tiny):

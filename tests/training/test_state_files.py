@@ -57,7 +57,7 @@ class Doing:
 
 
 def setup() -> tuple[Any, Any]:
-    """A training in the middle of its second window."""
+    """A training that has made a step."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model: Any = Keeps()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -77,7 +77,7 @@ def test_every_file_is_read_where_it_is_trusted(tmp_path: Path) -> None:
     model.kept = Trusted()
     with pytest.raises(ConfigError, match=r"pytorch_model\.bin: the state of the model holds"):
         accelerator.save_state(tmp_path)
-    for name in ("pytorch_model.bin", "loader.bin", "random_states_0.pkl", "gradients_0.bin"):
+    for name in ("pytorch_model.bin", "loader.bin", "random_states_0.pkl"):
         path = tmp_path / name
         states = torch.load(path, weights_only=False)
         torch.save({**states, "_extra_state": Trusted()}, path)

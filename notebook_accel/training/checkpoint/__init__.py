@@ -10,7 +10,6 @@ from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launch.rank import current
-from notebook_accel.training.checkpoint import zero
 from notebook_accel.training.checkpoint.atomic import Partial, complete_version
 from notebook_accel.training.checkpoint.background import Pending, make_writer
 from notebook_accel.training.checkpoint.folders import (
@@ -21,11 +20,6 @@ from notebook_accel.training.checkpoint.folders import (
     entries,
     is_ours,
     resolved,
-)
-from notebook_accel.training.checkpoint.gradients import (
-    collect_gradients,
-    gradients_file,
-    restore_gradients,
 )
 from notebook_accel.training.checkpoint.joint_save import JointSave, describe
 from notebook_accel.training.checkpoint.parts import PreparedParts
@@ -246,13 +240,7 @@ class Checkpoints:
         self._load_scaler(folder, options)
         self._progress.load(folder, on_host(options))
         for known in self._prepared.optimizers:
-            known.drop_gradients()  # from before the load: the checkpoint has its own
-        window = self._plan.accumulation
-        if restore_gradients(self._plan.strategy, self._parts.models, folder, on_host(options)):
-            # Their window is open. With windows of one batch the next step uses them at once.
-            window.sync_gradients = window.num_steps == 1
-        elif zero.is_in(folder) and window.step % window.num_steps:
-            zero.say_gradients_are_missing(folder)
+            known.drop_gradients()  # from before the load
         if input_dir is None:
             self.numbering.follow(asked)
 
@@ -360,15 +348,6 @@ class Checkpoints:
             if strategy.scaling is not None:
                 scale = strategy.scaling.scaler.state_dict()
                 yield state_file(scale, "scaler.pt", "the loss scale")
-        yield from self._own_pieces()
-
-    def _own_pieces(self) -> Iterator[Piece]:
-        """What each rank has of its own, wherever the models are."""
-        here, strategy = self._plan.topology, self._plan.strategy
-        optimizers = self._prepared.optimizers
-        gradients = collect_gradients(strategy, self._parts.models, optimizers)
-        if gradients is not None:
-            yield state_file(gradients, gradients_file(here.process_index), "the gradients")
         yield self._progress.own_piece()
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:

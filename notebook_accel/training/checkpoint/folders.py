@@ -44,7 +44,6 @@ _OURS = re.compile(
     r"(model|pytorch_model|optimizer|scheduler|loader)(_\d+)?\.(safetensors|bin)|scaler\.pt"
     r"|(random_states|custom_checkpoint)_\d+\.pkl|pytorch_model_fsdp_\d+|optimizer_\d+"
     r"|pytorch_model|zero_to_(fp32|torch)\.py"
-    r"|gradients_\d+\.bin"
 )
 # In a rank's shared values: by folder, the number of this rank's last save there.
 _OWN_NUMBERS = "numbers of own checkpoints"

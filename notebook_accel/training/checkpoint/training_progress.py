@@ -56,17 +56,24 @@ class TrainingProgress:
     def pieces_of_all(self) -> Iterator[Piece]:
         """The files that rank 0 writes for all: where each prepared loader is."""
         for name, loader in self._loader_files():
-            of_all = {k: v for k, v in loader.state_dict().items() if k not in _NOT_OF_ALL}
+            of_all = {k: v for k, v in self._state_of(loader).items() if k not in _NOT_OF_ALL}
             yield state_file(of_all, name, "the data loader")
 
     def own_piece(self) -> Piece:
         """The file that each rank writes for itself."""
         here = self._plan.topology
         states = get_random_states(here.device)
-        states["step"] = self._plan.accumulation.step
+        window = self._plan.accumulation
+        if not self._is_window_open:
+            states["step"] = window.step
+        else:
+            states |= {**window.random_states, "step": 0}
+            for position in reversed(window.loaders.stack):
+                if position.at_step[2] is None:  # the window began with this pass
+                    states |= position.replay.state_dict()["opened"] or {}
         states |= self._stands()
         states["loaders"] = [
-            {k: v for k, v in loader.state_dict().items() if k in _OF_RANK}
+            {k: v for k, v in self._state_of(loader).items() if k in _OF_RANK}
             for _, loader in self._loader_files()
         ]
         name = random_states_file(here.process_index)
@@ -83,8 +90,19 @@ class TrainingProgress:
         # Not "if trained": that asks a loader for its length, and a stream has none.
         known = [trained is not None and one.is_part_of(trained) for one in loaders]
         index = known.index(True) if any(known) else 0
-        epoch, batch, samples = loaders[index].progress()
+        epoch, batch, samples = loaders[index].progress(self._state_of(loaders[index]))
         return as_plain(Start(epoch=epoch, batch=batch, step=step, samples=samples), index, steps)
+
+    @property
+    def _is_window_open(self) -> bool:
+        """Whether batches were trained on whose gradients no step has used. A checkpoint has none
+        of these, and so keeps where the window began."""
+        return not self._plan.accumulation.sync_gradients or any(
+            known.has_unused_gradients for known in self._prepared.optimizers
+        )
+
+    def _state_of(self, loader: PreparedLoader) -> dict[str, Any]:
+        return loader.state_at_step() if self._is_window_open else loader.state_dict()
 
     def start_in(self, folder: Path) -> Start:
         """What :meth:`load` went on from, as ``resume_or_start`` gives it."""
@@ -128,6 +146,7 @@ class TrainingProgress:
         # ranks that disagree about their window would wait for each other.
         stands = read_random_states(folder, 0, options) or own
         if stands is not None:
+            self._plan.accumulation.reset()
             self._plan.accumulation.step = stands.get("step", 0)
             optimizers = self._prepared.optimizers
             steps = num_steps_of(stands, len(optimizers))
@@ -136,6 +155,7 @@ class TrainingProgress:
             loaders, index = dict(enumerate(self._loaders())), loader_of(stands)
             if index in loaders:  # so that a save before the next step names the same loader
                 self._plan.accumulation.trained_on = loaders[index]
+        self._plan.accumulation.note_random_states()
         self._load_loaders(folder, (own or {}).get("loaders", []), options)
 
     def _load_loaders(

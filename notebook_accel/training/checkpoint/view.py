@@ -126,6 +126,12 @@ class CheckpointView(ConfiguredView):
 
         All ranks call it, and wait for each other.
 
+        Within an accumulation window, the checkpoint says where the window began, and has none of
+        its gradients: what resumes reads the window's batches again. ``Start``,
+        ``accelerator.step`` and bars count from its first batch; metrics that its batches have
+        logged are logged again. These batches draw the same random numbers from torch as before,
+        and others from Python's ``random`` and numpy, unless the window is the first of its epoch.
+
         Args:
             output_dir: the folder, replaced in one step if it exists; None takes the next
                 number in ``project_dir/checkpoints``.

@@ -1,7 +1,6 @@
 """What DeepSpeed writes into a checkpoint, for those that do not train by it.
 
-Each rank writes its parts of the weights and of the optimizer's states; gradients of an open window
-are not saved::
+Each rank writes its parts of the weights and of the optimizer's states::
 
     pytorch_model/   *_model_states.pt, *_optim_states.pt   DeepSpeed's own, by rank
     latest           the name of that folder
@@ -20,7 +19,7 @@ from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.training.availability import is_installed
 from notebook_accel.training.checkpoint.pieces import Piece
 from notebook_accel.training.checkpoint.state_files import explain, is_safe_name, read_state
-from notebook_accel.training.notices import notice, notice_once
+from notebook_accel.training.notices import notice_once
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +30,6 @@ __all__ = [
     "check",
     "is_in",
     "read_weights",
-    "say_gradients_are_missing",
     "say_optimizer_begins_anew",
 ]
 
@@ -120,13 +118,4 @@ def say_optimizer_begins_anew(folder: Path) -> None:
     notice_once(
         "deepspeed optimizer",
         f"{folder} was written under DeepSpeed: its weights were read, and optimizers begin anew",
-    )
-
-
-def say_gradients_are_missing(folder: Path) -> None:
-    """Tell that the window that was open as the checkpoint was saved is a smaller one."""
-    notice(
-        f"{folder} was written under DeepSpeed in the middle of an accumulation window, without "
-        "the gradients of its batches: the rest of this window is a smaller one. Save after a step "
-        "to go on exactly"
     )

@@ -51,9 +51,13 @@ class Position:
             none; for it, the sampler's newest pass is asked.
         reader_states: of a dataset that says itself how far it is (``stateful``), its states after
             the last few batches read, by their numbers.
+        samples: of all ranks, in the epochs before this pass.
+        at_step: ``num_given``, ``num_lacking`` and what the replay had ahead as an optimizer made
+            its last step in this pass, or as the pass began; no such list where it began anew.
     """
 
     __slots__ = (
+        "at_step",
         "end_of_dataloader",
         "epoch",
         "generators",
@@ -66,6 +70,7 @@ class Position:
         "reader_states",
         "remainder",
         "replay",
+        "samples",
         "shard_pass",
         "short_round",
     )
@@ -76,6 +81,7 @@ class Position:
         epoch: int = 0,
         num_given: int = 0,
         num_lacking: int = 0,
+        samples: int = 0,
         remainder: int = -1,
         is_uneven: bool = False,
         replay: Replay | None = None,
@@ -95,6 +101,14 @@ class Position:
         self.generators: Mapping[str, torch.Tensor] = generators or {}
         self.shard_pass: ShardPass | None = None
         self.reader_states: dict[int, Mapping[str, Any]] = {}
+        self.samples = samples
+        self.at_step: tuple[int, int, list[Any] | None] = num_given, num_lacking, None
+        if self.replay.is_resumed:
+            self.note_step()
+
+    def note_step(self) -> None:
+        """Note where the pass is as an optimizer makes a step: an open window begins there."""
+        self.at_step = self.num_given, self.num_lacking, list(self.replay.ahead)
 
 
 class LoaderProgress:
@@ -164,7 +178,9 @@ class ActiveLoaders:
 
     def note_step(self) -> None:
         """Note that an optimizer made a step within the passes that are under way."""
-        self._trained.update(one.loader for one in self.stack)
+        for one in self.stack:
+            self._trained.add(one.loader)
+            one.note_step()
 
     def stop(self, position: Position) -> None:
         """Note that the run was stopped in this pass, and so in all those around it.

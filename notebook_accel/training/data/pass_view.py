@@ -100,6 +100,7 @@ class PassView:
         """Where a pass that begins now stands; ``known`` is for :class:`Position`."""
         return Position(
             epoch=self._progress.iteration,
+            samples=self._progress.samples,
             remainder=getattr(self._shard, "remainder", -1),
             is_uneven=getattr(self._shard, "is_uneven", self._options.is_uneven),
             generators=self._generator_states(),

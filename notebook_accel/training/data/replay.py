@@ -161,6 +161,7 @@ class Replay:
         ahead: for each batch that is read and not yet given, the states before its read; empty
             where reads draw nothing. Whoever gives a batch to the loop removes the first.
         draws_nothing: whether reads were watched, and none drew from the random numbers.
+        is_resumed: whether the pass goes on with another one.
     """
 
     def __init__(
@@ -171,6 +172,7 @@ class Replay:
         before: Replay | None = None,
     ) -> None:
         self._restored = restored
+        self.is_resumed = restored is not None
         self._opened = None if restored is None else restored["opened"]
         self._begin = None if restored is None else restored["begin"]
         self.ahead: list[Any] = [] if restored is None else list(restored["ahead"])

@@ -7,6 +7,9 @@
     load_state_dict()   sets the epoch; keeps the rest for the pass that comes next
     next pass           _restore() -> the random states are set, and batch n + 1 is its first
 
+A checkpoint that is saved while an accumulation window is open takes ``state_at_step()`` instead:
+the place as the window began, since the gradients of its batches are not kept.
+
 A place is counted in batches of this rank, of the whole epoch, those included that were left out
 by ``skip_first_batches``. Which samples they are follows from the order, which the random states
 give again. What reading draws from the global random numbers is in ``replay``; a dataset that says
@@ -29,6 +32,7 @@ from notebook_accel.training.data.samplers import (
 )
 from notebook_accel.training.data.seedable import SeedableRandomSampler
 from notebook_accel.training.data.streams import IterableDatasetShard
+from notebook_accel.training.random_states import as_plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -146,6 +150,29 @@ class ResumableLoader(DataLoader[Any], PassView, WholeLoader):
             "num_readers": self._num_readers,
         }
 
+    def state_at_step(self) -> dict[str, Any]:
+        """Give the state as an optimizer made its last step in the pass that is under way, or as
+        the pass began; where none is, the present state."""
+        state, position = self.state_dict(), self._progress.position
+        if (
+            self._progress.restored is not None
+            or position is None
+            or (position.is_over and not position.is_stopped)
+        ):
+            return state
+        given, lacking, ahead = position.at_step
+        drawn = position.replay.state_dict()
+        return {
+            **state,
+            "iteration": position.epoch,
+            "given": given,
+            "lacking": lacking,
+            "generators": position.generators,
+            "random": None if ahead is None else {**drawn, "ahead": [*map(as_plain, ahead)]},
+            "reader": None,
+            "samples": position.samples,
+        }
+
     def _step_sizes(self, state_dict: Mapping[str, Any]) -> tuple[int, int]:
         """How much a step took then and takes now: samples, or batches where these are unknown."""
         before, now = state_dict.get("total_batch_size"), self.total_batch_size
@@ -179,9 +206,10 @@ class ResumableLoader(DataLoader[Any], PassView, WholeLoader):
         drawn = state_dict.get("random") if self._reads_as_then(state_dict) else None
         self._progress.restored = {**state_dict, "given": given, "random": drawn}
 
-    def progress(self) -> tuple[int, int, int | None]:
-        """The epoch, the batches given in it, and the samples of all ranks over all epochs."""
-        state, size = self.state_dict(), self.total_batch_size
+    def progress(self, state: Mapping[str, Any] | None = None) -> tuple[int, int, int | None]:
+        """The epoch, the batches given in it, and the samples of all ranks over all epochs, by the
+        present state or by another one."""
+        state, size = state or self.state_dict(), self.total_batch_size
         given, lacking = state["given"], state["lacking"]
         samples = None if size is None else state["samples"] + given * size - lacking
         return state["iteration"], given, samples

@@ -26,7 +26,7 @@ from notebook_accel.training.scheduler import AcceleratedScheduler
 from notebook_accel.training.strategies.request import call_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from torch.distributed.device_mesh import DeviceMesh
@@ -109,12 +109,6 @@ class Strategy:
     def saves_together(self) -> bool:
         """Whether all ranks have to take part in saving a model, because it is spread over them."""
         return self.saves_shards or self.spreads_weights
-
-    @property
-    def layout(self) -> list[list[Any]]:
-        """How weights are spread, as pairs of a name and a size: a rank's part of something is of
-        use to ranks of another layout only where it is whole. Empty where nothing is spread."""
-        return []
 
     def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
         """The models and optimizers of one call as they are to be used, in the same order."""
@@ -237,35 +231,6 @@ class Strategy:
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Put a whole state into an optimizer."""
         optimizer.load_state_dict(state)
-
-    def pending_gradients(
-        self, model: Module, waiting: Container[int]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """This rank's gradients of a model that no step has used.
-
-        Args:
-            model: without wrapper.
-            waiting: the ids of the weights that are meant.
-
-        Returns:
-            by names of weights: gradients of whole weights, not yet exchanged between the ranks,
-            and what is in parts.
-        """
-        whole = {
-            name: weight.grad
-            for name, weight in model.named_parameters()
-            if weight.grad is not None and id(weight) in waiting
-        }
-        return ({}, whole) if self.spreads_weights else (whole, {})
-
-    def restore_gradients(
-        self, model: Module, whole: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]
-    ) -> None:
-        """Put back what :meth:`pending_gradients` gave."""
-        given = {**whole, **parts}
-        for name, weight in model.named_parameters():
-            if name in given:
-                weight.grad = given[name].to(weight.device)
 
     def drop_unreduced(self, optimizer: Optimizer) -> None:
         """Drop the gradients of an open window that the library which spreads the weights keeps

@@ -36,7 +36,7 @@ from notebook_accel.training.strategies.zero_engine import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
     from types import ModuleType
 
@@ -340,12 +340,6 @@ class DeepSpeedZero(Strategy):
             "the checkpoint was not written under DeepSpeed: weights were read, and the optimizer "
             "begins anew",
         )
-
-    def pending_gradients(
-        self, model: Module, waiting: Container[int]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        # DeepSpeed keeps what a window has added up to itself, and saves none of it.
-        return {}, {}
 
     def forget(self) -> None:
         engine, self.engine = self.engine, None

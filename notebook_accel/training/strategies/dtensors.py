@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from notebook_accel.training.collectives import reduce
@@ -17,7 +18,7 @@ from notebook_accel.training.loss_scaling import LossScaling
 from notebook_accel.training.nested import recursively_apply
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Container, Iterable, Mapping
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -28,8 +29,10 @@ __all__ = [
     "accept_whole_weights",
     "by_mesh",
     "clip_grad_norm",
+    "drop_unreduced",
     "like",
     "load_optimizer_state",
+    "local_part",
     "make_whole",
     "remap",
     "scale_grads",
@@ -39,6 +42,11 @@ __all__ = [
     "whole_state_dict",
     "with_parts",
 ]
+
+
+def local_part(value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor in parts; a plain one as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def make_whole(values: Any, *, keeps: bool = True, to_cpu: bool = False) -> Any:
@@ -254,3 +262,25 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
         key = tensor.device_mesh if isinstance(tensor, DTensor) else None
         found.setdefault(key, []).append(tensor)
     return list(found.values())
+
+
+def drop_unreduced(model: Module, weights: Container[int]) -> None:
+    """Drop the whole gradients that the batches of an open window have added up.
+
+    ``fully_shard`` keeps them where no attribute of the weights shows them: in what it calls the
+    unsharded parameter, or beside it in another type.
+
+    Args:
+        model: it keeps these gradients.
+        weights: the ids of the weights, as an optimizer has them, that are meant.
+    """
+    for part in model.modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        state: Any = part._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for held in (one for group in groups if group is not None for one in group.fsdp_params):
+            if id(held.sharded_param) in weights:
+                held.unsharded_accumulated_grad = None
+                if hasattr(held, "_unsharded_param"):
+                    held._unsharded_param.grad = None

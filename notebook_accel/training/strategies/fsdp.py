@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.models import ReplacedForward, forward_of
-from notebook_accel.training.strategies.pending import local_part
+from notebook_accel.training.strategies.dtensors import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

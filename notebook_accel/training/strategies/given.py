@@ -24,7 +24,7 @@ from notebook_accel.training.models import uncompiled
 from notebook_accel.training.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -71,17 +71,10 @@ class TakesSpreadModels(Strategy):
         self._in_parts: weakref.WeakSet[Module] = weakref.WeakSet()
         # Whether backward reduces the gradients of a sharded model; it does where nothing was set.
         self._reduces: weakref.WeakKeyDictionary[Module, bool] = weakref.WeakKeyDictionary()
-        # Gradients of a checkpoint, until a forward has made the unsharded weights that they are
-        # gradients of.
-        self._unreduced: list[tuple[Module, dict[str, torch.Tensor]]] = []
 
     @property
     def saves_together(self) -> bool:
         return super().saves_together or self._was_given_parts
-
-    @property
-    def layout(self) -> list[list[Any]]:
-        return [["given", self.topology.num_processes]] if self._was_given_parts else []
 
     def prepare_model(self, given: ModelToPrepare) -> Module:
         if has_parts(given.model.parameters()):
@@ -121,58 +114,15 @@ class TakesSpreadModels(Strategy):
             model.set_requires_gradient_sync(enabled)
             self._reduces[model] = enabled
 
-    def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
-        self.put_back_gradients()
-        super().backward(loss, num_steps, **kwargs)
-
-    def put_back_gradients(self) -> None:
-        """Give models the gradients that a checkpoint had of an open window, where a forward has
-        made the unsharded weights by now."""
-        if self._unreduced:
-            from notebook_accel.training.strategies import pending
-
-            for model, waiting in self._unreduced:
-                pending.put_unreduced(model, waiting)
-            self._unreduced = [each for each in self._unreduced if each[1]]
-
-    def pending_gradients(
-        self, model: Module, waiting: Container[int]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        whole, parts = super().pending_gradients(model, waiting)
-        if not has_parts(model.parameters()):
-            return whole, parts
-        from notebook_accel.training.strategies import pending
-
-        local = {name: pending.local_part(grad) for name, grad in {**whole, **parts}.items()}
-        whole = pending.unreduced(model)
-        for known, loaded in self._unreduced:  # where it is saved again before it is put back
-            if known is model:
-                whole |= loaded
-        return whole, local
-
-    def restore_gradients(
-        self, model: Module, whole: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]
-    ) -> None:
-        if not has_parts(model.parameters()):
-            return super().restore_gradients(model, whole, parts)
-        from notebook_accel.training.strategies import pending
-
-        self._unreduced.append((model, whole))
-        weights = dict(model.named_parameters())
-        own = {name: pending.with_part(part, weights[name]) for name, part in parts.items()}
-        return super().restore_gradients(model, {}, own)
-
     def drop_unreduced(self, optimizer: Optimizer) -> None:
         # Asked by every zero_grad: all weights are looked at only where there is something to drop.
-        if not (self._in_parts or self._unreduced) or not has_parts(_weights_of(optimizer)):
+        if not self._in_parts or not has_parts(_weights_of(optimizer)):
             return
-        from notebook_accel.training.strategies import pending
+        from notebook_accel.training.strategies import dtensors
 
         weights = {id(weight) for weight in _weights_of(optimizer)}
         for model in self._in_parts:
-            pending.drop_unreduced(model, weights)
-        for model, waiting in self._unreduced:
-            pending.drop_unreduced(model, weights, waiting)
+            dtensors.drop_unreduced(model, weights)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float

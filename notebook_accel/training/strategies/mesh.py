@@ -85,12 +85,6 @@ class MeshParallel(TakesSpreadModels):
         # Asked each time: a script may change it before its last save.
         return self.plugin.saves_shards
 
-    @property
-    def layout(self) -> list[list[Any]]:
-        assert self.mesh is not None
-        sizes = zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)
-        return [*([name, size] for name, size in sizes), *super().layout]
-
     def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
         models, optimizers = super().prepare(call)
         for optimizer in optimizers:

@@ -36,7 +36,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives
 from notebook_accel.training.nested import find_batch_size, leaves, recursively_apply
 from notebook_accel.training.random_states import get_random_states, set_random_states
-from notebook_accel.training.strategies.pending import local_part
+from notebook_accel.training.strategies.dtensors import local_part
 from notebook_accel.training.strategies.request import call_model
 
 if TYPE_CHECKING:
@@ -104,10 +104,6 @@ class _MicroBatch:
     num_real: int
 
 
-def _do_nothing() -> None:
-    """What runs before a backward if nothing has to."""
-
-
 def _unchanged(loss: torch.Tensor) -> torch.Tensor:
     return loss
 
@@ -143,8 +139,6 @@ class Pipeline:
     """Whether all ranks of the pipeline have the same gradients of what they share."""
     running: Running | None = field(default=None, init=False)
     """The stage whose forward runs now."""
-    before_backward: Callable[[], None] = field(default_factory=lambda: _do_nothing, init=False)
-    """Called before each stage's backward of a micro-batch."""
     # Of the batch that is under way.
     _micro_batches: list[_MicroBatch] = field(default_factory=list, init=False)
     _losses: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
@@ -373,7 +367,6 @@ class _StageWithShards(PipelineStage):
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         # Counted here: what torch calls the last backward depends on the schedule.
         self.num_done = self.num_done % self.pipeline.num_microbatches + 1
-        self.pipeline.before_backward()
         is_last = self.num_done == self.pipeline.num_microbatches
         for block in self.pipeline.sharded_blocks:
             block.set_requires_gradient_sync(

@@ -30,14 +30,12 @@ from notebook_accel.training.nested import recursively_apply
 from notebook_accel.training.strategies import dtensors, stages
 from notebook_accel.training.strategies.mesh import MeshParallel, shared_weight
 from notebook_accel.training.strategies.micro_batches import (
-    SCHEDULES,
     Pipeline,
     add_up_gradients,
 )
-from notebook_accel.training.strategies.pending import local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -70,12 +68,6 @@ class PipelineParallel(MeshParallel):
     def saves_shards(self) -> bool:
         # Whole files, unless the user's plugin wants every rank's parts.
         return self._has_users_plugin and super().saves_shards
-
-    @property
-    def layout(self) -> list[list[Any]]:
-        # The schedule says how many stages a rank has, and so which blocks.
-        schedule = self.parallelism.pp_schedule
-        return [*super().layout, [schedule, SCHEDULES[schedule][1]]]
 
     def prepare(self, call: PrepareCall) -> tuple[list[Module], list[Optimizer]]:
         given = [_weights_of(optimizer) for optimizer in call.optimizers]
@@ -112,7 +104,6 @@ class PipelineParallel(MeshParallel):
         pipeline = stages.pipeline_of(model)
         assert pipeline is not None
         pipeline.note_weights(model)
-        pipeline.before_backward = self.put_back_gradients
         for weight in pipeline.own_weights:
             self._own[weight] = True
         return model
@@ -180,28 +171,6 @@ class PipelineParallel(MeshParallel):
 
     def backward(self, loss: torch.Tensor, num_steps: int = 1, **kwargs: Any) -> None:
         raise ConfigError(f"backward() was called: {stages.PLAIN_LOOP}")
-
-    def pending_gradients(
-        self, model: Module, waiting: Container[int]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        whole, parts = super().pending_gradients(model, waiting)
-        pipeline = stages.pipeline_of(model)
-        if pipeline is not None and pipeline.has_added_up and self._stage_index:
-            # As in the next batch: those that were added up already count once.
-            shared = {id(weight) for weight in pipeline.shared_weights}
-            for name, weight in model.named_parameters():
-                if id(weight) in shared:
-                    whole.pop(name, None)
-                    parts.pop(name, None)
-        return whole, parts
-
-    def restore_gradients(
-        self, model: Module, whole: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]
-    ) -> None:
-        pipeline = stages.pipeline_of(model)
-        if pipeline is not None:
-            pipeline.has_added_up = False  # that was said of the gradients before these
-        super().restore_gradients(model, whole, parts)
 
     def gradient_sync(self, model: Module, enabled: bool) -> AbstractContextManager[Any]:
         pipeline = stages.pipeline_of(model)
@@ -349,7 +318,7 @@ def _whole_with_ties(state: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(state)
     for name, value in state.items():
         if torch.is_tensor(value) and value.numel():
-            part = local_part(value)
+            part = dtensors.local_part(value)
             key = part.data_ptr(), part.dtype, part.shape, part.stride()
             if key not in seen:
                 seen[key] = _whole_on_host(value)

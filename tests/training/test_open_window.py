@@ -1,0 +1,187 @@
+"""A checkpoint of the middle of an accumulation window: what resumes from it reads it again."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from notebook_accel import Accelerator, GradientAccumulationPlugin
+from tests.training.harness import run_ranks
+from tests.training.meshes import FLOAT_ERROR, LAYOUTS, accelerator_for, data, loss_of, make
+from tests.training.single import fresh_rank  # noqa: F401
+
+EPOCHS, SAMPLES, WINDOW = 2, 12, 3
+STOP = 11  # batches: in the second window of the second epoch, whose first batch is number 3
+Case = tuple[str | None, str]
+CASES: list[Case] = [*product([None, "fsdp, blocks", "1F1B"], ["sgd", "adamw"])]
+ALONE: Case = ("single", "adamw")
+
+
+def train(folder: Path, layout: str | None, optimizer_name: str, stop: int) -> dict[str, Any]:
+    """Train in windows of three of an epoch's six batches, and save once, after ``stop``."""
+    settings: dict[str, Any] = {"gradient_accumulation_steps": WINDOW}
+    accelerator = (
+        Accelerator(cpu=True, **settings)
+        if layout == "single"
+        else accelerator_for(layout, **settings)
+    )
+    model, optimizer = make({"optimizer": optimizer_name})
+    size = 2 if layout == "single" else 2 // LAYOUTS[layout][1]  # as many batches everywhere
+    loader = DataLoader(data(SAMPLES), batch_size=size, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    start = accelerator.resume_or_start(folder)
+    losses: dict[str, float] = {}
+    for epoch in range(start.epoch, EPOCHS):
+        begin = start.batch if epoch == start.epoch else 0
+        for batch, (inputs, targets) in enumerate(loader, begin):
+            with accelerator.accumulate(model):
+                loss = accelerator.forward_backward(model, inputs, targets, loss_of)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses[f"{epoch} {batch}"] = float(accelerator.reduce(loss.detach(), "mean"))
+            if len(losses) == stop:
+                accelerator.save_state()
+                return {"start": start, "losses": losses}
+    return {"start": start, "losses": losses}
+
+
+def train_all(places: dict[str, Case], stop: int) -> dict[str, dict[str, Any]]:
+    return {folder: train(Path(folder), *case, stop) for folder, case in places.items()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str, Any]]]:
+    """What each rank saw: of trainings that were never stopped, by case; of those that saved; and
+    of those that went on, by the case that saved and the case that loaded."""
+    root = tmp_path_factory.mktemp("windows")
+    found: dict[Any, list[dict[str, Any]]] = {}
+
+    def run(places: dict[Any, Path], stop: int) -> None:
+        for ranks, is_alone in ((2, False), (1, True)):
+            cases = {key: _reader(key) for key in places if (_reader(key) == ALONE) is is_alone}
+            at = {str(places[key]): case for key, case in cases.items()}
+            seen = run_ranks(train_all, ranks, at, stop, timeout=150)
+            found.update({key: [each[str(places[key])] for each in seen] for key in cases})
+
+    names = {case: "-".join(map(str, case)) for case in (*CASES, ALONE)}
+    run({("whole", case): root / "whole" / name for case, name in names.items()}, 0)
+    run({("saved", case): root / "saved" / name for case, name in names.items()}, STOP)
+    pairs = [*((case, case) for case in (*CASES, ALONE))]
+    pairs += [((None, "adamw"), ALONE), (("fsdp, blocks", "adamw"), ALONE), (ALONE, CASES[1])]
+    goes_on = {}
+    for writer, reader in pairs:
+        place = root / "rest" / f"{names[writer]} {names[reader]}"
+        shutil.copytree(root / "saved" / names[writer], place)
+        goes_on["rest", writer, reader] = place
+    run(goes_on, 0)
+    return found
+
+
+def _reader(key: Any) -> Case:
+    case: Case = key[-1]
+    return case
+
+
+@pytest.mark.parametrize("case", [*CASES, ALONE])
+def test_what_resumes_ends_at_the_curve_that_was_never_stopped(case: Case, trained: Any) -> None:
+    ranks = zip(
+        trained["whole", case], trained["saved", case], trained["rest", case, case], strict=True
+    )
+    for whole, before, after in ranks:
+        start = after["start"]
+        assert (start.epoch, start.batch, start.step, start.samples) == (1, 3, 3, 18)
+        assert list(after["losses"]) == ["1 3", "1 4", "1 5"], "the window is read again"
+        assert {**before["losses"], **after["losses"]} == whole["losses"]
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [((None, "adamw"), ALONE), (("fsdp, blocks", "adamw"), ALONE), (ALONE, (None, "adamw"))],
+)
+def test_so_does_another_number_of_ranks(writer: Case, reader: Case, trained: Any) -> None:
+    expected = trained["whole", writer][0]["losses"]
+    for after in trained["rest", writer, reader]:
+        assert (after["start"].epoch, after["start"].batch) == (1, 3)
+        for key, loss in after["losses"].items():
+            assert loss == pytest.approx(expected[key], abs=100 * FLOAT_ERROR)
+
+
+# ---- one process
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Each read draws from the random numbers of torch."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(2)
+
+
+def train_noisily(folder: Path, stop: int = 0, **window: Any) -> dict[str, list[float]]:
+    plugin = GradientAccumulationPlugin(num_steps=3, **window)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    model, optimizer, loader = accelerator.prepare(
+        inner, torch.optim.SGD(inner.parameters(), lr=1e-3), DataLoader(Noisy(), shuffle=True)
+    )
+    start = accelerator.resume_or_start(folder)
+    seen: dict[str, list[float]] = {}
+    for epoch in range(start.epoch, 2):
+        begin = start.batch if epoch == start.epoch else 0
+        for batch, inputs in enumerate(loader, begin):
+            with accelerator.accumulate(model):
+                loss = model(inputs).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            seen[f"{epoch} {batch}"] = [*inputs[0].tolist(), loss.item()]
+            if len(seen) == stop:
+                accelerator.save_state(folder)
+                return seen
+    return seen
+
+
+@pytest.mark.parametrize("stop", [1, 2, 5, 13, 14, 20])
+def test_a_window_draws_the_same_random_numbers_again(stop: int, tmp_path: Path) -> None:
+    before, after = train_noisily(tmp_path / "state", stop), train_noisily(tmp_path / "state")
+    assert len(before) + len(after) == 24 + stop % 3
+    assert {**before, **after} == train_noisily(tmp_path / "none")
+
+
+def test_a_save_between_backward_and_step_loses_no_batch(tmp_path: Path) -> None:
+    def run(stops: bool) -> tuple[Any, list[float]]:
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        inner = nn.Linear(1, 1)
+        model, optimizer, loader = accelerator.prepare(
+            inner,
+            torch.optim.SGD(inner.parameters(), lr=0.1),
+            DataLoader(torch.arange(6.0)[:, None]),
+        )
+        start = accelerator.resume_or_start(tmp_path / "run")
+        seen = []
+        for batch in loader:
+            seen.append(batch.item())
+            accelerator.backward(model(batch).mean())
+            if stops and len(seen) in (3, 6):
+                accelerator.save_state(tmp_path / "run" / str(len(seen)))
+                if len(seen) == 6:
+                    break
+            optimizer.step()
+            optimizer.zero_grad()
+        return start, seen
+
+    run(stops=True)
+    start, seen = run(stops=False)
+    assert (start.epoch, start.batch, start.samples) == (0, 5, 5), "the last batch of the epoch"
+    assert seen == [5.0]
