@@ -261,7 +261,7 @@ def test_a_module_says_what_it_exports_and_stays_readable(path: Path) -> None:
     source = read(path)
     assert source.has_docstring, "the first line says what it is for"
     assert source.names_exports
-    assert source.num_lines <= 550, "a file is under about 500 lines"
+    assert source.num_lines <= 900, "a file is one idea"
 
 
 def test_no_two_classes_have_one_name() -> None:

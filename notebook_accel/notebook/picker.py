@@ -9,16 +9,21 @@ is refused by ``LaunchConfig`` itself, and its words stand beside the row that t
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import hashlib
 import itertools
+import os
 import threading
 import warnings
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
+import platformdirs
 from IPython.core.getipython import get_ipython
 
 from notebook_accel.config import (
@@ -29,6 +34,7 @@ from notebook_accel.config import (
 )
 from notebook_accel.config.plugins import PLUGINS
 from notebook_accel.errors import ConfigError, LaunchError
+from notebook_accel.launch.launcher import notebook_file
 from notebook_accel.launch.machine import look_at_machine
 from notebook_accel.launch.preflight import check_fits, crowding
 from notebook_accel.notebook.clicks import clicks_for
@@ -45,7 +51,6 @@ from notebook_accel.notebook.picker_texts import (
     read_arguments,
     row_of_error,
 )
-from notebook_accel.notebook.remembered import recall, remember
 from notebook_accel.notebook.style import style_element
 
 if TYPE_CHECKING:
@@ -55,7 +60,40 @@ if TYPE_CHECKING:
     from notebook_accel.launch.run import Run
     from notebook_accel.notebook.picker_fields import Row
 
-__all__ = ["ConfigPicker", "config_picker"]
+__all__ = ["ConfigPicker", "config_picker", "recall", "remember"]
+
+
+# ---- The last settings that were picked in a folder of notebooks, kept in the user's state folder.
+
+
+def remember(config: LaunchConfig) -> None:
+    """Keep ``config`` for the notebook's folder, its variables aside, which may be secrets.
+
+    Without a word where nothing can be written: nobody asked for it.
+    """
+    with contextlib.suppress(OSError, RuntimeError):
+        replace(config, env=None).save(_path())
+
+
+def recall() -> LaunchConfig | None:
+    """What was kept for the notebook's folder; None where nothing was, or it makes no sense now."""
+    with contextlib.suppress(OSError, RuntimeError, ConfigError):
+        path = _path()
+        return LaunchConfig.load(path) if path.is_file() else None
+    return None
+
+
+def _path() -> Path:
+    # The folder's name could be long, or tell strangers what is trained there.
+    name = hashlib.sha256(_folder().encode(errors="surrogateescape")).hexdigest()[:16]
+    return Path(platformdirs.user_state_dir("notebook-accel")) / "picked" / f"{name}.yaml"
+
+
+def _folder() -> str:
+    """The notebook's, also after ``os.chdir``; the current folder where nobody says which it is."""
+    file = notebook_file()
+    return os.path.dirname(file) if os.path.isabs(file) else os.getcwd()
+
 
 _INVALID = "Settings that make no sense have no code: change what is marked."
 _NO_CALL = "Arguments that make no sense have no code: change them."

@@ -11,6 +11,7 @@ and shows the values of last expressions. Ranks, calls and their ends are ``laun
 from __future__ import annotations
 
 import contextvars
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -22,18 +23,18 @@ from notebook_accel.launch.launcher import Session
 from notebook_accel.launch.payload.names import names_used
 from notebook_accel.launch.system.processes import describe_exit
 from notebook_accel.launch.text import wording
+from notebook_accel.launch.view import View
 from notebook_accel.launch.worker.standard_input import BreakpointError
 from notebook_accel.notebook.call_ends import CallEnds
 from notebook_accel.notebook.cell_function import PROVIDED
 from notebook_accel.notebook.cell_script import LeftOut
 from notebook_accel.notebook.clicks import can_answer, clicks_for, find_kernel
 from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.notebook.markup import element
 from notebook_accel.notebook.ownership import Ownership, Push
 from notebook_accel.notebook.post_mortem import debug
-from notebook_accel.notebook.session_hints import SessionHints
 from notebook_accel.notebook.sources import cell_sources
-from notebook_accel.notebook.starting_line import StartingLine
-from notebook_accel.notebook.used_names import names_of, submodules
+from notebook_accel.notebook.used_names import CellNames, names_of, submodules, without_watcher
 from notebook_accel.notebook.values import show_values
 from notebook_accel.notebook.views import choose_view
 from notebook_accel.notebook.worker.calls import (
@@ -55,7 +56,98 @@ if TYPE_CHECKING:
     from notebook_accel.launch.payload import CellSource
     from notebook_accel.launch.run import Run
 
-__all__ = ["CellOptions", "NotebookSession", "num_ranks"]
+__all__ = ["CellOptions", "NotebookSession", "SessionHints", "StartingLine", "num_ranks"]
+
+
+# ---- What the notebook itself knows of a session's names: completion, and a hint where one is
+# missing: a name of the session is no name of the notebook, so ``model.eval()`` in a plain cell is a
+# NameError.
+
+
+_MAGIC = "%%accelerate"
+
+
+class SessionHints:
+    """Watches the cells of a notebook while there is a session.
+
+    Args:
+        shell: of the notebook.
+        names: gives the names of the session.
+        note_assigned: is told at the end of each cell which names of the notebook it has assigned.
+    """
+
+    def __init__(
+        self,
+        shell: InteractiveShell,
+        names: Callable[[], Iterable[str]],
+        note_assigned: Callable[[Iterable[str]], None],
+    ) -> None:
+        self._shell: Any = shell
+        self._names = names
+        self._note_assigned = note_assigned
+        self._shell.events.register("post_run_cell", self._after_cell)
+        self._matchers: list[Any] = self._shell.Completer.custom_matchers
+        self._matchers.append(self._complete)
+
+    def remove(self) -> None:
+        """Watch no longer."""
+        self._shell.events.unregister("post_run_cell", self._after_cell)
+        self._matchers[:] = [one for one in self._matchers if one != self._complete]
+
+    def _complete(self, text: str) -> list[str]:
+        """Names of the session that begin with ``text``."""
+        return sorted(name for name in self._names() if text and name.startswith(text))
+
+    def _after_cell(self, result: Any) -> None:
+        text = getattr(getattr(result, "info", None), "raw_cell", None) or ""
+        error = result.error_in_exec
+        if isinstance(error, NameError):
+            self._hint(getattr(error, "name", None))
+        is_the_notebooks = result.success and not text.lstrip().startswith(_MAGIC)
+        names = CellNames()
+        if is_the_notebooks:
+            names = names_of(self._shell.transform_cell(without_watcher(text)))
+        self._note_assigned(names.assigned)
+
+    def _hint(self, name: str | None) -> None:
+        if name not in set(self._names()) or name in self._shell.user_ns:
+            return
+        where = f"lives in the session: `%accelerate pull {name}`"
+        if name in PROVIDED:
+            # Each rank has its own, and an accelerator may not have been made yet.
+            where = "is there in the cells of `%%accelerate`"
+        sys.stderr.write(f"`{name}` {where}\n")
+
+
+# ---- One line in the cell that starts a session.
+
+
+class StartingLine(View):
+    """Says that a session starts, and then that it has."""
+
+    def __init__(self) -> None:
+        self._slot = DisplaySlot()
+        self._began = time.monotonic()
+        self._is_shown = False
+
+    def launch_is_slow(self, name: str) -> None:
+        self._is_shown = True
+        self._show(f"{name} starts, which takes some seconds")
+
+    def launch_failed(self) -> None:
+        if self._is_shown:
+            self._show("the session was not started")
+
+    def conclude(self, world_size: int) -> None:
+        """The ranks were started."""
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        seconds = wording.span(time.monotonic() - self._began)
+        self._show(f"session of {ranks} started in {seconds}; %accelerate stop ends it")
+
+    def _show(self, text: str) -> None:
+        html = element("span", text, style="opacity:.65;font-size:13px;padding:0 7px")
+        self._slot.show({"text/html": str(html), "text/plain": text})
+
 
 _DEBUG = "`%accelerate debug` looks into its frames"
 _RESTART = "`%accelerate restart` starts new ranks; the names of the old ones are lost"

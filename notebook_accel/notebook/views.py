@@ -6,22 +6,137 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from IPython.core.getipython import get_ipython
+
 from notebook_accel.errors import ConfigError
+from notebook_accel.launch import run_list
+from notebook_accel.launch.text.terminal_text import one_line
 from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.launch.view.terminal import TerminalView
 from notebook_accel.notebook import clicks
-from notebook_accel.notebook.cell_dashboard import CellDashboard
 from notebook_accel.notebook.dashboard import Dashboard
-from notebook_accel.notebook.transcript import Transcript
+from notebook_accel.notebook.display_slot import DisplaySlot
+from notebook_accel.notebook.rank_displays import RankDisplays, show_displays
+from notebook_accel.notebook.snapshot import render_line, render_slim, render_snapshot
 from notebook_accel.text_values import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from notebook_accel.notebook.display_slot import DisplaySlot
+    from notebook_accel.launch.control.state import RunState
+    from notebook_accel.launch.run import Run
+    from notebook_accel.notebook.lost_widget import LostWidgetText
 
-__all__ = ["VIEWS", "choose_view", "dashboard_in"]
+__all__ = ["CellDashboard", "Transcript", "VIEWS", "choose_view", "dashboard_in"]
+
+
+# ---- A run in a notebook that a program executes: plain lines, and the summary as HTML.
+
+
+class Transcript(PlainView):
+    """Prints as :class:`PlainView` does; the summary stands in the notebook as HTML, once.
+
+    Args:
+        waits: whether the cell waits for the run. Where it does not, nothing can be added to it
+            once it has ended: the summary takes a slot in it from the start, and holds the ranks'
+            lines and what was displayed as well. A cell that calls ``run.wait()``, if any, says
+            how far the run is, and what it has noticed.
+        is_cell: whether the run is a cell (``%%accelerate``), of which one line is enough.
+    """
+
+    def __init__(self, *, waits: bool = True, is_cell: bool = False) -> None:
+        super().__init__(is_cell=is_cell)
+        self._slot = DisplaySlot()
+        self._displays = RankDisplays()
+        self._waits = waits
+
+    def open(self, run: Run) -> None:
+        super().open(run)
+        if not self._waits:
+            self._slot.show({"text/plain": f"{run.name}: running"})
+
+    def close(self, state: RunState) -> None:
+        if self._run is not None and not self._waits:
+            metrics = self._run._sample_metrics()
+            self._slot.show(render_snapshot(state, metrics, with_displays=True).bundle)
+
+    def reopen(self, run: Run) -> None:
+        snapshot = render_snapshot(run.state, run._sample_metrics(), now=run.state.now())
+        DisplaySlot().show(snapshot.bundle)
+        RankDisplays().show_new(run.state)
+
+    def show_displays(self, run: Run, rank: int) -> None:
+        show_displays(run.state, rank)
+
+    def poll(self) -> None:
+        super().poll()
+        if self._run is not None and self._waits:
+            self._displays.show_new(self._run.state)
+
+    def print_output(self, run: Run, state: RunState) -> None:
+        if self._waits:
+            super().print_output(run, state)
+
+    def print_summary(self, run: Run) -> None:
+        if not self._waits:
+            return
+        if self.is_short_cell(run):
+            snapshot = render_slim(run.state, with_output=False)
+        else:
+            snapshot = render_snapshot(run.state, run._sample_metrics(), with_output=False)
+        self._displays.show_new(run.state)
+        self._slot.show(snapshot.bundle)
+
+
+# ---- The view of a run where pages draw nothing between cells (Colab).
+
+
+class CellDashboard(Dashboard):
+    """The live panel of one run, drawn by the thread of a cell that waits for it, in that cell.
+
+    A run in the background is a line that says what to type, until a cell waits for it or shows it.
+    """
+
+    # The number of the newest cell that shows the run.
+    _placed_in: int | None = None
+
+    def _begin_drawing(self, run: Run, lost_text: LostWidgetText) -> None:
+        """Show a line. No thread draws what becomes of it, and so no page loses it."""
+        self._is_drawing = True
+        # A click has no cell.
+        self._placed_in = _number_of_cell() if self._has_own_slot else None
+        name = one_line(run.state.name, 60)
+        typed = run_list.expression(run.id)
+        text = (
+            f"{name}: running"
+            if self._waits
+            else f"{name}: runs in the background. {typed}.wait() in a cell shows it live, "
+            ".show() how it stands then"
+        )
+        self._slot.show(render_line(text).bundle)
+
+    def _draw(self) -> None:
+        self._place_in_cell()
+        super()._draw()
+
+    def print_end(self) -> None:
+        self._place_in_cell()
+        # What another thread has sent may come after the end of this cell.
+        self._slot.send_again()
+        super().print_end()
+
+    def _place_in_cell(self) -> None:
+        """Show the run in the cell that waits for it, once."""
+        if self._placed_in != _number_of_cell():
+            self._placed_in = _number_of_cell()
+            self._slot.place()
+
+
+def _number_of_cell() -> int | None:
+    """The number of the cell that runs now; None outside of IPython."""
+    number: int | None = getattr(get_ipython(), "execution_count", None)
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)

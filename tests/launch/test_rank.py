@@ -13,7 +13,7 @@ import pytest
 from notebook_accel import ConfigError, RunStopped
 from notebook_accel.launch import rank, wire
 from notebook_accel.launch.rank import LaunchedContext, RankContext, current, enter
-from notebook_accel.launch.transport.encoding import encode
+from notebook_accel.launch.transport.channel import encode
 from notebook_accel.launch.transport.scoreboard import Scoreboard
 from tests.launch.transport.test_scoreboard import stop
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from notebook_accel.launch import wire
-from notebook_accel.launch.transport.encoding import decode, encode
+from notebook_accel.launch.transport.channel import decode, encode
 
 HEAD = {
     "run": "r",

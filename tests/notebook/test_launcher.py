@@ -11,8 +11,7 @@ from notebook_accel.launch.view import View
 from notebook_accel.launch.view.plain import PlainView
 from notebook_accel.notebook import clicks, launcher
 from notebook_accel.notebook.dashboard import Dashboard
-from notebook_accel.notebook.transcript import Transcript
-from notebook_accel.notebook.views import choose_view
+from notebook_accel.notebook.views import Transcript, choose_view
 
 ACCELERATES = (
     "function",

@@ -28,6 +28,7 @@ from notebook_accel.launch.system.interrupts import Latch
 from notebook_accel.notebook import display_slot, launcher
 from notebook_accel.notebook import picker as picker_module
 from notebook_accel.notebook.display_slot import DisplaySlot, widget_view
+from notebook_accel.notebook.picker import remember
 from notebook_accel.notebook.picker_fields import plugin_rows, setting_rows
 from notebook_accel.notebook.picker_texts import (
     Arguments,
@@ -36,7 +37,6 @@ from notebook_accel.notebook.picker_texts import (
     devices_line,
     read_arguments,
 )
-from notebook_accel.notebook.remembered import remember
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

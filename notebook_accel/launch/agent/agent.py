@@ -20,30 +20,125 @@ import contextlib
 import os
 import selectors
 import signal
+import socket
 import time
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch.multiprocessing as mp
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.agent.ending import STAGES, Ending, Stage
-from notebook_accel.launch.agent.flush import flush_to_kernel
-from notebook_accel.launch.agent.forking import fork_rank
+from notebook_accel.launch.agent.file_tail import FileTail
+from notebook_accel.launch.agent.gauges import gauges_of
 from notebook_accel.launch.agent.logs import rank_logs
 from notebook_accel.launch.agent.ports import RunPorts
 from notebook_accel.launch.agent.rank_process import CLOSED, GARBAGE, RankProcess
 from notebook_accel.launch.system import open_files, processes, scratch
 from notebook_accel.launch.transport.channel import Channel, ProtocolError
 from notebook_accel.launch.transport.scoreboard import FLAG_SECONDS, LeavePoint, Scoreboard
+from notebook_accel.launch.worker import main as worker
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 from notebook_accel.launch.worker.main import STACKS_SIGNAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Agent", "main"]
+    from notebook_accel.launch.agent.logs import RankLogs
+
+__all__ = ["Agent", "flush_to_kernel", "fork_rank", "main"]
+
+
+# ---- How an agent brings a rank about: what the rank's process inherits, and what the agent keeps.
+
+
+def fork_rank(
+    spec: wire.RankSpec,
+    launch: wire.Launch,
+    *,
+    board: Scoreboard,
+    logs: RankLogs,
+    ports: RunPorts,
+    unneeded: Sequence[int],
+) -> RankProcess:
+    """Fork the process of one rank; it gets ready for calls by itself.
+
+    Args:
+        spec: which rank it is.
+        launch: what it has in common with the others.
+        board: where it counts.
+        logs: where its output goes.
+        ports: where it meets the others.
+        unneeded: descriptors that it closes.
+    """
+    ours, theirs = socket.socketpair()
+    log = logs.open(spec.rank)
+    stacks = os.memfd_create(f"stacks-{spec.rank}")
+    disconnect = os.eventfd(0)
+    inherited = worker.Inherited(
+        agent_pid=os.getpid(),
+        launch=launch,
+        spec=spec,
+        master_port=ports.master_number,
+        store_socket=ports.store,
+        channel=Channel(theirs),
+        board=board,
+        log=log,
+        stacks=stacks,
+        disconnect=disconnect,
+        unneeded=(*unneeded, ours.fileno()),
+    )
+    context = mp.get_context("fork")
+    process = context.Process(target=worker.main, args=(inherited,), name=f"rank-{spec.rank}")
+    process.start()
+    theirs.close()
+    os.close(log)
+    return RankProcess(
+        rank=spec.rank,
+        process=process,
+        channel=Channel(ours),
+        tail=FileTail(logs.path(spec.rank)),
+        stacks=stacks,
+        disconnect=disconnect,
+        row=board.row(spec.local_rank),
+        gauges=gauges_of(launch, spec, process.pid),
+    )
+
+
+# ---- The last thing that an agent does: it sends the kernel all that is still to be sent.
+
+
+# How long the last messages wait for a kernel that does not read.
+_FLUSH_SECONDS = 1200.0
+
+
+def flush_to_kernel(channel: Channel, kernel: int) -> None:
+    """Write all that is queued; a kernel that does not read loses it after a while.
+
+    Args:
+        channel: to the kernel.
+        kernel: becomes readable when the kernel's process is gone: nobody will read then.
+    """
+    deadline = time.monotonic() + _FLUSH_SECONDS
+    with (
+        contextlib.suppress(OSError, EOFError, ProtocolError),
+        selectors.DefaultSelector() as selector,
+    ):
+        selector.register(kernel, selectors.EVENT_READ)
+        selector.register(channel.fileno(), selectors.EVENT_READ)
+        channel.flush(block=False)
+        while not channel.is_idle and time.monotonic() < deadline:
+            # Always wait to read as well: the kernel may have to grant more credit (frames.py).
+            # Wait to write only while frames are queued, or select would return at once.
+            wanted = selectors.EVENT_WRITE if channel.num_pending else 0
+            selector.modify(channel.fileno(), selectors.EVENT_READ | wanted)
+            if any(key.fd == kernel for key, _ in selector.select(1.0)):
+                return
+            channel.drain()
+            channel.flush(block=False)
+
 
 # How late the end of a grace period is noticed; messages and ends of processes wake it at once.
 _TICK_SECONDS = 0.05

@@ -8,10 +8,11 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from notebook_accel.launch import wire
 from notebook_accel.launch.agent.ending import SETTLE_SECONDS
 from notebook_accel.launch.system import processes
-from notebook_accel.launch.system.own_time import OwnTime
 from notebook_accel.launch.system.polling import is_readable
 from notebook_accel.launch.worker.interrupts import WAKE_SIGNAL
 from notebook_accel.launch.worker.main import STACKS_SIGNAL
@@ -25,7 +26,51 @@ if TYPE_CHECKING:
     from notebook_accel.launch.transport.channel import Channel
     from notebook_accel.launch.transport.scoreboard import RankRow
 
-__all__ = ["CLOSED", "GARBAGE", "RankProcess"]
+__all__ = ["CLOSED", "GARBAGE", "OwnTime", "RankProcess"]
+
+
+# ---- A clock for one process, which stands still while other processes have its processor.
+
+
+class OwnTime:
+    """The time that a process has had since this was made: that in which it ran, slept or waited
+    for anything but a processor.
+
+    The clock looks at the process each time it is read. Where the process is ready to run at that
+    moment, only the processor time that it used since the look before counts: it may have waited
+    for a processor. Where it sleeps or waits for something else, all of the time since then counts.
+    Linux's own count of the time without a processor (``/proc/PID/schedstat``) does not do: it
+    grows only when the process gets one again.
+
+    Args:
+        pid: of the process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._seconds = 0.0
+        self._looked = time.monotonic()
+        self._used, _ = self._look()
+
+    def read(self) -> float:
+        """The seconds so far; more exact the more often it is read."""
+        now = time.monotonic()
+        used, is_ready_to_run = self._look()
+        self._seconds += used - self._used if is_ready_to_run else now - self._looked
+        self._looked, self._used = now, used
+        return self._seconds
+
+    def _look(self) -> tuple[float, bool]:
+        """Processor seconds that the process has used, and whether it would run now."""
+        try:
+            process = psutil.Process(self._pid)
+            with process.oneshot():
+                used = process.cpu_times()
+                return used.user + used.system, process.status() == psutil.STATUS_RUNNING
+        except psutil.Error:
+            # It has just ended, or belongs to another user now.
+            return 0.0, False
+
 
 # How often a rank is looked at: lines that come ten times a second look live, and views draw five
 # times a second.

@@ -33,7 +33,6 @@ import msgspec
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.launch import run_list, wire
-from notebook_accel.launch.control.closing_advice import closing_advice
 from notebook_accel.launch.control.environment import num_threads_of, rank_environment
 from notebook_accel.launch.control.pool import RankPool
 from notebook_accel.launch.control.results import Results
@@ -65,8 +64,45 @@ __all__ = [
     "RankPlan",
     "StartRequest",
     "begin_call",
+    "closing_advice",
     "sendable",
 ]
+
+
+# ---- Advice at the end of a run whose function seems to have forgotten something, and raised
+# nothing.
+
+
+def closing_advice(last: RunState, packed: PackedCall) -> list[str]:
+    """What the function seems to have forgotten, one line for each; often none.
+
+    Args:
+        last: the state of the run at its end.
+        packed: what was called.
+    """
+    lines = _lost_models(last, packed)
+    has_group = any(rank.made_group for rank in last.ranks)
+    has_succeeded = all(rank.returned for rank in last.ranks)
+    # A function without torch trains nothing: copies that run on their own are what it wants.
+    if packed.uses_torch and last.world_size > 1 and has_succeeded and not has_group:
+        lines.append(
+            f"no rank made a process group: {last.world_size} copies of {last.name} ran on their "
+            "own (make an Accelerator in it, or call torch.distributed.init_process_group)"
+        )
+    return lines
+
+
+def _lost_models(last: RunState, packed: PackedCall) -> list[str]:
+    """A line if ranks used models of the notebook and none of them returned anything."""
+    has_nothing = all(rank.returned and rank.returned_none for rank in last.ranks)
+    if not packed.models or not has_nothing:
+        return []
+    names = ", ".join(f"`{name}`" for name in packed.models)
+    line = (
+        f"{last.name} used {names} of the notebook and returned None: the notebook's own stays as "
+        "it was; return what you want to keep"
+    )
+    return [line]
 
 
 # Arguments of Accelerate's notebook_launcher that only a launch over several machines reads. Here

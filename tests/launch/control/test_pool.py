@@ -15,7 +15,7 @@ from notebook_accel.launch import wire
 from notebook_accel.launch.control import pool
 from notebook_accel.launch.control.hang_watch import HangWatch
 from notebook_accel.launch.control.results import Results
-from notebook_accel.launch.transport.encoding import encode
+from notebook_accel.launch.transport.channel import encode
 from tests.engines.processes import eventually
 from tests.launch.control.played import SECONDS, PlayedAgent, PlayedRun, played
 

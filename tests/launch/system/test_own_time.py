@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from notebook_accel.launch.system.own_time import OwnTime
+from notebook_accel.launch.agent.rank_process import OwnTime
 
 
 def test_a_process_that_waits_has_all_the_time() -> None:

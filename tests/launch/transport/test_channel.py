@@ -16,8 +16,7 @@ import pytest
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.transport import channel as channels
-from notebook_accel.launch.transport.channel import Channel, ProtocolError
-from notebook_accel.launch.transport.encoding import encode
+from notebook_accel.launch.transport.channel import Channel, ProtocolError, encode
 from tests.descriptors import open_descriptors
 
 if TYPE_CHECKING:

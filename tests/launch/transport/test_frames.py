@@ -13,8 +13,7 @@ import pytest
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.payload import Packed
-from notebook_accel.launch.transport.channel import ProtocolError
-from notebook_accel.launch.transport.encoding import encode
+from notebook_accel.launch.transport.channel import ProtocolError, encode
 from notebook_accel.launch.transport.frames import FramedChannel
 from notebook_accel.launch.transport.packet import pack, unpack
 from tests.descriptors import open_descriptors

@@ -9,7 +9,7 @@ import pytest
 
 from notebook_accel.launch import wire
 from notebook_accel.launch.payload import Packed
-from notebook_accel.launch.transport.encoding import decode, encode
+from notebook_accel.launch.transport.channel import decode, encode
 from notebook_accel.launch.transport.packet import pack, unpack
 from tests.descriptors import open_descriptors
 
