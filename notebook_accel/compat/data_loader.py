@@ -3,12 +3,16 @@
 from notebook_accel.compat import _accelerate
 from notebook_accel.training.data import skip_first_batches
 from notebook_accel.training.data.dispatch import DataLoaderDispatcher
+from notebook_accel.training.data.loaders import DataLoaderShard
 from notebook_accel.training.data.loaders import PreparedLoader as DataLoaderStateMixin
-from notebook_accel.training.data.samplers import BatchSamplerShard, SkipBatchSampler, get_sampler
-from notebook_accel.training.data.seedable import SeedableRandomSampler
-from notebook_accel.training.data.shard import DataLoaderShard
-from notebook_accel.training.data.skip_loader import SkipDataLoader
-from notebook_accel.training.data.standalone import prepare_data_loader
+from notebook_accel.training.data.samplers import (
+    BatchSamplerShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    get_sampler,
+)
+from notebook_accel.training.data.sharding import prepare_data_loader
+from notebook_accel.training.data.skipping import SkipDataLoader
 from notebook_accel.training.data.streams import IterableDatasetShard
 
 from .logging import *

@@ -60,8 +60,8 @@ __all__ = ["CellOptions", "NotebookSession", "SessionHints", "StartingLine", "nu
 
 
 # ---- What the notebook itself knows of a session's names: completion, and a hint where one is
-# missing: a name of the session is no name of the notebook, so ``model.eval()`` in a plain cell is a
-# NameError.
+# missing: a name of the session is no name of the notebook, so ``model.eval()`` in a plain cell is
+# a NameError.
 
 
 _MAGIC = "%%accelerate"

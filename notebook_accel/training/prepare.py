@@ -14,7 +14,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.launch.rank import current
 from notebook_accel.training import environment
 from notebook_accel.training.blueprint import blueprint_of
-from notebook_accel.training.data import PreparedLoader, prepare_data_loader
+from notebook_accel.training.data import PreparedLoader, prepare_loader
 from notebook_accel.training.data.samplers import batch_size_of
 from notebook_accel.training.models import strip_forward, uncompiled
 from notebook_accel.training.notices import notice_once
@@ -268,7 +268,7 @@ class Preparation:
         if any(known is loader for known in self.loaders):
             return loader
         plan = self.plan
-        prepared = prepare_data_loader(
+        prepared = prepare_loader(
             loader,
             config=plan.loaders,
             device=self._device(placement),

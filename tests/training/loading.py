@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from notebook_accel.training.data import prepare_data_loader
+from notebook_accel.training.data import prepare_loader
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data_group import DataGroup
 
@@ -27,7 +27,7 @@ def prepare(
     ordinal: int = 0,
     **config: Any,
 ) -> Any:
-    return prepare_data_loader(
+    return prepare_loader(
         loader,
         config=DataLoaderConfiguration(**config),
         device=device,

@@ -262,7 +262,7 @@ def test_everything_else_is_the_users() -> None:
     )
     prepared = prepare(raw, 1, 2)
     assert isinstance(prepared, DataLoaderShard)
-    assert isinstance(prepared, MyLoader)
+    assert isinstance(prepared.base_dataloader, MyLoader)
     assert prepared.label == "mine"
     for name in (
         "num_workers",
@@ -273,7 +273,7 @@ def test_everything_else_is_the_users() -> None:
     ):
         assert getattr(prepared, name) == getattr(raw, name)
     assert lists(prepared) == lists(prepared) == [[102, 103], [106, 107]]
-    assert prepared._iterator is not None, "the workers were not kept"
+    assert prepared.base_dataloader._iterator is not None, "the workers were not kept"
     assert raw._iterator is None
     assert lists(raw) == [[100, 101], [102, 103], [104, 105], [106, 107]]
 

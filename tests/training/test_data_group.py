@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ParallelismConfig
 from notebook_accel.training.collectives import gather, this_rank
-from notebook_accel.training.data import prepare_data_loader, skip_first_batches
+from notebook_accel.training.data import prepare_loader, skip_first_batches
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.gathering import gather_for_metrics
 from notebook_accel.training.data_group import DataGroup, current_data_group
@@ -103,7 +103,7 @@ def two_shares() -> DataGroup:
 
 
 def prepare(loader: Any, shares: DataGroup, **config: Any) -> Any:
-    return prepare_data_loader(
+    return prepare_loader(
         loader, config=DataLoaderConfiguration(**config), device=CPU, data_group=shares
     )
 

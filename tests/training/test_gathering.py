@@ -16,7 +16,7 @@ from notebook_accel.training.collectives import gather_object, num_ranks, this_r
 from notebook_accel.training.data import (
     DataLoaderDispatcher,
     active_loaders,
-    prepare_data_loader,
+    prepare_loader,
     skip_first_batches,
 )
 from notebook_accel.training.data.config import DataLoaderConfiguration
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def prepare(loader: Any, slice_fn: Any = None, **config: Any) -> Any:
-    return prepare_data_loader(
+    return prepare_loader(
         loader,
         config=DataLoaderConfiguration(**config),
         device=torch.device("cpu"),

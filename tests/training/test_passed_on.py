@@ -33,7 +33,7 @@ from notebook_accel import (
     utils,
 )
 from notebook_accel.training import checkpoint
-from notebook_accel.training.data.seedable import SeedableRandomSampler
+from notebook_accel.training.data.samplers import SeedableRandomSampler
 from tests.training.harness import run_ranks
 from tests.training.single import fresh_rank  # noqa: F401
 
@@ -409,7 +409,7 @@ def test_loaders_of_torchdata(stateful: bool) -> None:
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     assert accelerator.use_stateful_dataloader is stateful
     loader = accelerator.prepare(DataLoader(range(4)))  # type: ignore[arg-type]
-    assert isinstance(loader, StatefulDataLoader) is stateful
+    assert isinstance(loader.base_dataloader, StatefulDataLoader) is stateful
 
 
 def test_a_projects_folders_move_until_logs_have_one() -> None:

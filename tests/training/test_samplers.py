@@ -12,10 +12,10 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Seque
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
+    SeedableRandomSampler,
     ShortRound,
     SkipBatchSampler,
 )
-from notebook_accel.training.data.seedable import SeedableRandomSampler
 from notebook_accel.training.data.streams import IterableDatasetShard
 from tests.training.loading import LISTS, TABLE, read
 

@@ -17,7 +17,7 @@ from notebook_accel.training.collectives import this_rank
 from notebook_accel.training.data import DataLoaderShard
 from notebook_accel.training.data.config import DataLoaderConfiguration
 from notebook_accel.training.data.dispatch import _lay_out, _Slot
-from notebook_accel.training.data.seedable import SeedableRandomSampler
+from notebook_accel.training.data.samplers import SeedableRandomSampler
 from notebook_accel.training.random_states import (
     as_plain,
     note_random_states,

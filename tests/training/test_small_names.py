@@ -180,21 +180,11 @@ def mark_by_hand(loader: Any, state: Any) -> list[Any]:
     seen += [state.in_dataloader, state.end_of_dataloader, loader.end_of_dataloader]
     loader.reset()
     seen += [loader.end_of_dataloader, loader.remainder]
-    order = [4, 2, 0, 1, 3]
-    loader.set_sampler(order)
-    assert loader.get_sampler() is order
     return [*seen, *(batch.tolist() for batch in loader), state.in_dataloader]
 
 
-class Own(DataLoader[int]):
-    """A loader of the user's with a method of the same name."""
-
-    def reset(self) -> str:
-        return "own"
-
-
-def test_passes_are_marked_and_samplers_set_by_hand() -> None:
-    from notebook_accel.data_loader import DataLoaderShard, SkipBatchSampler, prepare_data_loader
+def test_passes_are_marked_by_hand() -> None:
+    from notebook_accel.data_loader import DataLoaderShard
 
     ours = DataLoaderShard(range(5), batch_size=2)
     theirs = accelerate.data_loader.DataLoaderShard(range(5), batch_size=2)
@@ -203,30 +193,6 @@ def test_passes_are_marked_and_samplers_set_by_hand() -> None:
     )
     state = ours.state_dict()
     assert (state["iteration"], state["given"]) == (1, 0)
-    for number, index in ((1, 0), (2, 0), (2, 1)):
-        batches = []
-        for prepare in (prepare_data_loader, accelerate.data_loader.prepare_data_loader):
-            inner = BatchSampler(SequentialSampler(range(5)), 2, False)
-            grouped = SkipBatchSampler(inner, 1) if number == 1 else inner
-            loader: Any = prepare(
-                DataLoader(range(5), batch_sampler=grouped),  # type: ignore[arg-type]
-                num_processes=number,
-                process_index=index,
-            )
-            loader.set_sampler([4, 2, 0, 1, 3])
-            batches.append([batch.tolist() for batch in loader])
-        assert batches[0] == batches[1]
-    accelerator = notebook_accel.Accelerator(cpu=True)
-    assert accelerator.prepare(Own(range(2))).reset() == "own"  # type: ignore[arg-type]
-    whole: Any = accelerator.prepare(DataLoader(range(2), batch_size=None))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"set_sampler\(\) needs .* has NoneType"):
-        whole.set_sampler([1, 0])
-    own: Any = DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]])  # type: ignore[arg-type]
-    shared = prepare_data_loader(
-        notebook_accel.skip_first_batches(own, 1), num_processes=2, process_index=0
-    )
-    with pytest.raises(ConfigError, match=r"set_sampler\(\) needs .* has list"):
-        shared.set_sampler([1, 0])
 
 
 class ByHand(DataLoaderShard):

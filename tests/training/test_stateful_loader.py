@@ -108,9 +108,12 @@ def test_a_stream_goes_on_without_reading_what_came_before(
                 state = loader.state_dict()
         assert seen == whole
         resumed = make(rank)
-        assert isinstance(resumed, StatefulDataLoader)
+        assert isinstance(resumed.base_dataloader, StatefulDataLoader)
         resumed.load_state_dict(state)
-        assert lists(resumed) == whole[2:]
+        rest = lists(resumed)
+        assert rest[:-1] == whole[2:-1]
+        last = {24, 25, 26}  # beside those repeated, here from where the pass began to read
+        assert last.intersection(rest[-1]) == last.intersection(whole[-1])
         if not workers:
             stream = getattr(resumed.dataset, "dataset", resumed.dataset)
             samples = 2 * 4 * (size if kind != "split" else 1)
@@ -151,7 +154,7 @@ def test_a_state_of_another_part_is_not_used() -> None:
 
 def test_without_a_state_of_their_own_loaders_count() -> None:
     loader = prepare(numbers(10), **STATEFUL)
-    assert isinstance(loader, StatefulDataLoader)
+    assert isinstance(loader.base_dataloader, StatefulDataLoader)
     running = iter(loader)
     next(running)
     resumed = prepare(numbers(10), **STATEFUL)
@@ -184,10 +187,10 @@ def test_a_loader_that_is_made_by_hand_goes_on_as_accelerates_does(kind: Any, pe
         resumed.load_state_dict(loader.state_dict())
         assert [batch.tolist()[0] % 100 for batch in resumed] == [6, 9]
         assert resumed.dataset.read == [6, 7, 8, 9], "what came before was not read again"
-        assert isinstance(resumed, StatefulDataLoader)
+        assert isinstance(resumed.base_dataloader, StatefulDataLoader)
     again = pickle.loads(pickle.dumps(kind(range(4), use_stateful_dataloader=True)))
     assert isinstance(again, kind)
-    assert isinstance(again, StatefulDataLoader)
+    assert isinstance(again.base_dataloader, StatefulDataLoader)
     assert [batch.item() % 100 for batch in again] == [0, 1, 2, 3]
 
 
@@ -235,10 +238,10 @@ def test_a_loader_without_its_first_batches_is_made_by_hand_too() -> None:
         assert lists(resumed) == [[3, 4, 5], [6, 7, 8], [9]]
         resumed.load_state_dict(begin)
         assert lists(resumed) == [[3, 4, 5], [6, 7, 8], [9]]
-    assert isinstance(loader, StatefulDataLoader)
+    assert isinstance(loader.base_dataloader, StatefulDataLoader)
     copied = pickle.loads(pickle.dumps(loader))
     assert isinstance(copied, SkipDataLoader)
-    assert isinstance(copied, StatefulDataLoader)
+    assert isinstance(copied.base_dataloader, StatefulDataLoader)
 
 
 class Doubled(DataLoader[Any]):
@@ -287,21 +290,21 @@ def in_two_ranks(folder: str) -> dict[str, Any]:
         accelerator, loader = make()
         accelerator.load_state(f"{folder}/{name}")
         rest = lists(loader)
+        # What fills the last round up is from where the pass began to read.
+        is_rest = rest[:-1] == whole[3:-1] and len(rest) == len(whole[3:])
         if name == "shuffled":
-            found[name] = rest == whole[3:]
+            found[name] = is_rest
             continue
         stream = getattr(loader.dataset, "dataset", loader.dataset)
-        found[name] = rest == whole[3:], [number for number in stream.read if number < 18]
+        found[name] = is_rest, [number for number in stream.read if number < 18]
         found[f"{name}, skipped"] = lists(skip_first_batches(make()[1], 2)) == whole[2:]
     return found
 
 
 def test_ranks_go_on_from_a_checkpoint(tmp_path: Any) -> None:
     first, second = run_ranks(in_two_ranks, 2, str(tmp_path))
-    # Of what came before, the first batch alone is read again: it fills up the last round.
     skipped = {"dispatched, skipped": True, "alone, skipped": True, "shuffled": True}
-    assert first == {"dispatched": (True, [0, 1, 2]), "alone": (True, []), **skipped}
-    assert second == {"dispatched": (True, []), "alone": (True, []), **skipped}
+    assert first == second == {"dispatched": (True, []), "alone": (True, []), **skipped}
 
 
 def test_torchdata_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

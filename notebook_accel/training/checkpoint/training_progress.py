@@ -30,6 +30,7 @@ from notebook_accel.training.checkpoint.state_files import explain, read_state
 from notebook_accel.training.checkpoint.weights import numbered
 from notebook_accel.training.data.loaders import PreparedLoader
 from notebook_accel.training.notices import notice, notice_once
+from notebook_accel.training.random_states import as_plain as as_plain_states
 from notebook_accel.training.random_states import get_random_states, set_random_states
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class TrainingProgress:
             states |= {**window.random_states, "step": 0}
             for position in reversed(window.loaders.stack):
                 if position.at_step[2] is None:  # the window began with this pass
-                    states |= position.replay.state_dict()["opened"] or {}
+                    states |= as_plain_states(position.begin or {})
         states |= self._stands()
         states["loaders"] = [
             {k: v for k, v in self._state_of(loader).items() if k in _OF_RANK}

@@ -10,10 +10,10 @@ batch, and leaves the stack when its iterator ends, is closed, or is garbage col
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from notebook_accel.launch.rank import RankContext, current
-from notebook_accel.training.data.replay import Replay
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,109 +25,92 @@ if TYPE_CHECKING:
 __all__ = ["ActiveLoaders", "LoaderProgress", "Position", "active_loaders"]
 
 
+@dataclass(eq=False, slots=True)
 class Position:
-    """Where one pass over a prepared loader stands.
+    """Where one pass over a prepared loader stands."""
 
-    Attributes:
-        loader: the loader, while the pass is under way; None before and after.
-        epoch: number of the epoch.
-        num_given: batches of the epoch that the loop has got, those that it skipped included.
-        num_lacking: samples that were missing from rounds of a stream before its last round: each
-            worker process that reads a part of the stream ends it with a short round.
-        end_of_dataloader: whether the batch that the loop has now is the last.
-        remainder: if the last round is not full, how many samples all ranks have in it, repeated
-            ones not counted; 0 if it is known to be full, -1 if nothing is known. Before the loop
-            reaches that round, it is what the sampler expects.
-        short_round: what the round that the loop has now has; None where it is known to be full.
-        is_uneven: whether ranks may have batches of different sizes at the same step.
-        is_over: whether the pass has ended, or was left.
-        is_stopped: whether a stop of the run (``RunStopped``) ended the pass, and the pass was over
-            training data (:meth:`ActiveLoaders.stop`): a checkpoint saved after that keeps its
-            place, and resuming goes on there.
-        replay: the random numbers with which the pass reads its samples, kept for a resume.
-        generators: the states of the loader's generators as the pass began.
-        shard_pass: what the sampler that divides the samples finds in this pass; None where there
-            is no such sampler. A pass that a subclass makes and marks by hand (pass_view.py) has
-            none; for it, the sampler's newest pass is asked.
-        reader_states: of a dataset that says itself how far it is (``stateful``), its states after
-            the last few batches read, by their numbers.
-        samples: of all ranks, in the epochs before this pass.
-        at_step: ``num_given``, ``num_lacking`` and what the replay had ahead as an optimizer made
-            its last step in this pass, or as the pass began; no such list where it began anew.
-    """
+    epoch: int = 0
+    """Number of the epoch."""
 
-    __slots__ = (
-        "at_step",
-        "end_of_dataloader",
-        "epoch",
-        "generators",
-        "is_over",
-        "is_stopped",
-        "is_uneven",
-        "loader",
-        "num_given",
-        "num_lacking",
-        "reader_states",
-        "remainder",
-        "replay",
-        "samples",
-        "shard_pass",
-        "short_round",
-    )
+    num_given: int = 0
+    """Batches of the epoch that the loop has got, those that it skipped included."""
 
-    def __init__(
-        self,
-        *,
-        epoch: int = 0,
-        num_given: int = 0,
-        num_lacking: int = 0,
-        samples: int = 0,
-        remainder: int = -1,
-        is_uneven: bool = False,
-        replay: Replay | None = None,
-        generators: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        self.loader: Any = None
-        self.epoch = epoch
-        self.num_given = num_given
-        self.num_lacking = num_lacking
-        self.end_of_dataloader = False
-        self.remainder = remainder
-        self.short_round: ShortRound | None = None
-        self.is_uneven = is_uneven
-        self.is_over = False
-        self.is_stopped = False
-        self.replay = replay or Replay(None, watches=False)
-        self.generators: Mapping[str, torch.Tensor] = generators or {}
-        self.shard_pass: ShardPass | None = None
-        self.reader_states: dict[int, Mapping[str, Any]] = {}
-        self.samples = samples
-        self.at_step: tuple[int, int, list[Any] | None] = num_given, num_lacking, None
-        if self.replay.is_resumed:
-            self.note_step()
+    num_lacking: int = 0
+    """Samples that were missing from rounds of a stream before its last round: each worker process
+    that reads a part of the stream ends it with a short round."""
+
+    remainder: int = -1
+    """If the last round is not full, how many samples all ranks have in it, repeated ones not
+    counted; 0 if it is known to be full, -1 if nothing is known. Before the loop reaches that
+    round, it is what the sampler expects."""
+
+    is_uneven: bool = False
+    """Whether ranks may have batches of different sizes at the same step."""
+
+    generators: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The states of the loader's generators as the pass began."""
+
+    begin: Mapping[str, Any] | None = None
+    """The states of the global random numbers as the pass began."""
+
+    ahead: list[Mapping[str, Any]] = field(default_factory=list)
+    """For each batch that is read and not yet given, the states of the global random numbers before
+    its read; empty where reads draw nothing (``replay``)."""
+
+    reader_states: dict[int, Any] = field(default_factory=dict)
+    """Of a dataset that says itself how far it is (``stateful``), its states after the last few
+    batches read, by their numbers."""
+
+    shard_pass: ShardPass | None = None
+    """What the sampler that divides the samples finds in this pass, if there is one."""
+
+    short_round: ShortRound | None = None
+    """What the round that the loop has now has; None where it is known to be full."""
+
+    loader: Any = None
+    """The loader, while the pass is under way; None before and after."""
+
+    end_of_dataloader: bool = False
+    """Whether the batch that the loop has now is the last."""
+
+    samples: int = 0
+    """Of all ranks, in the epochs before this pass."""
+
+    at_step: tuple[int, int, list[Mapping[str, Any]] | None] = (0, 0, None)
+    """``num_given``, ``num_lacking`` and ``ahead`` as an optimizer made its last step in this pass,
+    or as the pass began; no such list where it began anew."""
+
+    is_over: bool = False
+    """Whether the pass has ended, or was left."""
+
+    is_stopped: bool = False
+    """Whether a stop of the run (``RunStopped``) ended the pass, and the pass was over training
+    data (:meth:`ActiveLoaders.stop`): a checkpoint saved after that keeps its place."""
 
     def note_step(self) -> None:
         """Note where the pass is as an optimizer makes a step: an open window begins there."""
-        self.at_step = self.num_given, self.num_lacking, list(self.replay.ahead)
+        self.at_step = self.num_given, self.num_lacking, list(self.ahead)
 
 
+@dataclass(eq=False)
 class LoaderProgress:
     """How far a loader is. A loader and what ``skip_first_batches`` makes of it share one."""
 
-    def __init__(self) -> None:
-        self.iteration = 0  # number of the epoch
-        self.samples = 0  # of all ranks, in the epochs that are complete
-        # Of the pass that began or gave a batch last.
-        self.position: Position | None = None
-        self.restored: Mapping[str, Any] | None = None  # what the next pass has to go on from
-        # Of a dataset that says itself how far it is (``stateful``): what the next pass has to go
-        # on from.
-        self.reader_state: Mapping[str, Any] | None = None
+    iteration: int = 0
+    """Number of the epoch."""
+
+    samples: int = 0
+    """Of all ranks, in the epochs that are complete."""
+
+    restored: Mapping[str, Any] | None = None
+    """What the next pass has to go on from."""
+
+    position: Position | None = None
+    """Of the pass that began or gave a batch last."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The pass that is under way stays with its loop: a pickled loader begins the epoch anew.
-        names = ("iteration", "samples", "restored", "reader_state")
-        return LoaderProgress, (), {name: getattr(self, name) for name in names}
+        return LoaderProgress, (self.iteration, self.samples, self.restored)
 
 
 class ActiveLoaders:

@@ -57,8 +57,7 @@ class DataLoaderDispatcher(PreparedLoader):
         dataset: as torch's DataLoader.
         split_batches: whether each batch is divided over the ranks.
         skip_batches: batches at the start of each epoch that are left out.
-        use_stateful_dataloader: make it torchdata's ``StatefulDataLoader`` too, whose arguments it
-            then takes as well.
+        use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside.
         _drop_last: as ``drop_last``.
         _non_blocking: copy to the device while the loop computes.
         slice_fn: takes a rank's part out of what rank 0 has read for all: called with the batch, a
@@ -85,15 +84,11 @@ class DataLoaderDispatcher(PreparedLoader):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        if use_stateful_dataloader:
-            # Imported here: its class is made of this one.
-            from notebook_accel.training.data.stateful import StatefulDispatcher, make_stateful
-
-            make_stateful(self, StatefulDispatcher)
         if _drop_last:
             kwargs["drop_last"] = True
         self._make_by_hand(
             dataset,
+            use_stateful_dataloader,
             kwargs,
             torch_device_mesh=torch_device_mesh,
             iteration=iteration,
@@ -111,6 +106,10 @@ class DataLoaderDispatcher(PreparedLoader):
     @property
     def _shard(self) -> Any:
         return None
+
+    @property
+    def _batches_a_step(self) -> int:
+        return self._batches_a_round
 
     @property
     def _num_readers(self) -> int:
@@ -137,15 +136,21 @@ class DataLoaderDispatcher(PreparedLoader):
             if rng_type != "generator":
                 synchronize_rng_state(rng_type)
 
-    def _read(self, position: Position) -> Iterator[Any]:
+    def _read(self, position: Position, at_start: Callable[[], None] | None) -> Iterator[Any]:
         # One rank reads for all, not one of each group that holds a model together: those must get
         # the very same samples, and two readers of a stream may get different ones.
         if num_ranks() == 1:
-            return self._read_from(position, position.num_given)
-        return self._lead(position) if this_rank() == 0 else self._follow(position)
+            return self._read_from(position, position.num_given, at_start)
+        return self._lead(position, at_start) if this_rank() == 0 else self._follow()
 
-    def _lead(self, position: Position) -> Iterator[RoundBatch]:
+    def _lead(
+        self, position: Position, at_start: Callable[[], None] | None
+    ) -> Iterator[RoundBatch]:
         start = position.num_given * self._batches_a_round
+        # In an epoch that is resumed, too, the last round is filled up from the start of the epoch,
+        # unless the dataset goes on there by itself.
+        is_counted = start > 0 and start not in position.reader_states
+        keeps_first = is_counted and not self._drops_last
         divider = RoundDivider(
             num_parts=self._options.num_processes,
             batches_a_round=self._batches_a_round,
@@ -154,15 +159,10 @@ class DataLoaderDispatcher(PreparedLoader):
             keeps_batches=self._keeps_batches,
             slice_fn=self._options.slice_fn,
         )
-        # In an epoch that is resumed, too, the last round is filled up from the start of the epoch.
-        needs_first = start > 0 and not divider.drop_last
-        batches = self._read_from(position, start, keeps_first=needs_first)
-        rounds = divider.divide(batches)
-        is_begun = not needs_first
+        batches = self._read_from(position, start, at_start, keeps_first)
+        rounds = divider.divide(batches, keeps_first)
         while True:
             try:
-                if not is_begun:
-                    divider.first, is_begun = next(batches, None), True
                 divided = next(rounds, None)
                 header, buffers = _pack(divided, self._options.data_group.index_of_rank)
             except Exception as error:
@@ -175,7 +175,7 @@ class DataLoaderDispatcher(PreparedLoader):
             _scatter(buffers)
             yield RoundBatch(*divided.parts[0], divided.is_uneven)
 
-    def _follow(self, position: Position) -> Iterator[RoundBatch]:
+    def _follow(self) -> Iterator[RoundBatch]:
         # The header is pickled by rank 0, a member of the same group: what it holds is trusted as
         # much as that rank's code is.
         while True:

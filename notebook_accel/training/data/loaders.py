@@ -1,22 +1,34 @@
 """Prepared loaders: torch DataLoaders whose batches are this rank's, and lie on its device.
 
-A *pass* is one run over the loader (``for batch in loader``). From the samples to the loop::
+A prepared loader keeps a loader of torch inside (``base_dataloader``), of the user's own class, and
+runs it. From the samples to the loop::
 
     sampler: indices of this rank's samples
       -> IndexSource: from batch n on, where an epoch is resumed
-      -> torch's own iterator, with its workers
+      -> the loader inside, with its workers
       -> _read: batches as the dataset made them
-      -> _give: one batch ahead of the loop, on the device, counted in a Position
+      -> __iter__: one batch ahead of the loop, on the device, counted in a Position
       -> the loop
 
 Reading one batch ahead of the loop tells, while the loop has the last batch, that it is the last
 (:class:`~notebook_accel.training.data.active.Position`). What a pass costs beyond torch's own is a
 few attribute reads a batch: whatever can be decided as the pass begins is decided there.
+
+How it goes on in the middle of an epoch::
+
+    loop has batch n    state_dict() -> the epoch, n + 1 batches given, and the random states
+                                        from which the order of the epoch was drawn
+    load_state_dict()   sets the epoch; keeps the rest for the pass that comes next
+    next pass           _restore() -> the random states are set, and batch n + 1 is its first
+
+A place is counted in batches of this rank, of the whole epoch, those included that were left out
+by ``skip_first_batches``. Which samples they are follows from the order, which the random states
+give again; what reading draws from the global random numbers is in ``replay``.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,31 +37,37 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel.errors import RunStopped
 from notebook_accel.launch.rank import current
-from notebook_accel.training.collectives import num_ranks, this_rank
+from notebook_accel.training.collectives import broadcast_object_list, num_ranks, this_rank
 from notebook_accel.training.data.active import LoaderProgress, Position, active_loaders
-from notebook_accel.training.data.joined import copy_as
-from notebook_accel.training.data.options import LoaderOptions
-from notebook_accel.training.data.replay import IndexSource, Replay, seed_of_pass
-from notebook_accel.training.data.resuming import ResumableLoader
+from notebook_accel.training.data.replay import IndexSource, replayed, skip
 from notebook_accel.training.data.samplers import (
     BatchSamplerShard,
     RoundBatch,
+    SeedableRandomSampler,
     ShortRound,
+    SkipBatchSampler,
+    get_sampler,
     length_of,
     num_samples_of,
+    samplers_of,
 )
 from notebook_accel.training.data.streams import IterableDatasetShard, ShortRoundCollate
-from notebook_accel.training.data.transfer import Transfer, make_transfer
+from notebook_accel.training.data.transfer import make_transfer
+from notebook_accel.training.data.wrapping import LoaderAround, new_loader
 from notebook_accel.training.data_group import DataGroup
 from notebook_accel.training.nested import find_batch_size
+from notebook_accel.training.random_states import as_plain
 from notebook_accel.training.seeding import new_generator, synchronize_rng_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["PreparedLoader"]
+    from notebook_accel.training.accumulation import Accumulation
+    from notebook_accel.training.state import GradientState
+
+__all__ = ["DataLoaderShard", "LoaderOptions", "PreparedLoader"]
 
 _NO_BATCH = object()
 # Seeds of neighbouring ranks land far apart by multiples of 2**64 divided by the golden ratio
@@ -57,17 +75,65 @@ _NO_BATCH = object()
 _SEED_STEP = 0x9E37_79B9_7F4A_7C15
 
 
-class PreparedLoader(ResumableLoader):
-    """What the prepared loaders have in common: ``prepare`` makes them around the user's. How far
-    they are, and how they go on there, is in their base class."""
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """The settings of a prepared loader that torch's ``DataLoader`` does not have."""
+
+    device: torch.device | None = None
+    """Where batches are put; None leaves them where they are."""
+
+    non_blocking: bool = False
+    """Whether the copies to the device run beside the loop's work."""
+
+    rng_types: tuple[str, ...] = ()
+    """Random states that every rank takes from rank 0 at the start of a pass."""
+
+    generator: torch.Generator
+    """The loader's generator, from which each pass draws the seed of its workers."""
+
+    synchronized_generator: torch.Generator | None = None
+    """The generator that the order comes from, where there is one."""
+
+    data_group: DataGroup = field(default_factory=partial(DataGroup.of_all_ranks, 1, 0))
+    """Which ranks read different samples."""
+
+    split_batches: bool = False
+    """Whether each batch of the loader is divided over the ranks."""
+
+    is_uneven: bool = False
+    """Whether ranks may get batches of different sizes; what a sampler or dataset of ours says of
+    itself (its ``is_uneven``) goes before this."""
+
+    slice_fn: Callable[..., Any] | None = None
+    """The user's way of taking one rank's part out of what rank 0 has read for all."""
+
+    skip_batches: int | None = None
+    """The batch to begin each epoch with; None is the first, or that of a restored state."""
+
+    @property
+    def num_processes(self) -> int:
+        """Number of shares into which the data is divided."""
+        return self.data_group.size
+
+    @property
+    def process_index(self) -> int:
+        """Which of the shares this rank reads."""
+        return self.data_group.index
+
+
+class PreparedLoader(LoaderAround):
+    """What the prepared loaders have in common: ``prepare`` makes them around the user's."""
 
     # What a launch tells a user who passes it one of these as an argument
     # (``launch/payload/refusals``).
     _notebook_accel_stays_home = "prepare it inside the function"
+    # Gradient accumulation of the Accelerator that prepared it; None: of the newest Accelerator.
+    _accumulation: Accumulation | None = None
 
     def _make_by_hand(
         self,
         dataset: Any,
+        use_stateful: bool,
         arguments: dict[str, Any],
         *,
         torch_device_mesh: DeviceMesh | None,
@@ -78,7 +144,8 @@ class PreparedLoader(ResumableLoader):
 
         Args:
             dataset: as torch's DataLoader.
-            arguments: further ones of torch's DataLoader.
+            use_stateful: whether the loader inside is torchdata's.
+            arguments: further ones of that.
             torch_device_mesh: of the ranks, where several of them hold one model together.
             iteration: number of the first epoch.
             **options: of :class:`LoaderOptions`.
@@ -87,42 +154,42 @@ class PreparedLoader(ResumableLoader):
             # Drawn, so that loaders made one after the other have orders of their own.
             seed = int(torch.empty((), dtype=torch.int64).random_())
             arguments["generator"] = new_generator(seed)
-        super().__init__(dataset, **arguments)
+        base = new_loader(dataset, use_stateful, arguments)
         data_group = DataGroup.of_all_ranks(num_ranks(), this_rank())
         if torch_device_mesh is not None:
             data_group = DataGroup.of_mesh(torch_device_mesh, this_rank())
-        self._complete(LoaderOptions(data_group=data_group, **options), LoaderProgress())
+        generator = arguments["generator"]
+        self._wrap(base, LoaderOptions(data_group=data_group, generator=generator, **options))
         if iteration:
             self.set_epoch(iteration)
 
     @classmethod
-    def around(cls, loader: DataLoader[Any], options: LoaderOptions) -> PreparedLoader:
-        """A prepared loader with everything that ``loader`` has.
-
-        A subclass of DataLoader stays one: what it overrides holds here too.
-        """
-        new = copy_as(cls, loader)
-        new._complete(options, LoaderProgress())
+    def around(cls, base: DataLoader[Any], options: LoaderOptions) -> PreparedLoader:
+        """A prepared loader that runs ``base``, which nobody else uses."""
+        new = cls.__new__(cls)
+        new._wrap(base, options)
         return new
 
     def skipping(self, num_batches: int) -> PreparedLoader:
         """This loader from batch ``num_batches`` of each epoch on."""
-        new = copy_as(PreparedLoader, self)
-        new._complete(replace(self._options, skip_batches=num_batches), self._progress)
+        new = type(self).__new__(type(self))
+        vars(new).update(vars(self), _options=replace(self._options, skip_batches=num_batches))
         return new
 
-    def _complete(self, options: LoaderOptions, progress: LoaderProgress) -> None:
-        """Add what a prepared loader has beside what torch's has."""
+    def _wrap(self, base: DataLoader[Any], options: LoaderOptions) -> None:
+        self.base_dataloader = base
+        self.generator = options.generator
         self._options = options
-        self._progress = progress
-        self._index = IndexSource(super()._index_sampler)
+        self._progress = LoaderProgress()
+        name = "sampler" if base.batch_sampler is None else "batch_sampler"
+        self._index = vars(base)[name] = IndexSource(getattr(base, name))
+        base.generator = new_generator(0)  # `_seed_workers` seeds it
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_iterator": None}  # the iterator holds worker processes
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return found.sampler if isinstance(found, IndexSource) else found
 
-    @property
-    def _index_sampler(self) -> Any:
-        return self._index
+    # What it is, and where it stands.
 
     @property
     def device(self) -> torch.device | None:
@@ -136,118 +203,137 @@ class PreparedLoader(ResumableLoader):
         return self._options.rng_types
 
     @property
+    def synchronized_generator(self) -> torch.Generator | None:
+        """The generator that the order comes from, where there is one."""
+        return self._options.synchronized_generator
+
+    @property
+    def skip_batches(self) -> int:
+        """Batches at the start of each epoch that are left out."""
+        return self._options.skip_batches or 0
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples of all ranks a step; None where it is not known."""
+        size = self.given_batch_size
+        if size is None or self._options.split_batches:
+            return size
+        return size * self._options.num_processes
+
+    @property
+    def own_batch_size(self) -> int | None:
+        """Samples of this rank a step; None where it is not known."""
+        size = self.total_batch_size
+        return None if size is None else size // self._options.num_processes
+
+    @property
+    def given_batch_size(self) -> int | None:
+        """The batch size that the loader was made with; None where it has none."""
+        parts = (self._shard, self._index.sampler, self)
+        return next(filter(None, (getattr(part, "batch_size", None) for part in parts)), None)
+
+    @property
     def total_dataset_length(self) -> int:
         """Number of samples of the dataset that the loader was made with."""
         dataset: Any = self.dataset
         return length_of(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
 
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the training stands in its gradient accumulation and its loader."""
+        # Imported here: the state asks which loader is read.
+        from notebook_accel.training.state import GradientState
+
+        return GradientState(accumulation=self._accumulation)
+
+    def _join(self, accumulation: Accumulation) -> None:
+        """Belong to the training of this gradient accumulation."""
+        self._accumulation = accumulation
+
+    def get_sampler(self) -> Any:
+        """The sampler that gives the loader its indices one by one; None where it has none."""
+        return get_sampler(self)
+
+    @property
+    def iteration(self) -> int:
+        """Number of the epoch that comes next, or is under way and not yet at its last batch."""
+        return self._progress.iteration
+
+    @iteration.setter
+    def iteration(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes, to the samplers and the dataset too."""
+        self._progress.iteration = epoch
+        ours = (BatchSamplerShard, SkipBatchSampler)  # they only pass it on to what is inside
+        users = [sampler for sampler in samplers_of(self) if not isinstance(sampler, ours)]
+        for part in (*users, self.dataset):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
     def __len__(self) -> int:
         return max(0, self._num_batches() - self.skip_batches)
 
-    def __iter__(self) -> Any:
-        if self._skips_complete_epoch():
-            return iter(())
-        # In this order: restore, so that what rank 0 sends is what the checkpoint had; send; then
-        # note the states (`_new_position`), which a checkpoint of this pass keeps.
-        start, num_lacking, drawn = self._restore()
-        self._synchronize()
-        before = getattr(self._progress.position, "replay", None)
-        replay = Replay(drawn, watches=not self.num_workers, before=before)
-        position = self._new_position(num_given=start, num_lacking=num_lacking, replay=replay)
-        self._progress.position = position
-        return self._give(replay.open(partial(self._read, position)), position)
+    def _num_batches(self) -> int:
+        """Batches an epoch that this rank gets."""
+        return len(self.base_dataloader)
 
-    def _synchronize(self) -> None:
-        """Give every rank rank 0's random states, so that all run through the same order.
-
-        Every rank of the world, not of the data group alone: ranks that hold one model together
-        must read the same samples.
-        """
-        if num_ranks() == 1 or not self.rng_types:
-            return
-        for rng_type in self.rng_types:
-            if rng_type != "generator":
-                synchronize_rng_state(rng_type)
-        # Also where "generator" is not among them: if each rank had its own order, their parts
-        # would overlap, and some samples would never be read.
-        if self.synchronized_generator is not None:
-            synchronize_rng_state("generator", self.synchronized_generator)
-        for sampler in self._seedable_samplers():
-            sampler.agree_on_seed()
-
-    def _get_iterator(self) -> Any:
-        # Torch draws the seed of the workers from the loader's generator. That has the same state
-        # on all ranks, whose workers would then augment their samples alike. So each rank that
-        # reads other samples gets another seed; those that read the same ones (of one model that
-        # they hold together) get the same. Without workers nothing is drawn from that seed.
-        if not self.num_workers:
-            return super()._get_iterator()
-        own = self.generator
-        seed = self._draw_seed() + self._options.process_index * _SEED_STEP
-        self.generator = new_generator(seed % 2**64)
+    def _count_total(self) -> int | None:
+        """Batches of a whole pass, those included that this one skips; None where unknown."""
+        # Torch warns of a stream that gives more batches than len() said, if somebody has asked for
+        # its len(): that we asked must not count.
+        base = self.base_dataloader
+        asked = base._IterableDataset_len_called
         try:
-            return super()._get_iterator()
-        finally:
-            self.generator = own
-
-    def _draw_seed(self) -> int:
-        return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
-
-    def _read(self, position: Position) -> Iterator[Any]:
-        """The batches of this rank from ``position`` on, as the dataset made them."""
-        return self._read_from(position, position.num_given)
-
-    def _read_from(
-        self, position: Position, start: int, *, keeps_first: bool = False
-    ) -> Iterator[Any]:
-        """The batches from ``start`` on, as torch's iterator gives them.
-
-        Args:
-            position: of the pass.
-            start: the first batch to read. It is not ``position.num_given`` where one rank reads
-                for all.
-            keeps_first: give the first batch of the epoch before them, for a reader that fills the
-                last round up with its samples.
-        """
-        index = self._index
-        index.keeps_first = keeps_first and start > 0
-        index.before_start = position.replay.reach_start if start else None
-        if isinstance(self.dataset, IterableDataset):
-            reader = iter(super().__iter__())
-            return index.skip(reader, start) if start else reader
-        index.start, index.seed = start, self._seed_of_workers()
-        if self.persistent_workers and self._iterator is not None:
-            # Torch draws a seed whenever it makes an iterator: with workers that stay, in the first
-            # pass only. The order may come from the same generator. A resumed pass always makes an
-            # iterator, and must still draw the original order; so later passes draw a seed here.
-            self._draw_seed()
-        reader = iter(super().__iter__())
-        # Torch's iterator has begun one or two passes over the sampler, and reads the newest.
-        position.shard_pass = getattr(index.sampler, "newest_pass", None)
-        return reader
-
-    def _seed_of_workers(self) -> int | None:
-        """The seed from which the random numbers of worker processes are seeded for each batch.
-
-        None where there are no workers, and where the user's ``worker_init_fn`` may seed them.
-        """
-        if not self.num_workers or self.worker_init_fn is not None or self.generator is None:
+            return self._num_batches()
+        except (TypeError, NotImplementedError):  # as of length_or_none
             return None
-        return seed_of_pass(self.generator, self.iteration, self._options.process_index)
+        finally:
+            base._IterableDataset_len_called = asked
 
-    def _give(self, source: Iterator[Any], position: Position) -> Iterator[Any]:
-        """The batches of ``source`` as the loop gets them, while ``position`` says where it is."""
-        context = current()
-        count, active, ahead = context.count_batch, active_loaders(context), position.replay.ahead
-        stack, total, progress = active.stack, self._count_total(), self._progress
-        send, receive = self._transfer(position)
+    @property
+    def _shard(self) -> Any:
+        """The sampler or dataset that knows which part of the samples is this rank's."""
+        is_ours = isinstance(self.dataset, IterableDatasetShard)  # a user's own knows nothing of it
+        return self.dataset if is_ours else self._index.sampler
+
+    @property
+    def _batches_a_round(self) -> int:
+        return 1 if self._options.split_batches else self._options.num_processes
+
+    @property
+    def _batches_a_step(self) -> int:
+        """Batches that are read for one that the loop gets."""
+        return 1
+
+    @property
+    def _num_readers(self) -> int:
+        """How many ranks read samples of their own."""
+        return self._options.num_processes
+
+    @property
+    def _marks_last_round(self) -> bool:
+        """Whether batches come with the sample counts of their rounds."""
+        return isinstance(self.collate_fn, ShortRoundCollate)
+
+    # One pass.
+
+    def __iter__(self) -> Any:
+        # A generator: nothing is done before the loop asks for its first batch.
+        if self._skips_complete_epoch():
+            return
+        position, source, receive = self._begin_pass()
+        progress, ahead, context = self._progress, position.ahead, current()
+        count, active, total = context.count_batch, active_loaders(context), self._count_total()
+        stack = active.stack
         is_stream = isinstance(self._shard, IterableDatasetShard)
         size = self.total_batch_size or 0 if is_stream else 0
         position.loader = self
-        if send is not None:
-            source = map(send, source)
         try:
             batch = next(source, _NO_BATCH)
+            # Torch's iterator has begun one or two passes over the sampler, and reads the newest.
+            position.shard_pass = getattr(self._index.sampler, "newest_pass", None)
             if batch is not _NO_BATCH and receive is not None:
                 batch = receive(batch)
             # One ahead of the loop: where none follows, `batch` is the last one, which closes a
@@ -287,6 +373,141 @@ class PreparedLoader(ResumableLoader):
             position.is_over = True
             position.loader = None
 
+    def _begin_pass(self) -> tuple[Position, Iterator[Any], Callable[[Any], Any] | None]:
+        """Where the pass stands that begins now, its batches, and what is done with each right
+        before the loop gets it."""
+        # In this order: restore, so that what rank 0 sends is what the checkpoint had; send; then
+        # note the states (`_new_position`), which a checkpoint of this pass keeps.
+        start, num_lacking, restored = self._restore()
+        self._synchronize()
+        position = self._new_position(
+            num_given=start,
+            num_lacking=num_lacking,
+            reader_states=dict(restored.get("reader") or {}),
+        )
+        self._seed_workers()
+        self._progress.position = position
+        source = replayed(
+            partial(self._read, position),
+            position,
+            restored.get("random"),
+            reads_here=not self.num_workers,
+        )
+        send, move = make_transfer(self._options.device, self._options.non_blocking)
+        source = source if send is None else map(send, source)
+        return position, source, self._receiver(position, move)
+
+    def _new_position(self, **known: Any) -> Position:
+        """Where a pass that begins now stands; ``known`` is for :class:`Position`."""
+        return Position(
+            epoch=self._progress.iteration,
+            samples=self._progress.samples,
+            at_step=(known.get("num_given", 0), known.get("num_lacking", 0), None),
+            remainder=getattr(self._shard, "remainder", -1),
+            is_uneven=getattr(self._shard, "is_uneven", self._options.is_uneven),
+            generators=self._generator_states(),
+            **known,
+        )
+
+    def _synchronize(self) -> None:
+        """Give every rank rank 0's random states, so that all run through the same order.
+
+        Every rank of the world, not of the data group alone: ranks that hold one model together
+        must read the same samples.
+        """
+        if num_ranks() == 1 or not self.rng_types:
+            return
+        for rng_type in self.rng_types:
+            if rng_type != "generator":
+                synchronize_rng_state(rng_type)
+        # Also where "generator" is not among them: if each rank had its own order, their parts
+        # would overlap, and some samples would never be read.
+        if self.synchronized_generator is not None:
+            synchronize_rng_state("generator", self.synchronized_generator)
+        for sampler in self._seedable_samplers():
+            sampler.agree_on_seed()
+
+    def _seed_workers(self) -> None:
+        """Draw the seed of the worker processes, as torch's loader does in each pass.
+
+        The loader's generator has the same state on all ranks, whose workers would then augment
+        their samples alike. So each rank that reads other samples gets another seed; those that
+        read the same ones (of one model that they hold together) get the same.
+        """
+        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
+        seed = (drawn + self._options.process_index * _SEED_STEP) % 2**64
+        self.base_dataloader.generator.manual_seed(seed)
+        is_ours = self.num_workers and self.worker_init_fn is None
+        self._index.seed = seed if is_ours else None
+
+    def _read(self, position: Position, at_start: Callable[[], None] | None) -> Iterator[Any]:
+        """The batches of this rank from ``position`` on, as the dataset made them."""
+        return self._read_from(position, position.num_given, at_start)
+
+    def _read_from(
+        self,
+        position: Position,
+        start: int,
+        at_start: Callable[[], None] | None,
+        keeps_first: bool = False,
+    ) -> Iterator[Any]:
+        """The batches from ``start`` on, as the loader inside gives them.
+
+        Args:
+            position: of the pass.
+            start: the first batch to read. It is not ``position.num_given`` where one rank reads
+                for all.
+            at_start: called right before that is read, unless it is the first of the epoch.
+            keeps_first: give the first batch of the epoch before it, for a reader that fills the
+                last round up with its samples.
+        """
+        base, index = self.base_dataloader, self._index
+        keeps_states = self.use_stateful_dataloader and hasattr(self.dataset, "state_dict")
+        is_counted = keeps_states or isinstance(self.dataset, IterableDataset)
+        index.start = 0 if is_counted else start
+        index.keeps_first, index.at_start = keeps_first, at_start
+        state = position.reader_states.get(start)
+        if keeps_states:
+            base.load_state_dict(state or {})  # type: ignore[attr-defined]
+        reader: Iterator[Any] = iter(base)
+        if is_counted and start and state is None:
+            reader = skip(reader, start, keeps_first, at_start)
+        return self._note_reader_states(reader, position, start) if keeps_states else reader
+
+    def _note_reader_states(
+        self, reader: Iterator[Any], position: Position, start: int
+    ) -> Iterator[Any]:
+        """Keep the dataset's state after the newest batches: the loader reads ahead of the loop,
+        and a checkpoint takes the state after the batch that the loop has."""
+        base: Any = self.base_dataloader
+        for number, batch in enumerate(reader, start + 1):
+            position.reader_states[number] = base.state_dict()
+            position.reader_states.pop(number - 2 * self._batches_a_step - 1, None)
+            yield batch
+
+    def _receiver(
+        self, position: Position, move: Callable[[Any], Any] | None
+    ) -> Callable[[Any], Any] | None:
+        """``move``, which also notes in ``position`` what a batch says of its round."""
+        shard = self._shard
+        is_split = isinstance(shard, BatchSamplerShard) and shard.split_batches
+        if not (self._marks_last_round or is_split):
+            return move
+
+        def receive(batch: Any) -> Any:
+            batch = batch if move is None else move(batch)
+            repeats = position.shard_pass.repeats if is_split and position.shard_pass else {}
+            position.short_round, is_uneven = repeats.pop(position.num_given, None), None
+            if type(batch) is RoundBatch:
+                batch, position.short_round, is_uneven = batch
+            if position.short_round is not None:
+                position.remainder = position.short_round.num_samples
+            if is_uneven is not None:
+                position.is_uneven = is_uneven
+            return batch
+
+        return receive
+
     def _reach_end(self, position: Position, batch: Any) -> None:
         """Note that nothing follows, what the last round lacks, and that the next epoch comes.
 
@@ -321,21 +542,23 @@ class PreparedLoader(ResumableLoader):
         # dataset itself, before each pass, has the last word.
         self.set_epoch(position.epoch + 1)
 
+    def _note_last_round(self, position: Position) -> None:
+        """Note what the last round lacks, as the sampler has found once it has no more."""
+        found = position.shard_pass or getattr(self._shard, "newest_pass", None)
+        if found is not None:
+            position.short_round = found.last_round
+        if position.short_round is not None:
+            position.remainder = position.short_round.num_samples
+
     @property
     def _num_lacking_at_the_end(self) -> int:
         """By how many samples the last round is short, where nothing fills it up; 0 where that is
         not known."""
-        samples, size = self._num_samples, self.total_batch_size
+        is_stream, size = isinstance(self.dataset, IterableDataset), self.total_batch_size
+        samples = None if is_stream else num_samples_of(self._index.sampler)
         if samples is None or size is None or self._index.sampler.drop_last:
             return 0
-        return -samples % size
-
-    @property
-    def _num_samples(self) -> int | None:
-        """Samples that all ranks read in a pass; None where that is not known."""
-        is_stream = isinstance(self.dataset, IterableDataset)
-        own = None if is_stream else num_samples_of(self._index.sampler)
-        return None if own is None else own * self._num_readers
+        return -samples * self._num_readers % size
 
     @property
     def _knows_repeats(self) -> bool:
@@ -343,28 +566,265 @@ class PreparedLoader(ResumableLoader):
         is_shared_out = hasattr(self._shard, "newest_pass") or self._marks_last_round
         return is_shared_out or self._options.num_processes == 1
 
-    def _transfer(self, position: Position) -> Transfer:
-        """What is done with each batch on its way to the loop."""
-        send, move = make_transfer(self._options.device, self._options.non_blocking)
-        shard = self._shard
-        is_split = isinstance(shard, BatchSamplerShard) and shard.split_batches
-        if not (self._marks_last_round or is_split):
-            return Transfer(send, move)
-
-        def receive(batch: Any) -> Any:
-            batch = batch if move is None else move(batch)
-            repeats = position.shard_pass.repeats if is_split and position.shard_pass else {}
-            position.short_round, is_uneven = repeats.pop(position.num_given, None), None
-            if type(batch) is RoundBatch:
-                batch, position.short_round, is_uneven = batch
-            if position.short_round is not None:
-                position.remainder = position.short_round.num_samples
-            if is_uneven is not None:
-                position.is_uneven = is_uneven
-            return batch
-
-        return Transfer(send, receive)
+    # The newest pass: the one that began or gave a batch last. Classes that are derived from
+    # Accelerate's loaders, with an `__iter__` of their own, mark its begin and end themselves.
 
     @property
-    def _marks_last_round(self) -> bool:
-        return isinstance(self.collate_fn, ShortRoundCollate)
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch that the newest pass gave is its last."""
+        position = self._progress.position
+        return position is not None and position.end_of_dataloader
+
+    @end_of_dataloader.setter
+    def end_of_dataloader(self, value: bool) -> None:
+        position = self._progress.position or self.reset()
+        position.end_of_dataloader = value
+        if value:
+            self._note_last_round(position)
+
+    @property
+    def remainder(self) -> int:
+        """Samples of all ranks in the last round, as :class:`Position` has it."""
+        position = self._progress.position
+        return -1 if position is None else position.remainder
+
+    @remainder.setter
+    def remainder(self, value: int) -> None:
+        (self._progress.position or self.reset()).remainder = value
+
+    def reset(self) -> Position:
+        """Forget how far the newest pass was."""
+        # No pass is under way: a checkpoint begins with the next one.
+        position = Position(epoch=self._progress.iteration, is_over=True)
+        self._progress.position = position
+        return position
+
+    def begin(self) -> None:
+        """Make this loader the active one, at the start of a pass."""
+        position = self._progress.position = self._new_position(loader=self)
+        active_loaders().put_on_top(position)
+
+    def end(self) -> None:
+        """End the passes over this loader that are under way."""
+        active = active_loaders()
+        for position in [each for each in active.stack if each.loader is self]:
+            active.drop(position)
+            position.is_over = True
+            position.loader = None
+
+    @property
+    def is_iterated(self) -> bool:
+        """Whether a loop over this loader is under way."""
+        position = self._progress.position
+        return position is not None and position.loader is not None and not position.is_over
+
+    # Its state, and going on from one.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the epoch, the random states at its start, and the number of batches given in it.
+
+        While the loop has the last batch, that is the start of the next epoch; after a ``break``
+        the start of the same one; after a stop of the run the place where it stopped.
+        """
+        progress, position = self._progress, self._progress.position
+        state: dict[str, Any] = {
+            "iteration": progress.iteration,
+            "given": 0,
+            "lacking": 0,
+            "generators": {},
+            "random": None,
+            "reader": None,
+        }
+        if progress.restored is not None:
+            state |= {name: progress.restored[name] for name in state if name != "iteration"}
+        elif (
+            position is None
+            or position.end_of_dataloader
+            or (position.is_over and not position.is_stopped)
+        ):
+            state["generators"] = self._generator_states()
+        else:
+            num_read = position.num_given * self._batches_a_step
+            reader = position.reader_states.get(num_read)
+            state |= {
+                "iteration": position.epoch,
+                "given": position.num_given,
+                "lacking": position.num_lacking,
+                "generators": position.generators,
+                "random": position.begin
+                and {
+                    "begin": as_plain(position.begin),
+                    "ahead": [*map(as_plain, position.ahead)],
+                },
+                "reader": reader and {num_read: reader},
+            }
+        return {
+            **state,
+            "samples": progress.samples,
+            "seeds": [sampler.initial_seed for sampler in self._seedable_samplers()],
+            "total_batch_size": self.total_batch_size,
+            "batches_a_round": self._batches_a_round,
+            "num_readers": self._num_readers,
+        }
+
+    def state_at_step(self) -> dict[str, Any]:
+        """Give the state as an optimizer made its last step in the pass that is under way, or as
+        the pass began; where none is, the present state."""
+        state, position = self.state_dict(), self._progress.position
+        if (
+            self._progress.restored is not None
+            or position is None
+            or (position.is_over and not position.is_stopped)
+        ):
+            return state
+        given, lacking, ahead = position.at_step
+        is_known = ahead is not None and position.begin is not None
+        return {
+            **state,
+            "iteration": position.epoch,
+            "given": given,
+            "lacking": lacking,
+            "generators": position.generators,
+            "random": {
+                "begin": as_plain(position.begin or {}),
+                "ahead": [*map(as_plain, ahead or ())],
+            }
+            if is_known
+            else None,
+            "reader": None,
+            "samples": position.samples,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken: the next pass is the rest of that epoch.
+
+        Where a step had another number of samples then (of more ranks, say), the rest begins with
+        the batch that holds the first sample not yet seen.
+        """
+        # How much a step took: samples, or batches where these are unknown.
+        before, now = state_dict.get("total_batch_size"), self.total_batch_size
+        if not (before and now):
+            now = self._batches_a_round
+            before = state_dict.get("batches_a_round", now)
+        restored = {"lacking": 0, "random": None, "reader": None, **state_dict}
+        restored["given"] = int(state_dict["given"]) * int(before) // now
+        num_readers = self._num_readers
+        if before != now or state_dict.get("num_readers", num_readers) != num_readers:
+            # This rank reads other samples at each step than then.
+            restored |= {"random": None, "reader": None}
+        seeds = state_dict.get("seeds", [])
+        for sampler, seed in zip(self._seedable_samplers(), seeds, strict=False):
+            sampler.restore_seed(int(seed))
+        self.set_epoch(int(state_dict["iteration"]))
+        self._progress.samples = int(state_dict.get("samples", 0))
+        self._progress.restored = restored
+
+    def progress(self, state: Mapping[str, Any] | None = None) -> tuple[int, int, int | None]:
+        """The epoch, the batches given in it, and the samples of all ranks over all epochs, by the
+        present state or by another one."""
+        state, size = state or self.state_dict(), self.total_batch_size
+        given, lacking = state["given"], state["lacking"]
+        samples = None if size is None else state["samples"] + given * size - lacking
+        return state["iteration"], given, samples
+
+    def is_part_of(self, other: PreparedLoader) -> bool:
+        """Whether the two are one loader, one of them perhaps without its first batches."""
+        return self._progress is other._progress
+
+    def _skips_complete_epoch(self) -> bool:
+        """Whether the script skips the whole epoch that was complete when the state was saved.
+
+        Scripts that count batches themselves then skip all of them. The restored state is the start
+        of the next epoch, so this pass gives nothing, and the next pass uses the state.
+        """
+        restored = self._progress.restored
+        if restored is None or restored["given"] or not self.skip_batches:
+            return False
+        total = self._count_total()
+        if self._options.is_uneven:
+            # Rank 0's total decides for all (no rank has more batches): ranks that skip while
+            # others go on would wait for each other in different collectives.
+            (total,) = broadcast_object_list([total])
+        return total is not None and self.skip_batches >= total
+
+    def _restore(self) -> tuple[int, int, Mapping[str, Any]]:
+        """Go back to the start of a restored epoch.
+
+        Returns:
+            the batch to begin with, the samples that rounds before it lacked, and what else the
+            state has that this pass goes on with.
+        """
+        restored, self._progress.restored = self._progress.restored, None
+        if restored is None:
+            return self.skip_batches, 0, {}
+        for name, generator in self._generators().items():
+            if name in restored["generators"]:
+                generator.set_state(restored["generators"][name])
+        given, asked = int(restored["given"]), self._options.skip_batches
+        if asked in (None, given):
+            return given, restored["lacking"], restored
+        # `ahead` has the states before batch `given` was read; this pass begins with another one.
+        drawn = restored["random"]
+        return asked, 0, {**restored, "random": drawn and {**drawn, "ahead": []}}
+
+    def _seedable_samplers(self) -> list[SeedableRandomSampler]:
+        return [one for one in samplers_of(self) if isinstance(one, SeedableRandomSampler)]
+
+    def _generators(self) -> dict[str, torch.Generator]:
+        named = {"workers": self._options.generator, "order": self.synchronized_generator}
+        return {name: generator for name, generator in named.items() if generator is not None}
+
+    def _generator_states(self) -> dict[str, torch.Tensor]:
+        return {name: generator.get_state() for name, generator in self._generators().items()}
+
+
+class DataLoaderShard(PreparedLoader):
+    """A loader that gives each rank its own batches, which the rank itself reads; what
+    ``prepare`` makes of a ``DataLoader``.
+
+    One that is made by hand divides nothing: each rank gets all that the samplers give.
+
+    Args:
+        dataset: as torch's DataLoader.
+        device: where batches are put; None leaves them where they are.
+        rng_types: random states that every rank takes from rank 0 at the start of a pass.
+        synchronized_generator: the generator that the order comes from.
+        skip_batches: batches at the start of each epoch that are left out.
+        use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside.
+        _drop_last: without effect; ``drop_last`` counts.
+        _non_blocking: copy to the device while the loop computes.
+        torch_device_mesh: of the ranks, where several of them hold one model together; those read
+            the same batches.
+        iteration: number of the first epoch.
+        **kwargs: further arguments of torch's DataLoader.
+
+    Raises:
+        ConfigError: torchdata's loader is asked for, and torchdata is not installed.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Iterable[str] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: DeviceMesh | None = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        self._make_by_hand(
+            dataset,
+            use_stateful_dataloader,
+            kwargs,
+            torch_device_mesh=torch_device_mesh,
+            iteration=iteration,
+            device=device,
+            rng_types=tuple(rng_types or ()),
+            synchronized_generator=synchronized_generator,
+            skip_batches=skip_batches or None,
+            non_blocking=_non_blocking,
+        )

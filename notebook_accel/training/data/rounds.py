@@ -75,12 +75,18 @@ class RoundDivider:
     first: Any = field(default=None, init=False)
     _most_rows: int = field(default=0, init=False)
 
-    def divide(self, raw: Iterator[Any]) -> Iterator[Round]:
+    def divide(self, raw: Iterator[Any], has_first: bool = False) -> Iterator[Round]:
         """The rounds of a pass.
+
+        Args:
+            raw: its batches.
+            has_first: whether the first one comes ahead of them, and is in no round.
 
         Raises:
             ConfigError: a batch that has to be divided has no rows.
         """
+        if has_first:
+            self.first = next(raw, None)
         batches = [*itertools.islice(raw, self.batches_a_round)]
         # A round that lacks batches is left out as a whole, as the samplers do.
         while batches and not (self.drop_last and len(batches) < self.batches_a_round):

@@ -13,7 +13,6 @@ loader must know of the last round travels with the samples of that round::
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,9 +29,9 @@ from notebook_accel.training.data.samplers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["IterableDatasetShard", "ShortRoundCollate", "StatefulDatasetShard"]
+__all__ = ["IterableDatasetShard", "ShortRoundCollate"]
 
 
 class _ShortRoundSample(NamedTuple):
@@ -95,6 +94,11 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.split_batches = split_batches
         self.even_batches = even_batches
         self.marks_last_round = marks_last_round
+        # While a rank has a batch, the dataset has given all samples of its round and none of the
+        # next: so its own state says how far this is. (Attributes, since torchdata asks for them.)
+        for name in ("state_dict", "load_state_dict"):
+            if hasattr(dataset, name):
+                setattr(self, name, getattr(dataset, name))
         if split_batches and batch_size is None:
             raise ConfigError(
                 f"split_batches=True divides batches over {num_processes} processes, but this "
@@ -138,7 +142,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         samples, size, own = iter(self.dataset), self._samples_a_round, self._own_part
         round_ = [*itertools.islice(samples, size)]
-        # The first round is kept only where it may be needed: a sample can be large.
+        # The first round that is read. Kept only where it may be needed: a sample can be large.
         fills = self.even_batches and not self.drop_last
         first_round = round_ if fills else []
         while len(round_) == size:
@@ -146,7 +150,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             round_ = [*itertools.islice(samples, size)]
         if not round_ or self.drop_last:
             return
-        filled = fill_up(round_, self._first_round(first_round), size) if fills else round_
+        filled = fill_up(round_, first_round, size) if fills else round_
         batch = filled[own]
         if not self.marks_last_round:
             yield from batch
@@ -156,38 +160,3 @@ class IterableDatasetShard(IterableDataset[Any]):
         short_round = ShortRound(num_samples, batch_size, len(round_[own]))
         for sample in batch:
             yield _ShortRoundSample(sample, short_round)
-
-    def _first_round(self, first_read: list[Any]) -> list[Any]:
-        """The first round of the data; ``first_read`` is the first that this pass read."""
-        return first_read
-
-
-class StatefulDatasetShard(IterableDatasetShard):
-    """An ``IterableDatasetShard`` of a dataset that says itself how far it is, and goes on there.
-
-    While a rank has a batch, the dataset has given all samples of its round and none of the next:
-    so its own state is all that there is to keep.
-    """
-
-    _at_start: Any = None
-    """The dataset as it was before it was told to go on, whose first round fills up the last."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The dataset's own state."""
-        dataset: Any = self.dataset
-        return dict(dataset.state_dict())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there: the next pass gives what comes after."""
-        dataset: Any = self.dataset
-        self._at_start = copy.deepcopy(dataset)
-        dataset.load_state_dict(state_dict)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from super().__iter__()
-        self._at_start = None  # the dataset of the next pass begins at its start
-
-    def _first_round(self, first_read: list[Any]) -> list[Any]:
-        if self._at_start is None:
-            return first_read
-        return [*itertools.islice(self._at_start, self._samples_a_round)]

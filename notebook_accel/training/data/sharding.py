@@ -1,0 +1,371 @@
+"""Share a loader out over the ranks: what ``prepare`` does with one."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training import topology
+from notebook_accel.training.data.config import DataLoaderConfiguration
+from notebook_accel.training.data.dispatch import DataLoaderDispatcher
+from notebook_accel.training.data.loaders import DataLoaderShard, LoaderOptions, PreparedLoader
+from notebook_accel.training.data.samplers import (
+    BatchSamplerShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    batch_sampler_of,
+    batch_size_of,
+    samplers_of,
+    share_of,
+)
+from notebook_accel.training.data.skipping import SkipDataLoader
+from notebook_accel.training.data.streams import IterableDatasetShard, ShortRoundCollate
+from notebook_accel.training.data.wrapping import as_stateful, copied
+from notebook_accel.training.data_group import DataGroup
+from notebook_accel.training.notices import notice_once
+from notebook_accel.training.seeding import new_generator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["prepare_data_loader", "prepare_loader"]
+
+
+def prepare_loader(
+    loader: DataLoader[Any],
+    *,
+    config: DataLoaderConfiguration,
+    device: torch.device | None,
+    data_group: DataGroup,
+    rng_types: Iterable[Any] | None = None,
+    slice_fn: Callable[..., Any] | None = None,
+    ordinal: int = 0,
+) -> PreparedLoader:
+    """A loader that gives this rank its part of the batches of ``loader``, on its device.
+
+    Everything else that ``loader`` has (workers, collate_fn, pinned memory, a class of its own)
+    is kept. A loader that is prepared already is given back as it is.
+
+    Args:
+        loader: the same on every rank.
+        config: how to share the batches out.
+        device: where to put them; None leaves them where they are.
+        data_group: which ranks read different samples, and which share this rank reads.
+        rng_types: random states that ranks take from rank 0 at the start of each pass. None: only
+            the generator from which the order of samples is drawn ("generator"). Any list that is
+            not empty synchronizes that generator too, even if the list does not name it. With an
+            empty list nothing is synchronized, and the ranks have to be seeded alike.
+        slice_fn: takes one rank's part out of a batch that rank 0 has read for all; see
+            :class:`~notebook_accel.training.data.rounds.RoundDivider`.
+        ordinal: how many loaders were prepared before, so that each gets an order of its own;
+            without effect where there is a ``data_seed``, which all of them get.
+
+    Raises:
+        ConfigError: settings that do not fit the loader.
+    """
+    if isinstance(loader, PreparedLoader):
+        return loader
+    if isinstance(loader, SkipDataLoader):
+        prepared = prepare_loader(
+            loader.base_dataloader,
+            config=config,
+            device=device,
+            data_group=data_group,
+            rng_types=rng_types,
+            slice_fn=slice_fn,
+            ordinal=ordinal,
+        )
+        return prepared.skipping(_share_of_skipped(loader.skip_batches, config, data_group.size))
+    is_dispatched = _is_dispatched(loader, config, device)
+    num_shares = data_group.size
+    size = batch_size_of(loader)
+    if config.split_batches and size is not None:
+        share_of(size, num_shares, split_batches=True)  # raises where it cannot be divided
+    draft = copied(loader)  # changed step by step, instead of the user's
+    if config.use_stateful_dataloader and type(draft) is DataLoader:
+        draft = as_stateful(draft)  # a class of the user's own stays, and counts
+    if config.use_seedable_sampler:
+        _make_seedable(draft, config.data_seed)
+    private = _private_generator(config.data_seed, ordinal)
+    # Without a generator of its own, torch's loader draws from the global random numbers as a pass
+    # begins, and a run that is resumed in the middle of one would go on with other numbers.
+    options = LoaderOptions(
+        device=device,
+        non_blocking=config.non_blocking,
+        generator=draft.generator or private,
+        rng_types=(
+            ("generator",)
+            if rng_types is None
+            else tuple(str(getattr(kind, "value", kind)) for kind in rng_types)
+        ),
+        synchronized_generator=_order_generator(draft, private),
+        data_group=data_group,
+        split_batches=config.split_batches,
+        is_uneven=num_shares > 1 and not (config.even_batches or is_dispatched),
+        slice_fn=slice_fn,
+    )
+    if is_dispatched:
+        return DataLoaderDispatcher.around(draft, options)
+    if num_shares > 1:
+        options = _share_out(draft, options, config)
+    return DataLoaderShard.around(draft, options)
+
+
+def _share_of_skipped(num_batches: int, config: DataLoaderConfiguration, num_shares: int) -> int:
+    """How many of its own batches each rank leaves out, of a stream without its first batches.
+
+    Raises:
+        ConfigError: the ranks would have to leave out different numbers of batches.
+    """
+    share, rest = (num_batches, 0) if config.split_batches else divmod(num_batches, num_shares)
+    if rest:
+        raise ConfigError(
+            f"prepare() got a stream without its first {num_batches} batches: expected a multiple "
+            f"of {num_shares}, so that each rank leaves out as many; or prepare the loader first, "
+            "and call skip_first_batches(loader, n), where n counts the batches of one rank"
+        )
+    return share
+
+
+def _is_dispatched(
+    loader: DataLoader[Any], config: DataLoaderConfiguration, device: torch.device | None
+) -> bool:
+    if config.dispatch_batches is None:
+        return isinstance(loader.dataset, IterableDataset) and device is not None
+    if config.dispatch_batches and device is None:
+        raise ConfigError(
+            "dispatch_batches=True sends batches to the devices of the ranks, but "
+            "device_placement=False (put_on_device=False) keeps them off: expected one or the "
+            "other; leave dispatch_batches out, or place on the device"
+        )
+    return config.dispatch_batches
+
+
+def _make_seedable(draft: DataLoader[Any], data_seed: int | None) -> None:
+    """Replace torch's random sampler in ``draft``, if there is one, by a seedable one."""
+    inner = getattr(batch_sampler_of(draft), "sampler", draft.sampler)
+    if type(inner) is not RandomSampler:  # a subclass has an order of its own
+        return
+    seedable = SeedableRandomSampler(
+        inner.data_source, inner.replacement, inner._num_samples, data_seed=data_seed
+    )
+    seedable.counts_epochs = False
+    if data_seed is None and inner.generator is not None:
+        # It may differ from rank to rank: as a pass begins, all take rank 0's.
+        seedable.initial_seed = inner.generator.initial_seed()
+    _replace_sampler(draft, inner, seedable)
+
+
+def _replace_sampler(draft: DataLoader[Any], old: Sampler[Any], new: Sampler[Any]) -> None:
+    for name in ("sampler", "batch_sampler"):
+        vars(draft)[name] = _with_sampler(getattr(draft, name), old, new)
+
+
+def _with_sampler(outer: Any, old: Sampler[Any], new: Sampler[Any]) -> Any:
+    """``outer`` with ``new`` in place of ``old``: ``new`` itself where ``outer`` is ``old``, a copy
+    where ``outer`` reads it, directly or through other samplers, and else ``outer`` as it is."""
+    if outer is old:
+        return new
+    held = getattr(outer, "__dict__", {}).items()
+    within = {
+        name: _with_sampler(part, old, new)
+        for name, part in held
+        if isinstance(part, Sampler) or name.lstrip("_") in ("batch_sampler", "sampler")
+    }
+    if all(part is vars(outer)[name] for name, part in within.items()):
+        return outer
+    copied = copy.copy(outer)  # the user's own stay as they are
+    vars(copied).update(within)
+    return copied
+
+
+def _private_generator(data_seed: int | None, ordinal: int) -> torch.Generator:
+    """A generator seeded by ``data_seed``, or else by the state of the global random numbers.
+
+    Nothing is drawn from those for it, so that preparing a loader changes no later number.
+    """
+    if data_seed is None:
+        state = torch.get_rng_state().numpy().tobytes()
+        digest = hashlib.blake2b(state, digest_size=8, key=b"%d" % ordinal).digest()
+        data_seed = int.from_bytes(digest, "little") >> 1
+    return new_generator(data_seed)
+
+
+def _order_generator(draft: DataLoader[Any], private: torch.Generator) -> torch.Generator | None:
+    """The generator from which the order of samples is drawn; a sampler without one gets
+    ``private``."""
+    if isinstance(draft.dataset, IterableDataset):
+        found = getattr(draft.dataset, "generator", None)
+        return found if isinstance(found, torch.Generator) else None
+    own = draft.sampler
+    if type(own) is RandomSampler and own.generator is None:
+        # A copy of what shuffle=True has made: the user's loader may be prepared again. Other
+        # samplers stay the user's own, who may change them between epochs (weights, say).
+        _replace_sampler(draft, own, copy.copy(own))
+    for sampler in samplers_of(draft):
+        # One that skips has the attributes of the sampler inside, which comes after it.
+        is_ours = isinstance(sampler, (SeedableRandomSampler, SkipBatchSampler))
+        if is_ours or not hasattr(sampler, "generator"):
+            continue
+        if sampler.generator is None:
+            sampler.generator = private
+        if isinstance(sampler.generator, torch.Generator):
+            return sampler.generator
+    return None
+
+
+def _share_out(
+    draft: DataLoader[Any], options: LoaderOptions, config: DataLoaderConfiguration
+) -> LoaderOptions:
+    """Let ``draft`` read this rank's part alone; gives the options with what that changes."""
+    if isinstance(draft.dataset, IterableDataset):
+        return _share_iterable(draft, options, config)
+    if any(isinstance(sampler, DistributedSampler) for sampler in samplers_of(draft)):
+        notice_once(
+            "DistributedSampler",
+            "prepare leaves a loader with a DistributedSampler as it is; without one it shares "
+            "the data out itself, and gather_for_metrics leaves out what was repeated",
+        )
+        return replace(options, split_batches=False)
+    name = "sampler" if draft.batch_sampler is None else "batch_sampler"
+    vars(draft)[name] = BatchSamplerShard(
+        getattr(draft, name),
+        options.num_processes,
+        options.process_index,
+        split_batches=config.split_batches,
+        even_batches=config.even_batches,
+    )
+    return options
+
+
+def _share_iterable(
+    draft: DataLoader[Any], options: LoaderOptions, config: DataLoaderConfiguration
+) -> LoaderOptions:
+    dataset: Any = draft.dataset
+    num_processes, index = options.num_processes, options.process_index
+    if not config.split_batches and _divides_itself(
+        dataset, num_processes, evenly=config.even_batches
+    ):
+        vars(draft)["dataset"] = dataset.shard(num_shards=num_processes, index=index)
+        return replace(options, is_uneven=True)
+    vars(draft)["dataset"] = IterableDatasetShard(
+        dataset,
+        draft.batch_size,
+        draft.drop_last,
+        num_processes,
+        index,
+        split_batches=config.split_batches,
+        even_batches=config.even_batches,
+        marks_last_round=True,
+    )
+    draft.collate_fn = ShortRoundCollate(draft.collate_fn)
+    if config.split_batches and draft.batch_size is not None:
+        share = share_of(draft.batch_size, num_processes, split_batches=True)
+        batches = BatchSampler(draft.sampler, share, draft.drop_last)
+        vars(draft).update(batch_size=share, batch_sampler=batches)
+    return options
+
+
+def _divides_itself(dataset: Any, num_processes: int, *, evenly: bool) -> bool:
+    """Whether an iterable dataset (of Hugging Face's, say) has shards for every rank, with
+    ``evenly`` as many for each."""
+    num_shards = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
+    if not hasattr(dataset, "shard") or num_shards < num_processes:
+        return False
+    if evenly and num_shards % num_processes:
+        notice_once(
+            "shards",
+            f"a stream of {num_shards} shards does not divide evenly over {num_processes} ranks, "
+            "and ranks with more shards would wait for ranks that have finished: so each rank "
+            "reads the whole stream, and takes its part of the samples. Make the number of shards "
+            f"a multiple of {num_processes}, or pass even_batches=False",
+        )
+        return False
+    return True
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Iterable[Any] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: DeviceMesh | None = None,
+) -> DataLoader[Any]:
+    """Give a loader with one rank's part of the batches.
+
+    Args:
+        dataloader: the same on every rank.
+        device: where batches are put if ``put_on_device``; None is this rank's.
+        num_processes: number of ranks; None takes the number that are running.
+        process_index: the rank whose part it is; None is this one.
+        split_batches: divide each batch over the ranks.
+        put_on_device: whether batches are put on the device.
+        rng_types: random states that ranks take from rank 0 at the start of each pass, as
+            ``Accelerator`` takes them.
+        dispatch_batches: whether rank 0 alone reads; None: for iterable datasets on a device.
+        even_batches: fill the last round up.
+        slice_fn_for_dispatch: takes a rank's part out of what rank 0 has read for all: called with
+            the batch, a slice, and ``process_index`` and ``num_processes``; None takes the rows of
+            the slice.
+        use_seedable_sampler: an order that depends on the seed and the epoch alone.
+        data_seed: that seed.
+        non_blocking: copy to the device while the loop computes.
+        use_stateful_dataloader: keep torchdata's ``StatefulDataLoader`` inside.
+        torch_device_mesh: the ranks, where several hold one model together: those along its
+            dimensions "dp_replicate" and "dp_shard" read different samples.
+
+    Raises:
+        ConfigError: settings that do not fit the loader.
+    """
+    here = topology.topology()
+    data_group = DataGroup.of_all_ranks(
+        here.num_processes if num_processes is None else num_processes,
+        here.process_index if process_index is None else process_index,
+    )
+    if torch_device_mesh is not None:
+        rank = here.process_index if process_index is None else process_index
+        data_group = DataGroup.of_mesh(torch_device_mesh, rank)
+    return prepare_loader(
+        dataloader,
+        config=DataLoaderConfiguration(
+            split_batches=split_batches,
+            dispatch_batches=dispatch_batches,
+            even_batches=even_batches,
+            use_seedable_sampler=use_seedable_sampler,
+            data_seed=data_seed,
+            non_blocking=non_blocking,
+            use_stateful_dataloader=use_stateful_dataloader,
+        ),
+        device=(device or here.device) if put_on_device else None,
+        rng_types=rng_types,
+        data_group=data_group,
+        slice_fn=slice_fn_for_dispatch,
+        # Nobody counts the loaders here. A random number, as in Accelerate, gives each loader an
+        # order of its own, and the same one after the same seed.
+        ordinal=int(torch.empty((), dtype=torch.int64).random_()),
+    )
