@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from notebook_accel.training.plan import Plan
-    from notebook_accel.training.preparing import PreparingView
 
 __all__ = ["Preparation", "PreparedModel", "extract_model_from_parallel", "without_wrappers"]
 
@@ -57,6 +56,27 @@ class PreparedModel:
     blueprint: Module | None = None
 
 
+class PreparesEach(Protocol):
+    """What ``prepare`` calls for each object: the methods of an ``Accelerator``, or of a user's
+    class derived from it."""
+
+    def prepare_model(self, model: Module, device_placement: bool | None = None) -> Any:
+        """Make a model ready."""
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+    ) -> DataLoader[Any]:
+        """Make a loader ready."""
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Make an optimizer ready."""
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """Make a scheduler ready."""
+
+
 class Preparation:
     """Makes objects ready and remembers them.
 
@@ -80,7 +100,7 @@ class Preparation:
         self,
         objects: Sequence[Any],
         placement: Sequence[bool | None],
-        accelerator: PreparingView,
+        accelerator: PreparesEach,
     ) -> list[Any]:
         """Make all objects ready, whatever their order: a scheduler needs its optimizer ready.
 
@@ -149,7 +169,7 @@ class Preparation:
         return any(item is known for each in lists for known in each)
 
     def _prepare_apart(
-        self, objects: list[Any], placement: Sequence[bool | None], accelerator: PreparingView
+        self, objects: list[Any], placement: Sequence[bool | None], accelerator: PreparesEach
     ) -> None:
         """Replace the models among ``objects``, and then the optimizers, one by one."""
         for index, item in enumerate(objects):

@@ -5,20 +5,16 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from notebook_accel.errors import ConfigError
-from notebook_accel.training.notices import notice_once
-from notebook_accel.training.processes import ProcessView
-from notebook_accel.training.tracking.base import BlankTracker, GeneralTracker
 from notebook_accel.training.tracking.live import LiveTracker
-from notebook_accel.training.tracking.registry import resolve_trackers
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping, Sequence
 
     from notebook_accel.training.settings import ProjectConfiguration
+    from notebook_accel.training.tracking.base import GeneralTracker
 
-__all__ = ["TrackerView", "Tracking"]
+__all__ = ["Tracking"]
 
 
 class Tracking:
@@ -93,89 +89,3 @@ class Tracking:
 
 def _is_among(tracker: GeneralTracker, others: Iterable[object]) -> bool:
     return any(tracker is other for other in others)
-
-
-class TrackerView(ProcessView):
-    """Part of ``Accelerator``: its trackers."""
-
-    _tracking: Tracking
-
-    @property
-    def log_with(self) -> Sequence[type[GeneralTracker] | GeneralTracker]:
-        """What ``init_trackers`` will make, beside the notebook's own tracker; may be set."""
-        return self._tracking.asked
-
-    @log_with.setter
-    def log_with(self, value: Any) -> None:
-        self._tracking.asked = resolve_trackers(value, self._tracking.logging_dir)
-
-    @property
-    def trackers(self) -> list[GeneralTracker]:
-        """Those that this rank feeds, to read and to change: what ``init_trackers`` made, what code
-        has added, and the notebook's own."""
-        return self._tracking.trackers if self.is_main_process else []
-
-    @trackers.setter
-    def trackers(self, value: Iterable[GeneralTracker]) -> None:
-        self._tracking.feed(value)
-
-    def init_trackers(
-        self,
-        project_name: str,
-        config: Mapping[str, Any] | None = None,
-        init_kwargs: Mapping[str, dict[str, Any]] | None = None,
-    ) -> None:
-        """Begin what ``log_with`` asks for, on the main process; the notebook's own needs none.
-
-        Args:
-            project_name: of the project or run, as the library calls it.
-            config: the settings of the training.
-            init_kwargs: arguments for the libraries' own start, by the tracker's name.
-        """
-        if self.is_main_process:
-            self._tracking.start(project_name, config, init_kwargs or {})
-
-    def log(
-        self,
-        values: Mapping[str, Any],
-        step: int | None = None,
-        log_kwargs: Mapping[str, dict[str, Any]] | None = None,
-    ) -> None:
-        """Give numbers to all trackers, those of rank 0 alone; they are shown live, and kept in
-        ``run.metrics``.
-
-        Args:
-            values: Python numbers, tensors and arrays of one number, dictionaries of them, and
-                what else the trackers take.
-            step: of the training.
-            log_kwargs: arguments for the trackers' ``log``, by the tracker's name.
-        """
-        if self.is_main_process and self.log_with and not self._tracking.is_started:
-            notice_once(
-                "init_trackers",
-                "log() before init_trackers(): the trackers of log_with get nothing of it; call "
-                "accelerator.init_trackers(project_name) first",
-            )
-        for tracker in self.trackers:
-            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Give the tracker of this name; on ranks that don't track, one that keeps nothing.
-
-        Args:
-            name: such as "wandb", or "notebook" for the live one.
-            unwrap: give the library's own object instead.
-
-        Raises:
-            ConfigError: there is no such tracker.
-        """
-        if not self.is_main_process:
-            return BlankTracker()
-        for tracker in self.trackers:
-            if tracker.name == name:
-                return tracker.tracker if unwrap else tracker
-        names = ", ".join(repr(tracker.name) for tracker in self.trackers)
-        raise ConfigError(
-            f"get_tracker({name!r}): there is no such tracker; there is {names}. Ask for it with "
-            "Accelerator(log_with=...) and call init_trackers() first"
-        )

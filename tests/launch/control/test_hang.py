@@ -65,7 +65,7 @@ SAVE = (
     (f"{OURS}/checkpoint/joint_save.py", 200, "_wait"),
     (f"{OURS}/checkpoint/joint_save.py", 80, "meet"),
     (f"{OURS}/checkpoint/__init__.py", 120, "save"),
-    (f"{OURS}/checkpoint/view.py", 140, "save_state"),
+    (f"{OURS}/accelerator.py", 140, "save_state"),
     (CELL, 11, "train"),
 )
 # All have met: to write a large model, and to wait for those who do, may take its time.
